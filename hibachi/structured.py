@@ -116,7 +116,7 @@ def _schema(given: Any) -> str:
     _check(isinstance(given, (str, Mapping)), "json", "a JSON schema, a mapping or its text", given)
     try:
         found = json.loads(given) if isinstance(given, str) else given
-        return json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_mapping)
+        return json.dumps(found, ensure_ascii=False, separators=(",", ":"), default=_mapping)
     except RecursionError:
         raise InvalidRequest("structured_outputs.json is nested too deep. Make it flatter.") from None
     except Exception as e:  # what is no data, or a class of the caller's own

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
-from weakref import WeakSet
 
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, EngineClosed
 from hibachi.guide.protocol import Counted, FormRefused, Grammar
+from hibachi.guide.reasons import SIMPLER, explain
 from hibachi.structured import StructuredOutputs
 
 SECONDS = 2.0  # of computing that one form may take
 WALL = 20.0  # that may pass, where others keep the cores busy or there are no alarms
 START = 120.0  # until a process has read the vocabulary
-MEMORY = 2**30  # bytes that one form may take
+MEMORY = 2**29  # bytes that one form may take
 PROCESSES = 2
 MOST_VERDICTS, MOST_BYTES = 1024, 2**24
 WORKER = Path(__file__).with_name("worker.py")
@@ -71,6 +71,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is ours
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # glibc's others reserve 64 MiB each, of the limit
             )
         except OSError as e:
             raise ConfigError(
@@ -154,13 +155,16 @@ class Checks:
         self._library, self._setup = library, setup
         self._verdicts = Verdicts()
         self.counted = Counted()
+        self._processes: list[Process] = []
+        self._stopped = False
         self.forget()
         _living.add(self)
+        weakref.finalize(self, stop, self._processes)  # at the interpreter's exit at the latest
 
     def forget(self) -> None:
         """The processes are another's: those of the process that we were forked from."""
         self._lock = Lock()
-        self._processes = [Process(self._library, self._setup) for _ in range(PROCESSES)]
+        self._processes[:] = [Process(self._library, self._setup) for _ in range(PROCESSES)]
         self._idle: queue.LifoQueue[Process] = queue.LifoQueue()  # so that the second is started when both are needed
         for process in reversed(self._processes):
             self._idle.put(process)
@@ -172,13 +176,13 @@ class Checks:
             return self._verdicts.find(form) is not None
 
     def check(self, form: StructuredOutputs) -> Grammar:
-        """Raises FormRefused, and ConfigError if no process can be started."""
+        """Raises FormRefused, ConfigError if no process can be started, EngineClosed after `stop`."""
         with self._lock:
             found = self._verdicts.find(form)
             running = self._running.get(form)
-            if found is not None:
+            if found is not None or running is not None:
                 self.counted.hits += 1
-            elif running is None:
+            else:
                 mine = self._running[form] = Future[Grammar | FormRefused]()
         if found is None:
             found = running.result() if running is not None else self._run(form, mine)
@@ -211,46 +215,52 @@ class Checks:
         line, idle = json.dumps(words).encode(), self._idle
         process = idle.get()
         try:
+            if self._stopped:
+                raise EngineClosed("structured_outputs cannot be checked: the engine was closed. Make a new one.")
             said = process.ask(line)
         except Ended as e:
             said = too_complex() if e.by_form else self._again(process, line)
         finally:
             idle.put(process)
-        if "refused" in said:
-            return FormRefused(f"structured_outputs.{form.kind} {said['refused']}.", said["keyword"])
-        return Grammar(said["source"], said["seconds"])
+        if "source" in said:
+            return Grammar(said["source"], said["seconds"])
+        if "error" in said:
+            why, keyword, field = *explain(form.kind, said["error"]), None
+        else:
+            why, keyword, field = said["refused"], said["keyword"], said["field"]
+        return FormRefused(f"structured_outputs.{field or form.kind}: {why}.", keyword)
 
     def _again(self, process: Process, line: bytes) -> dict[str, Any]:
         """Somebody else ended the process; twice is taken for an effect of the form."""
+        if self._stopped:
+            raise EngineClosed("The engine was closed while structured_outputs were checked. Make a new one.")
         try:
             return process.ask(line)
         except Ended:
             return too_complex()
 
     def stop(self) -> None:
-        """End the processes. They are started again when they are needed."""
-        for process in self._processes:
-            process.stop()
+        """End the processes. Only verdicts that are kept can be asked for."""
+        self._stopped = True
+        stop(self._processes)
 
 
 def too_complex() -> dict[str, Any]:
-    return {
-        "refused": f"is too complex: checking it took more than {SECONDS:g} s or {MEMORY >> 20} MiB. Make it simpler",
-        "keyword": None,
-    }
+    return {"refused": SIMPLER.format(seconds=SECONDS, mebibytes=MEMORY >> 20), "keyword": None, "field": None}
 
 
-_living: WeakSet[Checks] = WeakSet()
+def stop(processes: list[Process]) -> None:
+    for process in processes:
+        process.stop()
 
 
-def _for_all(what: str) -> Callable[[], None]:
-    def do() -> None:
-        for checks in list(_living):
-            getattr(checks, what)()
-
-    return do
+_living: weakref.WeakSet[Checks] = weakref.WeakSet()
 
 
-atexit.register(_for_all("stop"))
+def _forget_all() -> None:
+    for checks in list(_living):
+        checks.forget()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_for_all("forget"))
+    os.register_at_fork(after_in_child=_forget_all)

@@ -6,7 +6,9 @@ import importlib
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from threading import Lock
+from time import thread_time
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -20,10 +22,19 @@ from hibachi.guide.protocol import Counted, Grammar, Guide, GuideFailed, Vocabul
 from hibachi.guide.worker import make_tokenizer
 from hibachi.structured import StructuredOutputs
 
-# What the library may spend. Its defaults where nothing is named.
-LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_lexer_states": 100_000}
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "max_grammar_size": 200_000,
+    "max_items_in_row": 1_000,
+    "max_lexer_states": 50_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 10_000,
+}
 AT_ONCE = 256  # tokens that are fed while Python's lock is held: half a millisecond
 THREADS = 32
+# Real schemas take 2 ms for a token at most. Nothing else bounds it, and the engine waits for it.
+SLOW, MOST_SLOW = 0.02, 0.5  # seconds of computing
+COMPLEX = "The grammar has become too complex."
 
 
 class LlguidanceGuides:
@@ -35,7 +46,7 @@ class LlguidanceGuides:
         self.size = len(vocabulary.tokens)
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
         self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
-        self._checks = Checks(self._library, self._setup)
+        self._checks = Checks(self._library, partial(set_up, vocabulary, self.eos_ids))
         self._tokenizer: Any = None
         self.forget()
         _living.add(self)
@@ -52,7 +63,7 @@ class LlguidanceGuides:
         return self._checks.counted
 
     def check(self, form: StructuredOutputs) -> Grammar:
-        """Check a form in a process with 2 s and 1 GiB; one that was seen before at once. Raises FormRefused."""
+        """Check a form, in a process with little time and memory, or find its verdict. Raises FormRefused."""
         return self._checks.check(form)
 
     def knows(self, form: StructuredOutputs) -> bool:
@@ -77,8 +88,7 @@ class LlguidanceGuides:
         """The LLTokenizer, made once: some 0.1 s for 50,000 tokens, in which Python's lock is held."""
         with self._lock:
             if self._tokenizer is None:
-                tokens, special = list(self._vocabulary.tokens), self._special
-                self._tokenizer = make_tokenizer(self._library, tokens, special, self.eos_ids)
+                self._tokenizer = make_tokenizer(self._library, *words_of(self._vocabulary), self.eos_ids)
             return self._tokenizer
 
     def masks(self, guides: Sequence[Guide], bits: Any) -> list[GuideFailed | None]:
@@ -133,28 +143,33 @@ class LlguidanceGuides:
         elif not self.eos_ids:
             bits[:, -1] &= np.uint32((1 << self.size % 32) - 1)
 
-    @property
-    def _special(self) -> list[int]:
-        """Ids that no text matches."""
-        return sorted(self._vocabulary.special) if self._vocabulary.texts else list(range(self.size))
-
-    def _setup(self) -> bytes:
-        setup = {
-            "tokens": [t.decode("latin-1") for t in self._vocabulary.tokens],
-            "special": self._special,
-            "ends": list(self.eos_ids),
-            "texts": self._vocabulary.texts,
-            "seconds": SECONDS,
-            "memory": MEMORY,
-            "limits": LIMITS,
-        }
-        return json.dumps(setup).encode()
-
     def close(self) -> None:
         """End the processes that check, and the threads."""
         self._checks.stop()
         with self._lock:
             self._pool = None
+
+
+def words_of(vocabulary: Vocabulary) -> tuple[list[bytes], list[int]]:
+    """The bytes of all tokens, and the ids of those that no text matches."""
+    if vocabulary.texts:
+        return list(vocabulary.tokens), sorted(vocabulary.special)
+    return [b""] * len(vocabulary.tokens), list(range(len(vocabulary.tokens)))
+
+
+def set_up(vocabulary: Vocabulary, ends: Sequence[int]) -> bytes:
+    """The first line for a process that checks forms (hibachi/guide/worker.py)."""
+    tokens, special = words_of(vocabulary)
+    setup = {
+        "tokens": [t.decode("latin-1") for t in tokens],
+        "special": special,
+        "ends": list(ends),
+        "texts": vocabulary.texts,
+        "seconds": SECONDS,
+        "memory": MEMORY,
+        "limits": LIMITS,
+    }
+    return json.dumps(setup).encode()
 
 
 class LlguidanceGuide:
@@ -166,6 +181,7 @@ class LlguidanceGuide:
         self._guides, self._grammar = guides, grammar
         self._tokens: list[int] = []
         self._beyond = 0  # end tokens behind the end, which the library does not take
+        self._slow = 0.0  # seconds, in calls that took longer than `SLOW`
         self._matcher = guides.matcher(grammar)
         self.advance(tokens)
 
@@ -183,8 +199,13 @@ class LlguidanceGuide:
         """Were all of them taken?"""
         if any(not 0 <= t < self._guides.size for t in tokens):
             return False
+        began = thread_time()
         n = self._matcher.try_consume_tokens(tokens) if not self._beyond else 0
+        if (took := thread_time() - began) > SLOW:
+            self._slow += took
         raise_error_of(self._matcher)
+        if self._slow > MOST_SLOW:
+            raise GuideFailed(COMPLEX)
         self._tokens += tokens[:n]
         rest = tokens[n:]
         if not self._matcher.is_stopped() or any(t not in self._guides.eos_ids for t in rest):
@@ -270,7 +291,7 @@ def failure_of(matcher: Any) -> GuideFailed | None:
         return GuideFailed("The grammar has come to a point where no token of the model goes on.")
     if any(word in error for word in ("doesn't satisfy", "forced bytes", "parser stopped")):
         return GuideFailed("A token came that the grammar forbids.")
-    return GuideFailed("The grammar has become too complex.")
+    return GuideFailed(COMPLEX)
 
 
 def raise_error_of(matcher: Any) -> None:

@@ -15,12 +15,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypedDict
 
 STACK = 3 * 2**18  # bytes; less than any thread has that compiles or computes masks later
 DEEPEST = 120  # levels of a schema; the library's reader of JSON goes no deeper than 128
+STEPS = 8  # tokens of an answer that are tried
+STEP_SECONDS = 0.25  # of computing that one of them may take
 LONGEST = 1000  # bytes of a token; the library's tree of tokens goes no deeper than 1024
 # Texts may be cut into tokens in any way, as a model does by itself. Otherwise the library asks a tokenizer for the way
 # and forbids all others, calling Python in the middle of a mask.
@@ -51,11 +53,15 @@ class Form(TypedDict):
 
 
 class Refused(Exception):
-    """A form that cannot be served, and the keyword that it is about."""
+    """A form that cannot be served, and the keyword that it is about. field: of the form; None: of its kind."""
 
-    def __init__(self, why: str, keyword: str | None = None) -> None:
+    def __init__(self, why: str, keyword: str | None = None, field: str | None = None) -> None:
         super().__init__(why)
-        self.keyword = keyword
+        self.keyword, self.field = keyword, field
+
+
+class Failed(Exception):
+    """The library refuses a form, in its own words."""
 
 
 # ---- the vocabulary --------------------------------------------------------------------------------------------------
@@ -78,14 +84,16 @@ class Words:
 
 def make_tokenizer(library: Any, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> Any:
     """An LLTokenizer. End tokens are special, so that their names never count as text. Without ends, the id beyond the
-    vocabulary stands for the end.
+    vocabulary stands for the end. Special tokens without a name get one: by an empty name all would be meant.
     """
+    names = list(tokens)
     if not ends:
-        tokens, ends = [*tokens, b"<end>"], [len(tokens)]
-    kept = {*special, *ends}
-    # Names of their own: the library takes special tokens of one name for one token.
-    named = [t or b"<|%d|>" % i if i in kept else t for i, t in enumerate(tokens)]
-    return library.LLTokenizer(Words(named, sorted(kept), ends[0]), eos_token=list(ends))
+        ends = [len(names)]
+        names.append(b"")
+    all_special = sorted({*special, *ends})
+    for i in all_special:
+        names[i] = names[i] or b"<|%d|>" % i
+    return library.LLTokenizer(Words(names, all_special, ends[0]), eos_token=list(ends))
 
 
 # ---- from forms to grammars ------------------------------------------------------------------------------------------
@@ -99,7 +107,7 @@ def make_source(library: Any, form: Form, texts: bool) -> str:
     kind, text = form["kind"], form["text"]
     if not texts and kind != "grammar":
         raise Refused(
-            "needs token_bytes: the tokens of this model are no text, so only a grammar of token ids can guide"
+            "it needs token_bytes: the tokens of this model are no text, so only a grammar of token ids can guide"
         )
     if kind == "json_object":
         return json_source('{"type": "object"}', form)
@@ -114,7 +122,10 @@ def make_source(library: Any, form: Form, texts: bool) -> str:
 
 def json_source(text: str, form: Form) -> str:
     schema = read_schema(text)
+    check_characters(schema)
     between = form["whitespace_pattern"]
+    if between is not None:
+        between = json_blanks(between)
     options = {
         "item_separator": ", ?" if between is None else ",",
         "key_separator": ": ?" if between is None else ":",
@@ -130,20 +141,20 @@ def json_source(text: str, form: Form) -> str:
 
 def read_schema(text: str) -> dict[str, Any]:
     def no_number(word: str) -> Any:
-        raise Refused(f"contains {word}, which is no number of JSON")
+        raise Refused(f"{word} is no number of JSON")
 
     try:
         schema = json.loads(text, parse_constant=no_number)
     except RecursionError:
         raise too_deep() from None
     if schema is False:
-        raise Refused("is false, which no value satisfies")
+        raise Refused("no value satisfies false")
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise Refused("must be an object or a boolean")
+        raise Refused("it must be an object or a boolean")
     if "x-guidance" in schema:
-        raise Refused("has the keyword `x-guidance`, which is not for callers", "x-guidance")
+        raise Refused("the keyword `x-guidance` is not for callers", "x-guidance")
     level: list[Any] = [schema]
     for _ in range(DEEPEST):
         level = [v for each in level for v in (each.values() if isinstance(each, dict) else each)]
@@ -153,13 +164,46 @@ def read_schema(text: str) -> dict[str, Any]:
     raise too_deep()
 
 
+# Without \\u these have no way to be written in JSON; the library would leave them out of a text that is given.
+UNWRITTEN = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]")
+# The same as escapes of a regular expression, outside of a class of several characters, where others can be chosen.
+_CODE = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+_HEX = "[0-9a-fA-F]"
+_CLASS = rf"\[\^?(?:\\x{_HEX}{{2}}|\\u{_HEX}{{4}}|\\[xu]\{{{_HEX}+\}}|\\[^xu]|[^\]\\]){{2,}}\]"
+_ESCAPE = rf"\\x{_CODE}|\\u00{_CODE}|\\U000000{_CODE}|\\[xuU]\{{0*(?:{_CODE}|[0-7])\}}|\\[av]"
+UNWRITTEN_ESCAPE = re.compile(rf"\\\\|{_CLASS}|(?P<found>{_ESCAPE}|{UNWRITTEN.pattern})")
+
+
+def check_characters(schema: Any) -> None:
+    """Refuse texts that cannot be written, in `const`, `enum` and patterns. What only looks like one counts as well."""
+    waiting: list[tuple[Any, str]] = [(schema, "")]
+    while waiting:
+        value, inside = waiting.pop()
+        if isinstance(value, dict):
+            for name, each in value.items():
+                waiting.append((each, inside or (name if name in ("const", "enum", "pattern") else "")))
+                if name == "patternProperties" and isinstance(each, dict):
+                    waiting += [(pattern, name) for pattern in each]
+        elif isinstance(value, list):
+            waiting += [(each, inside) for each in value]
+        elif isinstance(value, str) and inside:
+            given = inside in ("const", "enum")
+            if UNWRITTEN.search(value) if given else any(m["found"] for m in UNWRITTEN_ESCAPE.finditer(value)):
+                raise Refused(f"the keyword `{inside}` has a control character, which answers do not contain", inside)
+
+
+def json_blanks(pattern: str) -> str:
+    r"""The pattern, with \s for JSON's blanks alone."""
+    return re.sub(r"(\\\\)|\\s", lambda m: m[1] or r"[ \t\n\r]", pattern)
+
+
 def too_deep() -> Refused:
-    return Refused(f"is nested deeper than {DEEPEST} levels. Make it flatter, or use `$ref`")
+    return Refused(f"it is nested deeper than {DEEPEST} levels. Make it flatter, or use `$ref`")
 
 
 def regex_source(library: Any, text: str) -> str:
     if (len(text) - len(text.rstrip("\\"))) % 2:
-        raise Refused("ends in the middle of an escape: a backslash")
+        raise Refused("it ends with a backslash that escapes nothing")
     return f"{FREE}start: /{library.regex_to_lark(text, '')}/\n" if text else f'{FREE}start: ""\n'
 
 
@@ -171,14 +215,14 @@ def choice_source(choices: Sequence[str]) -> str:
 
 def grammar_source(text: str, texts: bool) -> str:
     if text.lstrip().startswith("{"):  # which the library would read as grammars in JSON
-        raise Refused("must be in Lark's notation or in GBNF; got JSON")
+        raise Refused("it must be in Lark's notation or in GBNF; got JSON")
     if re.search(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=", text):
         if not texts:
-            raise Refused("needs token_bytes: the tokens of this model are no text, and GBNF is about text")
+            raise Refused("it needs token_bytes: the tokens of this model are no text, and GBNF is about text")
         return from_gbnf(text)
     if not texts and (part := next(text_parts(text), None)):
         raise Refused(
-            f"needs token_bytes: the tokens of this model are no text, so only `<[..]>` can be used; got {part}"
+            f"it needs token_bytes: the tokens of this model are no text, so only `<[..]>` can be used; got {part}"
         )
     return f"{text}\n{FREE}"  # behind it, so that numbers of lines stay
 
@@ -190,9 +234,9 @@ def from_gbnf(text: str) -> str:
         lark: str = gbnf_to_lark(text)
         return f"{lark}\n{FREE}"
     except RecursionError:
-        raise Refused("is nested too deep. Make it flatter") from None
+        raise Refused("it is nested too deep. Make it flatter") from None
     except Exception as e:  # the library raises Exception itself
-        raise Refused(f"is no GBNF: {str(e).splitlines()[0]:.200}") from None
+        raise Refused(f"it is no GBNF: {str(e).splitlines()[0]:.200}") from None
 
 
 PARTS = re.compile(
@@ -206,79 +250,6 @@ def text_parts(lark: str) -> Iterator[str]:
     return (m["text"][:40] for m in PARTS.finditer(lark) if m["text"])
 
 
-# ---- why the library refuses -----------------------------------------------------------------------------------------
-
-COMPLEX = "is too complex: "
-RULES: list[tuple[str, Callable[[re.Match[str]], tuple[str, str | None]]]] = [
-    (r"Unimplemented keys: \[(.*)\]", lambda m: unsupported(re.findall(r'"([^"]*)"', m[1]))),
-    (
-        r"oneOf constraints are not supported",
-        lambda m: (
-            "has the keyword `oneOf` with alternatives that may overlap. Write `anyOf`, or set one_of_as_any_of",
-            "oneOf",
-        ),
-    ),
-    (
-        r"Unknown format: (.*)",
-        lambda m: (f"has the keyword `format` with {m[1]!r:.80}, which is not supported", "format"),
-    ),
-    (
-        r"min/maxProperties only supported",
-        lambda m: (
-            "has the keyword `minProperties` or `maxProperties` beside optional properties, which is not supported",
-            "minProperties",
-        ),
-    ),
-    (
-        r"patternProperty regexes|patternProperties",
-        lambda m: ("has the keyword `patternProperties` with patterns that may match one name", "patternProperties"),
-    ),
-    (r"Unknown specification: (.*)", lambda m: (f"has the keyword `$schema` with {m[1]!r:.100}", "$schema")),
-    (
-        r"Only absolute \$ref|Reference segment|Definition not found|invalid digit found in string",
-        lambda m: ("has the keyword `$ref` with a place that is not found in it; only `#/...` is followed", "$ref"),
-    ),
-    (r"intersection stack level", lambda m: ("has the keyword `allOf` or `$ref` combined too deep", "allOf")),
-    (r"Unsatisfiable schema", lambda m: ("is satisfied by no value", None)),
-    (r"recursion limit", lambda m: (f"is nested deeper than {DEEPEST} levels", None)),
-    (
-        r"look-?around|Word(Start|End)?(Unicode|Ascii)|lookahead",
-        lambda m: ("has a lookaround, `\\b` or an inner anchor", "lookaround"),
-    ),
-    (
-        r"too large|too big|precomputation|fuel|[Tt]oo [Cc]omplex|max is|too deeply",
-        lambda m: (COMPLEX + "its automaton grows too large", None),
-    ),
-    (
-        r"(?:Expected|must be|for) [^'\n]*'(\w+)'",
-        lambda m: (f"has the keyword `{m[1]}` with a value of a wrong type", m[1]),
-    ),
-    (r"(\w+) must be an? \w+", lambda m: (f"has the keyword `{m[1]}` with a value of a wrong type", m[1])),
-    (r"unknown special token", lambda m: ("names a special token that the model has not", None)),
-    (r"Token range end too large", lambda m: ("names a token id that the model has not", None)),
-    (r"NoExtensionBias", lambda m: ("allows no answer: no token can come first", None)),
-]
-
-
-def unsupported(keys: list[str]) -> tuple[str, str | None]:
-    names = ", ".join(f"`{k:.60}`" for k in keys[:8])
-    said = f"keyword {names}, which is" if len(keys) == 1 else f"keywords {names}, which are"
-    return f"has the {said} not supported", keys[0]
-
-
-def explain(kind: str, error: str) -> Refused:
-    """Of the library's message the first that is known; else its first line, which names a place and no more of it."""
-    if kind == "regex" and "invalid regex" in error and "look" not in error:
-        reason = next((line[7:] for line in error.splitlines() if line.startswith("error: ")), "it cannot be read")
-        return Refused(f"is no regular expression that is supported: {reason:.200}")
-    for pattern, say in RULES:
-        if found := re.search(pattern, error):
-            return Refused(*say(found))
-    if kind == "json" and "regex" in error:
-        return Refused("has the keyword `pattern` with an expression that is not supported", "pattern")
-    return Refused(f"cannot be compiled: {error.splitlines()[0]:.200}" if error else "cannot be compiled")
-
-
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -286,29 +257,68 @@ class Checking:
     def __init__(self, library: Any, setup: Setup) -> None:
         tokens = [t.encode("latin-1") for t in setup["tokens"]]
         self.library, self.texts = library, setup["texts"]
-        self.ends = setup["ends"] or [len(tokens)]
+        self.end_bits = sum(1 << end for end in setup["ends"] or [len(tokens)])
         self.tokenizer = make_tokenizer(library, tokens, setup["special"], setup["ends"])
         self.limits = library.LLParserLimits(**setup["limits"], verbose_errors=False)
 
     def check(self, form: Form) -> dict[str, Any]:
         """The verdict: a grammar and the seconds it took to compile, or why there is none."""
         try:
+            if form["whitespace_pattern"] is not None:
+                self.check_blanks(form["whitespace_pattern"])
             source = make_source(self.library, form, self.texts)
             began = time.perf_counter()
-            self.compile(form["kind"], source)
-            return {"source": source, "seconds": time.perf_counter() - began}
+            matcher = self.compiled(source)
+            if not self.first(matcher):
+                raise Refused("it allows only an empty answer")
+            took = time.perf_counter() - began
+            self.walk(matcher)
+            return {"source": source, "seconds": took}
         except Refused as e:
-            return {"refused": str(e), "keyword": e.keyword}
+            return {"refused": str(e), "keyword": e.keyword, "field": e.field}
+        except Failed as e:
+            return {"error": str(e)}
 
-    def compile(self, kind: str, source: str) -> None:
+    def compiled(self, source: str) -> Any:
         matcher = self.library.LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
-        bits = bytearray(b"" if matcher.is_error() else matcher.compute_bitmask())
         if matcher.is_error():
-            raise explain(kind, matcher.get_error())
-        for end in self.ends:
-            bits[end // 8] &= ~(1 << end % 8)
-        if not any(bits):
-            raise Refused("allows only an empty answer")
+            raise Failed(matcher.get_error()[:10_000])
+        return matcher
+
+    def first(self, matcher: Any) -> int:
+        """Tokens that may come next, as bits, without those that end. Raises Failed if nothing may, not even they."""
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            raise Failed(matcher.get_error()[:10_000])
+        return bits & ~self.end_bits
+
+    def walk(self, matcher: Any) -> None:
+        """Refuse what is too complex after a few tokens already: each time that with the lowest id, a short one."""
+        for _ in range(STEPS):
+            began = time.process_time()
+            try:
+                bits = self.first(matcher)
+            except Failed as e:
+                if "NoExtensionBias" in str(e):  # of this way; others may go on
+                    return
+                raise
+            if not bits:
+                return
+            matcher.consume_token((bits & -bits).bit_length() - 1)
+            if time.process_time() - began > STEP_SECONDS:
+                raise Refused(f"it is too complex: a token takes more than {STEP_SECONDS:g} s. Make it simpler")
+
+    def check_blanks(self, pattern: str) -> None:
+        """Refuse what matches other characters than JSON's blanks between tokens."""
+        try:
+            blanks = regex_source(self.library, json_blanks(pattern)).strip().removeprefix(f"{FREE}start: ")
+            other = self.first(self.compiled(f"{FREE}start: OTHER\nOTHER: {blanks} & ~/[ \\t\\n\\r]*/\n"))
+        except (Refused, Failed) as e:
+            if "NoExtensionBias" in str(e):
+                return
+            raise Refused("it is no regular expression that is supported", field="whitespace_pattern") from None
+        if other:
+            raise Refused("it may match only blanks of JSON: space, \\t, \\n, \\r", field="whitespace_pattern")
 
 
 def set_alarm(seconds: float) -> None:
