@@ -14,6 +14,8 @@ from typing import Any, Generic, overload
 import numpy as np
 from typing_extensions import TypeVar, Unpack
 
+from hibachi.draft.config import as_config
+from hibachi.engine import drafting
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
@@ -31,11 +33,12 @@ from hibachi.engine.build import (
     limit_of,
     returns_ids,
 )
+from hibachi.engine.engine import Engine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
-from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, UnsupportedOperation, shown
 from hibachi.guide.protocol import Vocabulary
 from hibachi.model import ladder
 from hibachi.model.text.own import OwnTokenizer
@@ -45,6 +48,8 @@ from hibachi.plan.policy import Policy
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
+from hibachi.runners.frames import FrameSampler
+from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
 from hibachi.runners.selfcheck import selfcheck
@@ -105,6 +110,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     never.
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
+    speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as
+    {"method": "ngram", "num_speculative_tokens": 4}. Level 2 without states. None and "off" mean no proposals.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
@@ -164,6 +171,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -176,6 +184,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             overlap=overlap,
         )
         self.model = model
+        self._speculation = as_config(speculative_config)
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
         limit = max_model_len if max_model_len is not None else limit_of(model)
@@ -443,6 +452,23 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._backend = prompt_backend(prompt, self.model)
         return self._build(self._backend)
 
+    def _speculate(self, built: Built, engine: Engine) -> None:
+        config = self._speculation
+        if config is None:
+            return
+        why = cannot_speculate(built.runner)
+        if why is None and config.auto and not self._deterministic:
+            why = "proposals may change bits where deterministic is False"
+        if why is None:
+            assert built.facts.vocab_size is not None
+            engine.drafting = drafting.made(config, built.facts.vocab_size)
+        elif config.auto:
+            log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)
+        else:
+            raise UnsupportedOperation(
+                f"speculative_config cannot be used with {type(self.model).__name__}, as {why}. Leave it out."
+            )
+
     def _build(self, backend: ArrayBackend | NineBackend) -> Built:
         with self._building:
             if self._built is not None:
@@ -450,8 +476,22 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._check_open()
             built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self._deterministic)
             self._worker = self._serve(built.scheduler, built.runner)
+            self._speculate(built, self._worker.engine)
             self._built = built
             return built
+
+
+def cannot_speculate(runner: Any) -> str | None:
+    """Why no tokens can be proposed to it; None means they can."""
+    if not isinstance(runner, CachedRunner) or not isinstance(runner.main.head, Sampled):
+        return "it is no model of level 2 that returns logits"
+    if isinstance(runner.main.head.sampler, FrameSampler):
+        return "its tokens have several codebooks"
+    if runner.memory.states:
+        return "it has a state, which cannot go back"
+    if runner.inputs.shapes.sizes:
+        return "its backend compiles each shape of a call"
+    return None
 
 
 def _vocabulary(model: Any) -> Vocabulary:

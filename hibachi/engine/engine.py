@@ -32,7 +32,7 @@ from hibachi.runners.faults import drop_frames, internal, no_room, too_late
 from hibachi.runners.guiding import Guided, stuck
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Meters
-from hibachi.runners.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
+from hibachi.runners.runner import BaseRunner, Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.streams.loops import Wakeups
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -258,6 +258,7 @@ class Engine:
     def _plan(self, now: float) -> StepPlan | None:
         drafts = None
         if self.drafting is not None and self._flight is None:
+            assert isinstance(self.runner, BaseRunner)
             drafts = self.drafting.propose(self.scheduler, self.runner)
         if drafts:
             self.recorder.note("draft", drafts)
@@ -320,6 +321,8 @@ class Engine:
         else:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
+        if self.drafting is not None and not self.runner.tally.compiles:
+            self.drafting.judge(plan, outcome, seconds)
         self._measure(plan, seconds)
         self.moved = time.monotonic()
         self.runner.tally.compiles = False
@@ -532,9 +535,6 @@ class Engine:
                 counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
         counts = None if counts is None else counts[plan.emit]
-        if plan.draft is not None and self.drafting is not None:
-            self.drafting.drafted += int(plan.draft.sum())
-            self.drafting.accepted += 0 if counts is None else int((counts - 1)[plan.draft[plan.emit] > 0].sum())
         committed = self.scheduler.commit(plan, stopped, counts)
         self.recorder.note("commit", stopped, time.perf_counter() - began, counts)
         alive = plan.emit
@@ -631,6 +631,8 @@ class Engine:
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
         self._live.discard(job)
         self._paused.discard(job)
+        if self.drafting is not None:
+            self.drafting.forget(job.seq)
         job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
         self._counts.finished += 1
         self._counts.failed += reason is Finish.ERROR

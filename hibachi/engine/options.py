@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     stall_after: float | None
     record: str | Path | None
     overlap: bool | None
+    speculative_config: Mapping[str, Any] | str | None
 
 
 class BatchOptions(EngineOptions, total=False):

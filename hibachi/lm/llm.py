@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class LLM(Texts):
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
@@ -128,6 +130,7 @@ class LLM(Texts):
             stall_after=stall_after,
             record=record,
             overlap=overlap,
+            speculative_config=speculative_config,
         )
         super().__init__(
             engine,

@@ -160,7 +160,7 @@ class Proposing:
     def __init__(self):
         self.random = np.random.default_rng(3)
 
-    def propose(self, tokens, most):
+    def propose(self, keys, tokens, most):
         return [
             own[-3:] if self.random.random() < 0.5 else self.random.integers(3, 97, self.random.integers(0, k + 1))
             for own, k in zip(tokens, most, strict=True)

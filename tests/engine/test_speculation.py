@@ -20,7 +20,7 @@ class Oracle:
     def __init__(self, wrong=99):
         self.wrong, self.calls = wrong, 0
 
-    def propose(self, tokens, most):
+    def propose(self, keys, tokens, most):
         self.calls += 1
         out = []
         for own, k in zip(tokens, most, strict=True):
@@ -34,7 +34,7 @@ class Random:
     def __init__(self, seed=0, vocab=10):
         self.random, self.vocab = random.Random(seed), vocab
 
-    def propose(self, tokens, most):
+    def propose(self, keys, tokens, most):
         return [[self.random.randrange(self.vocab) for _ in range(self.random.randrange(k + 1))] for k in most]
 
 
@@ -104,7 +104,7 @@ def test_answers_are_the_same_whatever_is_proposed(drafter):
     for options in ({}, {"max_num_seqs": 5}, {"cache_tokens": 128, "block_size": 4, "max_num_seqs": 12}):
         with engine(drafter, **options) as e:
             assert all_of(e) == want
-            assert e.core.drafting.drafted
+            assert e.core.drafting.drafted.proposed
             e.core.scheduler.check()
             assert replay(e.dump())
     assert e.stats().preemptions
@@ -142,7 +142,7 @@ def test_stops_limits_and_pauses():
 class Strange:
     """Proposals that are none."""
 
-    def propose(self, tokens, most):
+    def propose(self, keys, tokens, most):
         return [[-1, 10**9], [3.5], "ab", None][: len(tokens)]
 
 

@@ -132,7 +132,7 @@ def test_a_form_that_cannot_be_served_is_refused_by_name_at_the_call(llm):
         with pytest.raises(FormRefused, match=word) as e:
             llm.generate("x", params({"json": schema}))
         assert e.value.keyword == word
-    with pytest.raises(InvalidRequest, match="structured_outputs.regex: .* unclosed group"):
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex: .* unclosed group"):
         llm.generate("x", params({"regex": "(a"}))
 
 

@@ -1,0 +1,72 @@
+"""What a user says about proposals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hibachi.draft.ngram import LENGTH
+from hibachi.errors import ConfigError, shown
+
+METHODS = ("ngram",)
+MOST = 64  # proposals of a row in a step
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """vLLM's names. auto: proposals are made where they pay only.
+
+    num_speculative_tokens: the most proposals of a row in a step. prompt_lookup_min, prompt_lookup_max: lengths of the
+    n-grams that are looked for.
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = LENGTH
+    prompt_lookup_max: int = LENGTH
+    auto: bool = True
+
+
+def as_config(given: Any) -> SpeculativeConfig | None:
+    """given: "auto", "off" or None, a mapping with vLLM's names, or its JSON. None means no proposals. Raises
+    ConfigError.
+    """
+    if given is None or given == "off":
+        return None
+    if given == "auto":
+        return SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = None
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            'speculative_config must be "auto", "off" (or None), or a mapping such as {"method": "ngram", '
+            f'"num_speculative_tokens": 4}}; got {shown(given)}.'
+        )
+    known = [f.name for f in fields(SpeculativeConfig)]
+    if others := [name for name in given if name not in known]:
+        raise ConfigError(f"speculative_config has no field {shown(others[0])}; it has {', '.join(known)}.")
+    named = {"auto": False, "num_speculative_tokens": None, **given}
+    least, most = named.pop("prompt_lookup_min", None), named.pop("prompt_lookup_max", None)
+    method, k, auto = named.pop("method", "ngram"), named.pop("num_speculative_tokens"), named.pop("auto")
+    if method not in METHODS:
+        raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}; got {shown(method)}.")
+    # vLLM's rule: one of the two lengths alone stands for both.
+    least, most = (least or most or LENGTH), (most or least or LENGTH)
+    _check_int("num_speculative_tokens", 1 if k is None else k, 1, MOST)
+    _check_int("prompt_lookup_min", least, 1, MOST)
+    _check_int("prompt_lookup_max", most, least, MOST)
+    if not isinstance(auto, bool):
+        raise ConfigError(f"speculative_config: auto must be True or False; got {shown(auto)}.")
+    if k is None:
+        raise ConfigError(f"speculative_config must say num_speculative_tokens, from 1 to {MOST}; got {shown(given)}.")
+    return SpeculativeConfig(method, k, least, most, auto)
+
+
+def _check_int(name: str, value: Any, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"speculative_config: {name} must be an integer from {least} to {most}; got {shown(value)}.")
