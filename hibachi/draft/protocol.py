@@ -29,7 +29,8 @@ class Drafter(Protocol):
                 return [row[-1:].repeat(n) for row, n in zip(tokens, most)]
 
     A drafter that keeps something for each request has a method `forget(key)` as well, which is called once the request
-    is over; one that was never proposed for may be named. All calls come from one thread.
+    is over; one that was never proposed for may be named. All calls come from one thread, and the first one has no more
+    time than others: a drafter is ready when it is made.
     """
 
     def propose(self, keys: Sequence[Hashable], tokens: Sequence[Tokens], most: Sequence[int]) -> Sequence[Any]:
