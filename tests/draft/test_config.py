@@ -1,0 +1,57 @@
+"""`speculative_config`: what is taken, what is refused by name, and which models cannot have proposals."""
+
+import pytest
+
+from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, UnsupportedOperation
+from hibachi.draft.config import SpeculativeConfig, as_config
+from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, SumState
+
+
+def test_words_mappings_and_json():
+    assert as_config(None) is as_config("off") is None
+    assert as_config("auto").auto
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    assert as_config(given) == as_config('{"num_speculative_tokens": 4, "prompt_lookup_max": 3, "method": "ngram"}')
+    assert as_config(given) == SpeculativeConfig("ngram", 4, 3, 3, auto=False)
+    assert as_config({"num_speculative_tokens": 2}) == SpeculativeConfig("ngram", 2, 5, 5, auto=False)  # V: defaults
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ("on", "auto"),
+        (3, "auto"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "method"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 0}, "from 1 to 64"),
+        ({"num_speculative_tokens": -1}, "from 1 to 64"),
+        ({"num_speculative_tokens": 10**9}, "from 1 to 64"),
+        ({"num_speculative_tokens": True}, "from 1 to 64"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max"),
+        ({"num_speculative_tokens": 2, "auto": "yes"}, "auto"),
+        ({"num_speculative_tokens": 2, "disable_by_batch_size": 4}, "disable_by_batch_size"),
+    ],
+)
+def test_what_is_refused_by_name(given, names):
+    with pytest.raises(ConfigError, match=names):
+        as_config(given)
+
+
+@pytest.mark.parametrize("model", [SumLogits, SumOwn, SumState])
+def test_models_without_a_cache_of_ours_refuse_by_name_and_auto_leaves_them_alone(model):
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    with pytest.raises(UnsupportedOperation, match="speculative_config cannot be used"):
+        AutoregressiveBatchInference(model(NumpyBackend()), max_model_len=64, speculative_config=config)
+    with AutoregressiveBatchInference(model(NumpyBackend()), max_model_len=64, speculative_config="auto") as e:
+        assert e.core.drafting is None
+
+
+def test_auto_is_off_where_bits_are_not_promised_and_a_name_is_not():
+    plain = NumpyBackend(native=False)
+    with AutoregressiveBatchInference(SumPaged(plain), deterministic=False, speculative_config="auto") as e:
+        assert e.core.drafting is None
+    config = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    with AutoregressiveBatchInference(SumPaged(plain), deterministic=False, speculative_config=config) as e:
+        assert e.core.drafting is not None
+        assert len(e.run([1, 2], max_tokens=20).collect()) == 20
+        assert e.core.drafting.drafted.proposed > 0
