@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from hibachi.draft.config import SpeculativeConfig
@@ -15,27 +13,10 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.job import Job
+from hibachi.runners.meters import Drafted
 from hibachi.runners.runner import BaseRunner, Outcome
 
 FEW = 8  # rows of a step in which grammars are asked for what is forced: each such token costs a mask
-
-
-@dataclass(slots=True)
-class Drafted:
-    """Counters of proposals. by_position: how many were kept that were the n-th of their row in a step."""
-
-    steps: int = 0  # of rows, with proposals
-    proposed: int = 0
-    accepted: int = 0
-    by_position: list[int] = field(default_factory=list)
-
-    def note(self, proposed: int, accepted: int) -> None:
-        self.steps += 1
-        self.proposed += proposed
-        self.accepted += accepted
-        self.by_position += [0] * (accepted - len(self.by_position))
-        for i in range(accepted):
-            self.by_position[i] += 1
 
 
 class Drafting:

@@ -31,7 +31,7 @@ from hibachi.request import Finish
 from hibachi.runners.faults import drop_frames, internal, no_room, too_late
 from hibachi.runners.guiding import Guided, stuck
 from hibachi.runners.job import Job
-from hibachi.runners.meters import Meters
+from hibachi.runners.meters import Drafted, Meters
 from hibachi.runners.runner import BaseRunner, Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.streams.loops import Wakeups
 
@@ -119,6 +119,7 @@ class Engine:
             prefill=own.prefill.copy(),
             decode=own.decode.copy(),
             grammars=own.grammars.copy(),
+            drafted=Drafted() if self.drafting is None else self.drafting.drafted.copy(),
             computed=tally.computed,
             padding=tally.padding,
         )

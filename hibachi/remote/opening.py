@@ -75,6 +75,7 @@ def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
         block_size=settings.block_size,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         enable_prefix_caching=settings.enable_prefix_caching,
+        speculative_config=settings.speculative_config,
     )
     return {name: value for name, value in found.items() if value is not None} | {
         "stall_after": settings.stall_after or None

@@ -33,5 +33,12 @@ ENGINE: tuple[Setting, ...] = (
     Setting("max-num-batched-tokens", integer(1), 2048, "most tokens computed in a step"),
     Setting("block-size", integer(1), None, "positions in a cache block", "what suits the backend"),
     Setting("kv-cache-memory-bytes", size(), None, "memory for keys and values", "for a full batch, at most 1G"),
+    Setting(
+        "speculative-config",
+        text("CONFIG"),
+        None,
+        "propose tokens, and keep those that come anyhow: auto, or JSON: docs/speculation.md",
+        "off",
+    ),
     Setting("enable-prefix-caching", SWITCH, True, "let requests that begin alike share keys and values"),
 )

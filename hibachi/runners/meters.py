@@ -88,6 +88,27 @@ class Steps:
 
 
 @dataclass(slots=True)
+class Drafted:
+    """Counters of proposals. by_position: how many were kept that were the n-th of their row in a step."""
+
+    steps: int = 0  # of rows, with proposals
+    proposed: int = 0
+    accepted: int = 0
+    by_position: list[int] = field(default_factory=list)
+
+    def copy(self) -> Drafted:
+        return Drafted(self.steps, self.proposed, self.accepted, self.by_position.copy())
+
+    def note(self, proposed: int, accepted: int) -> None:
+        self.steps += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.by_position += [0] * (accepted - len(self.by_position))
+        for i in range(accepted):
+            self.by_position[i] += 1
+
+
+@dataclass(slots=True)
 class Meters:
     """Meters of all steps. prefill: steps with tokens of prompts (perhaps beside others); decode: steps of one new
     token for each row.
@@ -100,6 +121,7 @@ class Meters:
     prefill: Steps = field(default_factory=Steps)
     decode: Steps = field(default_factory=Steps)
     grammars: Histogram = field(default_factory=lambda: Histogram(STEP_TIME))  # seconds to compile one
+    drafted: Drafted = field(default_factory=Drafted)
     failed: int = 0  # steps that did not happen
     computed: int = 0  # tokens that the model computed, padding included
     padding: int = 0  # of these, padding

@@ -222,6 +222,15 @@ SERIES = (
         "engine.host_share",
         "Time outside model and sampler as a share of all steps' time since the start.",
     ),
+    counter("hibachi_drafts_total", "engine.drafted.steps", "Times that a continuation computed proposed tokens."),
+    counter("hibachi_draft_tokens_total", "engine.drafted.proposed", "Proposed tokens that were computed."),
+    counter("hibachi_draft_accepted_tokens_total", "engine.drafted.accepted", "Of these, tokens that came anyhow."),
+    counter(
+        "hibachi_draft_accepted_by_position_total",
+        lambda v: {(str(i),): n for i, n in enumerate(v.engine.drafted.by_position or [0])},
+        "Of these, by their place among the proposals of a step, from 0.",
+        "position",
+    ),
     # ---- the cache ----
     gauge("hibachi_cache_blocks", "stats.blocks", "Blocks of the cache; 0: the model keeps none."),
     gauge(
@@ -339,6 +348,10 @@ VLLM: dict[str, tuple[Foreign, ...]] = {
     "hibachi_generation_tokens_total": (Foreign("vllm:generation_tokens_total"),),
     "hibachi_batch_tokens": (Foreign("vllm:iteration_tokens_total", (), _together),),
     "hibachi_cache_usage_ratio": (Foreign("vllm:kv_cache_usage_perc"),),
+    "hibachi_drafts_total": (Foreign("vllm:spec_decode_num_drafts_total"),),
+    "hibachi_draft_tokens_total": (Foreign("vllm:spec_decode_num_draft_tokens_total"),),
+    "hibachi_draft_accepted_tokens_total": (Foreign("vllm:spec_decode_num_accepted_tokens_total"),),
+    "hibachi_draft_accepted_by_position_total": (Foreign("vllm:spec_decode_num_accepted_tokens_per_pos_total"),),
     "hibachi_prefix_queried_tokens_total": (Foreign("vllm:prefix_cache_queries_total"),),
     "hibachi_prefix_hit_tokens_total": (Foreign("vllm:prefix_cache_hits_total"),),
     "hibachi_preemptions_total": (Foreign("vllm:num_preemptions_total"),),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hibachi.draft.config import MOST
 from hibachi.errors import ConfigError
 from hibachi.model.hub import parse_name
 from hibachi.settings.kinds import SWITCH, Kind, choice, integer, seconds, size, text
@@ -148,6 +149,11 @@ _TUNNEL = "no tunnel is opened"
 _WATERMARK = "texts are not watermarked"
 _ROPE = "the model's config.json says it: write rope_scaling there"
 
+
+def _speculate(n: int) -> str:
+    return json.dumps({"num_speculative_tokens": n, "prompt_lookup_min": 2, "auto": True}) if n else "off"
+
+
 FLAGS = (
     # ---- the model ----
     TgiFlag("model-id", text("MODEL"), ("model",)),
@@ -188,6 +194,7 @@ FLAGS = (
     TgiFlag("waiting-served-ratio", _number(0), ("waiting_served_ratio",),
             f"with the policy waiting-served, which it turns on (else prompts never wait); {RATIO} with the next"),
     TgiFlag("max-waiting-tokens", integer(0), ("max_waiting_tokens",), f"likewise; {PATIENCE} with the one before"),
+    TgiFlag("speculate", integer(0, MOST), ("speculative_config",), "n-grams of 2 tokens, where they pay", change=_speculate),
     # ---- the server ----
     TgiFlag("hostname", text("NAME"), ("host",), "the variable HOSTNAME is the name of a pod, and ignored"),
     TgiFlag("port", integer(0, 65535), ("port",), short="-p"),
@@ -203,7 +210,6 @@ FLAGS = (
     TgiFlag("shard-uds-path", text("PATH"), (), _PLACE),
     TgiFlag("master-addr", text("NAME"), (), _PLACE),
     TgiFlag("master-port", integer(0, 65535), (), _PLACE),
-    TgiFlag("speculate", integer(0), (), "tokens are not guessed ahead, which changes none of them", same=(0,)),
     TgiFlag("cuda-graphs", text("N,N"), (), "the backend decides"),
     TgiFlag("cuda-memory-fraction", _number(0, 1), (), "--kv-cache-memory-bytes says how large the cache is", (1.0,)),
     TgiFlag("disable-custom-kernels", SWITCH, (), "--kernels and --autotune say which kernels are taken", (False,)),

@@ -111,7 +111,10 @@ GIVEN = {  # the value, and what becomes of it
     "shard_uds_path": ("/tmp/x", NOTHING),
     "master_addr": ("host", NOTHING),
     "master_port": ("1", NOTHING),
-    "speculate": ("2", NOTHING),
+    "speculate": (
+        "2",
+        {"speculative_config": '{"num_speculative_tokens": 2, "prompt_lookup_min": 2, "auto": true}'},
+    ),
     "cuda_graphs": ("1,2", NOTHING),
     "cuda_memory_fraction": ("0.5", NOTHING),
     "disable_custom_kernels": (True, NOTHING),
@@ -206,7 +209,6 @@ def test_and_so_does_a_variable(key, taken, tmp_path, monkeypatch):
     [
         {"num_shard": "1"},
         {"sharded": "false"},
-        {"speculate": "0"},
         {"cuda_memory_fraction": "1.0"},
         {"usage_stats": "off"},
         {"trust_remote_code": "false"},
