@@ -314,6 +314,7 @@ def test_settings_become_options_of_the_engine():
         max_num_batched_tokens=100,
         block_size=32,
         kv_cache_memory_bytes=3 << 29,
+        speculative_config="auto",
         enable_prefix_caching=False,
         scheduling_policy="fcfs",
         max_num_queued_reqs=9,
