@@ -194,7 +194,8 @@ FLAGS = (
     TgiFlag("waiting-served-ratio", _number(0), ("waiting_served_ratio",),
             f"with the policy waiting-served, which it turns on (else prompts never wait); {RATIO} with the next"),
     TgiFlag("max-waiting-tokens", integer(0), ("max_waiting_tokens",), f"likewise; {PATIENCE} with the one before"),
-    TgiFlag("speculate", integer(0, MOST), ("speculative_config",), "n-grams of 2 tokens, where they pay", change=_speculate),
+    TgiFlag("speculate", integer(0, MOST), ("speculative_config",), "n-grams of 2 tokens, where they pay",
+            change=_speculate),
     # ---- the server ----
     TgiFlag("hostname", text("NAME"), ("host",), "the variable HOSTNAME is the name of a pod, and ignored"),
     TgiFlag("port", integer(0, 65535), ("port",), short="-p"),
