@@ -34,6 +34,7 @@ AT_ONCE = 256  # tokens that are fed while Python's lock is held: half a millise
 THREADS = 32
 # Real schemas take 2 ms for a token at most. Nothing else bounds it, and the engine waits for it.
 SLOW, MOST_SLOW = 0.02, 0.5  # seconds of computing
+NO_WAY = "The grammar has come to a point where no token of the model goes on."
 COMPLEX = "The grammar has become too complex."
 
 
@@ -105,12 +106,17 @@ class LlguidanceGuides:
             raise ValueError(
                 f"Expected bits as a C-contiguous uint32 array [{len(guides)}, {words}]; got {bits.dtype} {bits.shape}."
             )
-        if own:
-            wide = self.words != words
-            filled = np.empty((len(own), self.words), np.uint32) if wide else bits
-            self._fill(own, filled)
-            self._cut(bits, filled if wide else None)
-        return [failure_of(guide.alone()) for guide in own]
+        if not own:
+            return []
+        wide = self.words != words
+        filled = np.empty((len(own), self.words), np.uint32) if wide else bits
+        self._fill(own, filled)
+        self._cut(bits, filled if wide else None)
+        failed = [failure_of(guide.alone()) for guide in own]
+        for row in self._without_ends(own, bits):
+            if failed[row] is None and not bits[row].any() and not own[row].complete:
+                failed[row] = GuideFailed(NO_WAY)
+        return failed
 
     @property
     def words(self) -> int:
@@ -142,6 +148,20 @@ class LlguidanceGuides:
             bits[:] = filled[:, : bits.shape[1]]
         elif not self.eos_ids:
             bits[:, -1] &= np.uint32((1 << self.size % 32) - 1)
+
+    def _without_ends(self, guides: Sequence[LlguidanceGuide], bits: npt.NDArray[np.uint32]) -> set[int]:
+        """Leave end tokens only where the grammar may end: a range of ids, such as `<[*]>`, may hold them as well.
+
+        Returns the rows that may be 0 since.
+        """
+        found = set() if self.eos_ids else set(range(len(guides)))
+        for end in self.eos_ids:
+            word, bit = end // 32, np.uint32(1 << end % 32)
+            for row in np.flatnonzero(bits[:, word] & bit).tolist():
+                if not guides[row].may_end:
+                    bits[row, word] &= ~bit
+                    found.add(row)
+        return found
 
     def close(self) -> None:
         """End the processes that check, and the threads."""
@@ -244,6 +264,12 @@ class LlguidanceGuide:
         may_end = sum(int(self.known[i >> 5]) >> (i & 31) & 1 for i in ends)
         return not matcher.is_error() and int(np.bitwise_count(self.known).sum()) == may_end
 
+    @property
+    def may_end(self) -> bool:
+        """An end token may come."""
+        matcher = self._matcher
+        return not matcher.is_error() and bool(matcher.is_stopped() or matcher.is_accepting())
+
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, at most this many. Each costs a mask."""
         found: list[int] = []
@@ -288,7 +314,7 @@ def failure_of(matcher: Any) -> GuideFailed | None:
         return None
     error = matcher.get_error()
     if "NoExtensionBias" in error:
-        return GuideFailed("The grammar has come to a point where no token of the model goes on.")
+        return GuideFailed(NO_WAY)
     if any(word in error for word in ("doesn't satisfy", "forced bytes", "parser stopped")):
         return GuideFailed("A token came that the grammar forbids.")
     return GuideFailed(COMPLEX)
