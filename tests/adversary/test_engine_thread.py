@@ -372,10 +372,10 @@ def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
     runner = engine._worker.engine.runner
     inner = runner.inputs.packed
 
-    def broken(rows, start, q, *rest):
+    def broken(rows, start, q, *rest, **more):
         if 9 in q:
             return [][0]
-        return inner(rows, start, q, *rest)
+        return inner(rows, start, q, *rest, **more)
 
     monkeypatch.setattr(runner.inputs, "packed", broken)
     bad = engine.run([1] * 9, GREEDY, max_tokens=2)

@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant("a queue deadline ends who runs", Scheduler, "expire",
            "late = time == seq.deadline or not (seq.started or seq.row >= 0)", "late = True",
            "a deadline was not kept"),
-    Mutant("who was unpaused stays parked", Scheduler, "unpause",
+    Mutant("who was unpaused stays parked", Scheduler, "_unpark",
            "self.policy.push(seq)", "pass", "nothing moves|overtook"),
     Mutant("the one cancelled in the queue still counts", Scheduler, "cancel",
            "self.waiting -= 1", "pass", "miscounted"),
