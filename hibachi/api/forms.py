@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import encode
 
 from hibachi.api.errors import Refused, unsupported
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
 
 Schema: TypeAlias = dict[str, Any]
@@ -36,7 +36,6 @@ _PLAIN = {
 }
 """Fields of a body that say a form by themselves, and which field of `StructuredOutputs` that is."""
 _SAME = ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern", "one_of_as_any_of")
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ABOUT = re.compile(rf"{OURS}(?:\.\w+)?")
 
 
@@ -62,7 +61,9 @@ class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's. The answer keeps to the schema whatever `strict` says; without one it is any JSON object."""
+    """OpenAI's. The answer keeps to the schema whatever `strict` says; without one it is any JSON object. name: any
+    text, as clients send what a type is called, such as "Answer[int]".
+    """
 
     name: str
     description: str | None = None
@@ -151,9 +152,6 @@ def of_format(given: Format, field: str) -> tuple[str, Fields] | None:
             missing = f"{field}.json_schema"
             raise Refused(f"The field {missing} is missing.", param=missing, code="missing_required_parameter")
         inner: NamedSchema | GivenSchema = getattr(given, name)
-        if isinstance(inner, NamedSchema) and not _NAME.fullmatch(inner.name):
-            expected = "must have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
-            raise _invalid(f"{field}.{name}.name", f"{expected}; got {shown(inner.name)}")
         if inner.schema is None:
             return f"{field}.{name}", {"json_object": True}
         return _json(f"{field}.{name}.schema", inner, "schema")

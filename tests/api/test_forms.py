@@ -75,6 +75,10 @@ FORMATS = [
         JSON,
     ),
     ({"type": "json_schema", "json_schema": {"name": "a", "strict": True}}, "json_schema", OBJECT),
+    *(
+        ({"type": "json_schema", "json_schema": {"name": name, "schema": SCHEMA}}, "json_schema.schema", JSON)
+        for name in ("Answer[int]", "", "a b", "é", "a" * 65)
+    ),
     ({"type": "json_schema", "value": {"name": "a b", "schema": SCHEMA, "strict": True}}, "value.schema", JSON),
     ({"type": "json_schema", "value": {"schema": SCHEMA}}, "value.schema", JSON),
     ({"type": "json", "value": SCHEMA}, "value", JSON),
@@ -210,14 +214,6 @@ WRONG = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": "x" * MOST_BYTES}}}},
         "response_format.json_schema.schema",
         f"at most {MOST_BYTES} bytes",
-    ),
-    *(
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": name}}},
-            "response_format.json_schema.name",
-            "1 to 64 characters",
-        )
-        for name in ("", "a b", "é", "a" * 65, "a.b")
     ),
 ]
 

@@ -1,6 +1,7 @@
 """Foreign clients against a server that runs: each in an environment of its own, by a script in clients/.
 
-The scripts print what they were answered as JSON; it must be what the engine says in this process. With pytest's -s
+The scripts print what they were answered as JSON; it must be what the engine says in this process. Those named
+.._forms ask for answers in a form, in each way that the client has, and print what it made of them. With pytest's -s
 the transcripts are shown.
 """
 
@@ -15,7 +16,9 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
+from .clients.talks import BEFORE, SAID
 from .conftest import serving
+from .overheard import form_in, overheard
 from .venvs import CLIENTS, environment, run, strangers, strangers_for_node
 
 pytestmark = pytest.mark.install
@@ -23,7 +26,18 @@ pytestmark = pytest.mark.install
 FOLDER = Path(hibachi.__file__).parent / "data" / "tiny"
 PROMPT = "It is a truth universally acknowledged"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
-LENGTH = 12
+MOOD = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}},
+    "required": ["mood"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "mood", "strict": True, "schema": MOOD}}
+LENGTH, ROOM = 12, 80  # tokens; ROOM is for answers in a form
+
+
+def in_template(messages):
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +49,9 @@ def llm():
 @pytest.fixture(scope="module")
 def expected(llm):
     params = SamplingParams(temperature=0, max_tokens=LENGTH)
-    chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in MESSAGES) + "<|im_start|>assistant\n"
-    ids = llm.tokenizer.encode(chat, add_special_tokens=False)
+    ids = llm.tokenizer.encode(in_template(MESSAGES), add_special_tokens=False)
     text, chat = (c.text for c in llm.generate([llm.tokenizer.encode(PROMPT), ids], params))
+    (typed,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=ROOM, structured_outputs={"json": MOOD}))
     (vector,) = llm.embed([PROMPT])
     return {
         "text": text,
@@ -45,15 +59,24 @@ def expected(llm):
         "chat": chat,
         "chat_streamed": chat,
         "chat_tokens": LENGTH,
+        "mood": json.loads(typed.text),
         "embedding": vector.embedding,
         "embedding_of_ids": vector.embedding,
         "models": ["tiny"],
     }
 
 
-def asked(url):
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    """The address of a server of the model in clients/talks.py, as "tiny"."""
+    log = tmp_path_factory.mktemp("talks") / "log"
+    with serving(log, "--served-model-name", "tiny", model=f"{CLIENTS / 'talks.py'}:Talks") as found:
+        yield found
+
+
+def asked(url, **more):
     told = {"url": url, "prompt": PROMPT, "messages": MESSAGES, "max_tokens": LENGTH, "folder": str(FOLDER)}
-    return json.dumps(told)
+    return json.dumps({**told, **more})
 
 
 def check(name, output, expected, says):
@@ -71,52 +94,125 @@ def check(name, output, expected, says):
     print(f"\n{name}: {json.dumps(said)}")
 
 
+class Forms:
+    """Asks for answers in a form, and knows what was sent."""
+
+    def __init__(self, llm, tiny, notes, asked):
+        self._llm, self._tiny, self._notes, self.asked = llm, tiny, notes, asked
+
+    def check(self, name, output, ways):
+        """ways: the names of what must be said, in this order, after one request each. They begin with how the form is
+        sent: see `form_in`.
+        """
+        said = json.loads(output.splitlines()[-1])
+        assert list(said) == ways.split() and len(self._notes) == len(said)
+        for (way, found), (url, body) in zip(said.items(), self._notes, strict=True):
+            how, form = form_in(body)
+            print(f"{name}, {way}: {json.dumps(body.get('response_format') or form)} -> {json.dumps(found)}")
+            assert how == way.partition("_")[0]
+            expected = self._expected(body, form) if url == self._tiny else SAID.decode()
+            assert found == (expected if isinstance(found, str) else json.loads(expected)), expected
+        self._notes.clear()
+
+    def _expected(self, body, form):
+        prompt = body["prompt"] if "prompt" in body else in_template(body["messages"])
+        ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
+        params = SamplingParams(temperature=0, max_tokens=ROOM, stop=body.get("stop"), structured_outputs=form)
+        (answer,) = self._llm.generate([ids], params)
+        assert answer.finish_reason == "stop", answer
+        return answer.text
+
+
+@pytest.fixture
+def forms(llm, url, talks):
+    notes = []
+    with overheard(url, notes) as tiny, overheard(talks, notes) as talking:
+        yield Forms(llm, url, notes, asked(tiny, talks=talking, max_tokens=ROOM))
+
+
 CHAT, TEXT = "chat chat_streamed ", "text text_streamed "
+TYPED = "schema schema_streamed "
+VLLM = " ".join(f"structured_{k} structured_{k}_text guided_{k}" for k in ("choice", "regex", "json", "grammar"))
+OUTPUTS = TYPED + "schema_json schema_output schema_output_streamed schema_enum schema_array "
+# What is installed; the scripts NAME_flow and NAME_forms, and what each says.
 PYTHON = [
-    ("litellm", "litellm_flow.py", CHAT + TEXT + "chat_tokens embedding"),
-    ("langchain-openai tokenizers", "langchain_flow.py", CHAT + TEXT + "chat_tokens embedding embedding_of_ids"),
-    ("llm", "llm_flow.py", CHAT + TEXT),
-    ("httpx", "httpx_flow.py", CHAT + TEXT + "embedding"),
-    ("pydantic-ai-slim[openai]", "pydantic_ai_flow.py", CHAT + "chat_tokens"),
-    ("openai-agents", "agents_flow.py", CHAT + "chat_tokens"),
-    ("llama-index-llms-openai-like", "llama_index_flow.py", CHAT + TEXT),
-    ("haystack-ai", "haystack_flow.py", CHAT + "embedding"),
-    ("dspy", "dspy_flow.py", "chat"),
+    ("litellm", "litellm", CHAT + TEXT + "chat_tokens embedding", TYPED + "object"),
+    (
+        "langchain-openai tokenizers",
+        "langchain",
+        CHAT + TEXT + "chat_tokens embedding embedding_of_ids",
+        TYPED + "schema_as_mapping object",
+    ),
+    ("llm", "llm", CHAT + TEXT, ""),
+    ("httpx", "httpx", CHAT + TEXT + "embedding", ""),
+    ("pydantic-ai-slim[openai]", "pydantic_ai", CHAT + "chat_tokens", TYPED + "object object_streamed"),
+    ("openai-agents", "agents", CHAT + "chat_tokens", TYPED),
+    ("llama-index-llms-openai-like", "llama_index", CHAT + TEXT, "schema schema_as_model schema_streamed"),
+    ("haystack-ai", "haystack", CHAT + "embedding", "schema schema_as_mapping schema_streamed object"),
+    ("dspy", "dspy", "chat", "schema object"),
+    ("instructor", "instructor", "", TYPED + "object object_streamed words"),
+    (
+        "openai pydantic",
+        "openai",
+        "",
+        TYPED + "object object_streamed schema_async schema_async_streamed object_async schema_generic " + VLLM,
+    ),
 ]
 NODE = [
-    ("openai", "node_flow.mjs", CHAT + TEXT + "chat_tokens embedding models"),
-    ("ai @ai-sdk/openai-compatible", "ai_compatible_flow.mjs", CHAT + "chat_tokens embedding"),
-    ("ai @ai-sdk/openai", "ai_openai_flow.mjs", CHAT + "chat_tokens"),
-    ("@langchain/openai @langchain/core", "langchain_flow.mjs", CHAT + TEXT + "chat_tokens embedding"),
+    ("openai zod", "node", CHAT + TEXT + "chat_tokens embedding models", TYPED + "object"),
+    (
+        "@ai-sdk/openai-compatible ai zod",
+        "ai_compatible",
+        CHAT + "chat_tokens embedding",
+        OUTPUTS + "object object_output object_any",
+    ),
+    ("@ai-sdk/openai ai zod", "ai_openai", CHAT + "chat_tokens", OUTPUTS + "object_any"),
+    (
+        "@langchain/openai @langchain/core zod",
+        "langchain",
+        CHAT + TEXT + "chat_tokens embedding",
+        TYPED + "object",
+    ),
 ]
 
 
-@pytest.mark.parametrize("packages, script, says", PYTHON, ids=lambda given: given.split()[0])
-def test_a_client_in_python(url, home, expected, packages, script, says):
-    programs = strangers(home, *packages.split())
-    output = run(programs / "python", CLIENTS / script, asked(url), cwd=home, LLM_USER_PATH=str(home / "llm"))
-    check(packages, output, expected, says)
+def each(clients):
+    return pytest.mark.parametrize("packages, name, flow, ways", clients, ids=[c[0].split()[0] for c in clients])
 
 
-@pytest.mark.parametrize("packages, script, says", NODE, ids=lambda given: given.split()[-1])
-def test_a_client_for_node(url, home, expected, packages, script, says):
+@each(PYTHON)
+def test_a_client_in_python(url, home, expected, forms, packages, name, flow, ways):
+    python = strangers(home, *packages.split()) / "python"
+    if flow:
+        output = run(python, CLIENTS / f"{name}_flow.py", asked(url), cwd=home, LLM_USER_PATH=str(home / "llm"))
+        check(packages, output, expected, flow)
+    if ways:
+        forms.check(packages, run(python, CLIENTS / f"{name}_forms.py", forms.asked, cwd=home), ways)
+
+
+@each(NODE)
+def test_a_client_for_node(url, home, expected, forms, packages, name, flow, ways):
     strangers_for_node(home, *packages.split())
-    script = shutil.copy(CLIENTS / script, home)
-    check(packages, run("node", script, asked(url), cwd=home), expected, says)
+    for script in CLIENTS.glob("*.mjs"):  # node looks for packages beside it
+        shutil.copy(script, home)
+    check(packages, run("node", f"{name}_flow.mjs", asked(url), cwd=home), expected, flow)
+    forms.check(packages, run("node", f"{name}_forms.mjs", forms.asked, cwd=home), ways)
 
 
 def test_promptfoo(url, home, expected):
-    """A chat and a text that must be as expected, by its own assertions."""
+    """A chat, a text and an answer in a form that must be as expected, by its own assertions."""
     strangers_for_node(home, "promptfoo")
     config = {"apiBaseUrl": f"{url}/v1", "apiKey": "none", "temperature": 0, "max_tokens": LENGTH}
     chat = {"prompts": [json.dumps(MESSAGES)], "providers": [{"id": "openai:chat:tiny", "config": config}]}
     text = {"prompts": [PROMPT], "providers": [{"id": "openai:completion:tiny", "config": config}]}
+    config = {**config, "max_tokens": ROOM, "response_format": FORM}
+    typed = {**chat, "providers": [{"id": "openai:chat:tiny", "config": config}]}
     own = {
         "PROMPTFOO_DISABLE_TELEMETRY": "1",
         "PROMPTFOO_DISABLE_UPDATE": "1",
         "PROMPTFOO_CONFIG_DIR": str(home / "own"),
     }
-    for name, asking in (("chat", chat), ("text", text)):
+    for name, asking in (("chat", chat), ("text", text), ("mood", typed)):
         (home / "asking.json").write_text(
             json.dumps({**asking, "tests": [{"assert": [{"type": "equals", "value": expected[name]}]}]})
         )
@@ -124,7 +220,7 @@ def test_promptfoo(url, home, expected):
         told = run(program, "eval", "-c", "asking.json", "-o", "out.json", "--no-cache", "--no-table", cwd=home, **own)
         stats = json.loads((home / "out.json").read_text())["results"]["stats"]
         assert (stats["successes"], stats["failures"], stats["errors"]) == (1, 0, 0), told
-        assert stats["tokenUsage"]["completion"] == LENGTH
+        assert stats["tokenUsage"]["completion"] == LENGTH or name == "mood"
         print(f"promptfoo, {name}: as expected")
 
 
@@ -160,61 +256,27 @@ def test_curl(url, expected, home):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     body = {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0}
-    curl = ["curl", "--silent", "--show-error", f"{url}/v1/completions"]
+    quiet = ["curl", "--silent", "--show-error"]
+    curl, chat_curl = [*quiet, f"{url}/v1/completions"], [*quiet, f"{url}/v1/chat/completions"]
     json_ = ["-H", "Content-Type: application/json"]
     whole = json.loads(run(*curl, *json_, "-d", json.dumps(body), cwd=home))
     assert whole["choices"][0]["text"] == expected["text"]
     *events, end = run(*curl, "-N", *json_, "-d", json.dumps({**body, "stream": True}), cwd=home).strip().split("\n\n")
     assert end == "data: [DONE]"
     assert "".join(json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events) == expected["text"]
+    for form in ({"response_format": FORM}, {"structured_outputs": {"json": MOOD}}, {"json_schema": MOOD}):
+        chat = {"messages": MESSAGES, "max_tokens": ROOM, "temperature": 0, **form}
+        told = json.loads(run(*chat_curl, *json_, "-d", json.dumps(chat), cwd=home))
+        assert json.loads(told["choices"][0]["message"]["content"]) == expected["mood"]
     refused = json.loads(run(*curl, "-d", json.dumps(body), cwd=home))  # curl calls it a form
     print(f"\ncurl -d without a header: {refused['error']['message']}")
     assert "expected Content-Type: application/json" in refused["error"]["message"]
 
 
-# Says JSON to whatever ends with a line feed, and has room for the prompts of programs that write code.
-MODEL = """
-import numpy as np
-
-SAID = b'{"name": "Emma"}'
-
-class Says:
-    vocab_size, max_model_len, eos_ids = 256, 65536, (0,)
-
-    class tokenizer:
-        encode = staticmethod(lambda text: list(text.encode()))
-        decode = staticmethod(lambda ids: bytes(ids).decode(errors="replace"))
-
-    def logits(self, tokens, lengths):
-        scores = np.zeros((len(lengths), 256), np.float32)
-        for row, length in enumerate(lengths):
-            said = length - 1 - np.flatnonzero(np.asarray(tokens[row, :length]) == 10)[-1]
-            scores[row, SAID[said] if said < len(SAID) else 0] = 50
-        return scores
-"""
-
-
-@pytest.fixture(scope="module")
-def says(tmp_path_factory):
-    """The address of a server of this model, as "tiny"."""
-    folder = tmp_path_factory.mktemp("says")
-    (folder / "says.py").write_text(MODEL)
-    with serving(folder / "log", "--served-model-name", "tiny", model=f"{folder / 'says.py'}:Says") as found:
-        yield found
-
-
-def test_instructor(says, home):
-    """In the mode that asks for JSON in words: the others need guided decoding."""
-    programs = strangers(home, "instructor")
-    said = run(programs / "python", CLIENTS / "instructor_flow.py", asked(says), cwd=home)
-    print(f"instructor: {said.strip()}")
-    assert json.loads(said) == {"found": {"name": "Emma"}}
-
-
-def test_aider(says, home):
+def test_aider(talks, home):
     programs = strangers(home, "aider-chat")
     told = run(
-        *[programs / "aider", "--model", "openai/tiny", "--openai-api-base", f"{says}/v1", "--openai-api-key", "none"],
+        *[programs / "aider", "--model", "openai/tiny", "--openai-api-base", f"{talks}/v1", "--openai-api-key", "none"],
         *[
             "--chat-mode",
             "ask",
@@ -230,7 +292,7 @@ def test_aider(says, home):
         HOME=str(home),
     )
     print(told)
-    assert '{"name": "Emma"}' in told.splitlines()
+    assert (BEFORE + SAID).decode() in told.splitlines()
 
 
 def test_lm_eval_scores_as_the_engine_does(url, home, llm):

@@ -81,15 +81,15 @@ def raised(found, kind, words=""):
     assert found["raised"][0] == kind and words in found["raised"][1], found
 
 
-def greedy(llm, prompt, n):
-    (found,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=n))
+def greedy(llm, prompt, n, form=None):
+    (found,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=n, structured_outputs=form))
     return found
 
 
-def answered(llm, n):
+def answered(llm, n, form=None):
     """What is answered to `hello`."""
     text = "<|im_start|>user\nHow do you do?<|im_end|>\n<|im_start|>assistant\n"
-    return greedy(llm, llm.tokenizer.encode(text, add_special_tokens=False), n)
+    return greedy(llm, llm.tokenizer.encode(text, add_special_tokens=False), n, form)
 
 
 def test_texts_and_streams_by_both_classes(client, llm):
@@ -144,6 +144,34 @@ def test_parameters_have_their_effect(client, llm):
     for name, expected in (("prefill", ids), ("cut", ids[-2:])):  # T-31
         assert [t["id"] for t in said[name]] == expected and said[name][0]["logprob"] is None
         assert all(t["logprob"] < 0 for t in said[name][1:])
+
+
+MOOD = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["mood", "age"],
+    "additionalProperties": False,
+}
+REGEX = "[a-c]{3}-[0-9]{2}"
+
+
+def test_answers_in_a_form(client, llm):
+    """By its own type of a grammar, whose value is a text or a mapping. Its chats know no form."""
+    schema, regex = f"Grammar(type='json', value={MOOD})", f"Grammar(type='regex', value={REGEX!r})"
+    text = f"Grammar(type='json', value={json.dumps(MOOD)!r})"
+    said = client(
+        {
+            "json": f"client.generate(text, grammar={schema}, max_new_tokens=40)",
+            "json async": f"other.generate(text, grammar={schema}, max_new_tokens=40)",
+            "json text": f"client.generate(text, grammar={text}, max_new_tokens=40)",
+            "json streamed": f"[*client.generate_stream(text, grammar={schema}, max_new_tokens=40)][-1]",
+            "regex": f"client.generate(text, grammar={regex}, max_new_tokens=40)",
+        }
+    )
+    for name in ("json", "json async", "json text", "json streamed", "regex"):
+        form = {"regex": REGEX} if name == "regex" else {"json": MOOD}
+        assert said[name]["generated_text"] == greedy(llm, PROMPT, 40, form).text
+        assert said[name]["details"]["finish_reason"] == "eos_token"
 
 
 # What the server says to what it does not take: as an error of the client's own, whole or as the event of a stream.
@@ -286,7 +314,7 @@ def test_streamed_chats_and_named_tools_fail_by_its_own_types(client):
         raised(said[name], "pydantic_core._pydantic_core.ValidationError", words)
     raised(said["a named tool"], "pydantic_core._pydantic_core.ValidationError", "tool_choice\n  Input should be a")
     assert said["tools"] > said["no tools"]  # whole chats may have tools, which the model is shown
-    raised(said["demanded"], f"{OURS}BadRequestError", "a tool cannot be demanded")
+    raised(said["demanded"], f"{OURS}BadRequestError", "A tool cannot be demanded")
 
 
 HUB = """
@@ -319,6 +347,20 @@ def test_the_client_of_huggingface_hub(tgi, llm, home):
         "adapter": "client.text_generation(text, adapter_id='a')",
         "key": "InferenceClient('URL', token='K').text_generation(text)".replace("URL", tgi),
     }
+    typed = {
+        "json": {"type": "json", "value": MOOD},
+        "regex": {"type": "regex", "value": REGEX},
+        "named": {"type": "json_schema", "value": {"name": "mood", "schema": MOOD}},
+    }
+    for name, form in typed.items():
+        of_text = f"text, max_new_tokens=40, return_full_text=False, grammar={form}"
+        asked[f"{name} form"] = f"client.text_generation({of_text})"
+        asked[f"{name} form streamed"] = f"''.join(client.text_generation({of_text}, stream=True))"
+    # In a chat it takes a named schema in OpenAI's words only.
+    named = {"type": "json_schema", "json_schema": {"name": "mood", "schema": MOOD, "strict": True}}
+    for name, form in {**typed, "named": named}.items():
+        of_chat = f"hello, model='tgi', max_tokens=40, temperature=0, response_format={form}"
+        asked[f"{name} form of a chat"] = f"client.chat_completion({of_chat}).choices[0].message.content"
     more = "max_new_tokens=6, details=True, top_n_tokens=2"
     for of, it in (("", "client"), ("async ", "other")):
         asked[f"{of}details"] = f"{it}.text_generation(text, {more}, decoder_input_details=True)"
@@ -340,6 +382,10 @@ def test_the_client_of_huggingface_hub(tgi, llm, home):
     assert said["stopped"]["details"]["finish_reason"] == "stop_sequence"
     # Unless it is told a name, it calls any server's model "dummy".
     assert said["chat"] == said["chat streamed"] == said["nameless chat"] == answered(llm, 6).text
+    for name in typed:
+        form = {"regex": REGEX} if name == "regex" else {"json": MOOD}
+        assert said[f"{name} form of a chat"] == answered(llm, 40, form).text
+        assert said[f"{name} form"] == said[f"{name} form streamed"] == greedy(llm, PROMPT, 40, form).text
     errors = "huggingface_hub.errors."
     for name, words in (
         ("invalid", "`inputs` tokens + `max_new_tokens` must be <= 512"),
