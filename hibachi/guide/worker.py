@@ -121,7 +121,7 @@ def make_source(library: Any, form: Form, texts: bool) -> str:
 
 
 def json_source(text: str, form: Form) -> str:
-    schema = read_schema(text)
+    schema = without_notes(read_schema(text))
     check_characters(schema)
     between = form["whitespace_pattern"]
     if between is not None:
@@ -195,6 +195,38 @@ def check_characters(schema: Any) -> None:
 def json_blanks(pattern: str) -> str:
     r"""The pattern, with \s for JSON's blanks alone."""
     return re.sub(r"(\\\\)|\\s", lambda m: m[1] or r"[ \t\n\r]", pattern)
+
+
+# Of draft 2020-12. To JSON Schema any other is a note to the reader, as are pydantic's "path" and zod's "starts_with".
+FORMATS = re.compile(
+    r"date-time|date|time|duration|(idn-)?email|(idn-)?hostname|ipv[46]|[ui]ri(-reference)?|uuid|uri-template|"
+    r"(relative-)?json-pointer|regex"
+)
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+WITHIN = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without what says nothing, and the library refuses: formats that JSON Schema does not know, and that
+    names of properties are strings.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, dict):
+            value = {name: without_notes(each) for name, each in value.items()}
+        elif key in WITHIN:
+            value = [without_notes(each) for each in value] if isinstance(value, list) else without_notes(value)
+        if not says_nothing(key, value):
+            found[key] = value
+    return found
+
+
+def says_nothing(key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and not FORMATS.fullmatch(value)
+    return key == "propertyNames" and value in (True, {}, {"type": "string"})
 
 
 def too_deep() -> Refused:

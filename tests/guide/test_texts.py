@@ -127,13 +127,26 @@ def test_a_form_that_cannot_be_served_is_refused_by_name_at_the_call(llm):
     for schema, word in [
         ({"type": "string", "not": {"const": "a"}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "string", "format": "color"}, "format"),
+        ({"type": "string", "format": "iri"}, "format"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
     ]:
         with pytest.raises(FormRefused, match=word) as e:
             llm.generate("x", params({"json": schema}))
         assert e.value.keyword == word
     with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex: .* unclosed group"):
         llm.generate("x", params({"regex": "(a"}))
+
+
+def test_what_says_nothing_in_a_schema_is_no_reason_to_refuse_it(llm):
+    """As clients send it: pydantic's paths, zod's records and prefixes. Properties may have the names of keywords."""
+    note = {"type": "string", "format": "starts_with", "pattern": "^ab{2}$"}
+    names = {"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 0}
+    properties = {"format": {"enum": ["path"]}, "propertyNames": names, "list": {"type": "array", "items": note}}
+    properties["list"] |= {"minItems": 1, "maxItems": 1}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    for given in (schema, {"anyOf": [{"$ref": "#/$defs/it"}], "$defs": {"it": schema}}):
+        (answer,) = llm.generate("x", params({"json": given}))
+        assert json.loads(answer.text) == {"format": "path", "propertyNames": {}, "list": ["abb"]}
 
 
 def test_an_engine_in_another_process(llm):
