@@ -148,7 +148,7 @@ def test_one_of_is_any_of_if_it_is_wished(tiny):
         ("dependentRequired", {"dependentRequired": {"a": ["b"]}}),
         ("unevaluatedProperties", {"unevaluatedProperties": False}),
         ("oneOf", {"oneOf": [{"type": "integer"}, {"minimum": 2}]}),
-        ("format", {"type": "string", "format": "phone"}),
+        ("format", {"type": "string", "format": "iri"}),
         ("pattern", {"type": "string", "pattern": "a(?=b)"}),
         ("pattern", {"type": "string", "pattern": "\\bword"}),
         ("pattern", {"type": "string", "pattern": "("}),

@@ -30,7 +30,6 @@ REFUSED = {
     "maxContains",
     "minContains",
     "not",
-    "propertyNames",
     "refRemote",
     "unevaluatedItems",
     "unevaluatedProperties",
