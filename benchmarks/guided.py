@@ -15,8 +15,13 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
-from hibachi import LLM, SamplingParams, TextStream
+import numpy as np
+
+from hibachi import LLM, NumpyBackend, SamplingParams, StructuredOutputs, TextStream
+from hibachi.guide.find import guides_for
+from hibachi.guide.protocol import Vocabulary
 
 WORDS = ["name", "city", "age", "price", "tags", "notes", "owner", "start", "count", "level", "items", "code", "unit"]
 DEEP = ["text", "text", "integer", "number", "enum", "boolean", "list", "object"]
@@ -112,6 +117,47 @@ def soak(llm: LLM, n: int) -> None:
     print(f"{ended} read to their end, {n - ended} cancelled; left: {len(core.live())} jobs, {llm.stats().held} held")
 
 
+def masks(tokenizer: Any, base: int, steps: int = 200) -> None:
+    """CPU time a step of 64 guided rows for masks and for applying them to random logits, at three vocabularies.
+
+    Those of 128k and 151k are made: the tokenizer's own tokens, and pairs of them joined.
+    """
+    real = [tokenizer.token_bytes(i) for i in range(base)]
+    backend = NumpyBackend()
+    for size in (base, 128_256, 151_936):
+        r = random.Random(0)
+        tokens = [*real, *(r.choice(real)[:12] + r.choice(real)[:12] for _ in range(size - base))]
+        guides = guides_for(Vocabulary(tokens, tokenizer.special_ids, (0,)))
+        words = -(-size // 32)
+        logits, bits = backend.put(np.zeros((64, size), np.float32)), np.zeros((64, words), np.uint32)
+        made = [guides.compile(guides.check(StructuredOutputs(json=schema(i)))) for i in range(64)]
+        spent = np.zeros((steps, 3))
+        for n in range(steps):
+            began = time.process_time()
+            failed = guides.masks(made, bits)
+            between = time.process_time()
+            x, _ = backend.kept_rows(logits, np.arange(64, dtype=np.int32), bits)
+            after = time.process_time()
+            del x
+            for i, guide in enumerate(made):
+                may = np.flatnonzero(np.unpackbits(bits[i].view(np.uint8), bitorder="little")[:size])
+                may = may[may > 0]
+                if failed[i] or guide.complete or not len(may):
+                    made[i] = guides.compile(guides.check(StructuredOutputs(json=schema(r.randrange(4096)))))
+                else:
+                    told = time.process_time()
+                    guide.advance([int(may[r.randrange(len(may))])])
+                    spent[n, 2] += time.process_time() - told
+            spent[n, :2] = between - began, after - between
+        m = np.median(spent, axis=0) * 1e3
+        mean = spent.mean(axis=0) * 1e3
+        print(
+            f"{size:7d} tokens: masks {m[0]:5.2f} ms (mean {mean[0]:5.2f}), applying {m[1]:5.2f}, taking {m[2]:5.2f}; "
+            f"together {np.median(spent.sum(axis=1)) * 1e3:5.2f}"
+        )
+        guides.close()
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="tiny")
@@ -121,9 +167,13 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=5.0)
     p.add_argument("--turns", type=int, default=3)
     p.add_argument("--tokens", type=int, default=120)
+    p.add_argument("--masks", action="store_true", help="instead: masks alone, at three vocabularies")
     p.add_argument("--soak", type=int, help="instead: so many requests with random cancels")
     a = p.parse_args()
     llm = LLM(a.model, backend=a.backend, dtype=a.dtype, max_num_seqs=a.rows, max_model_len=512)
+    if a.masks:
+        masks(llm.tokenizer, llm.tokenizer.vocab_size)
+        return llm.close()
     if a.soak:
         soak(llm, a.soak)
         return llm.close()
