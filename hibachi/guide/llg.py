@@ -34,6 +34,7 @@ AT_ONCE = 256  # tokens that are fed while Python's lock is held: half a millise
 THREADS = 32
 # Real schemas take 2 ms for a token at most. Nothing else bounds it, and the engine waits for it.
 SLOW, MOST_SLOW = 0.02, 0.5  # seconds of computing
+NO_WAY = "The grammar has come to a point where no token of the model goes on."
 COMPLEX = "The grammar has become too complex."
 
 
@@ -63,7 +64,7 @@ class LlguidanceGuides:
         return self._checks.counted
 
     def check(self, form: StructuredOutputs) -> Grammar:
-        """Check a form in a process with little time and memory; one that was seen before at once. Raises FormRefused."""
+        """Check a form, in a process with little time and memory, or find its verdict. Raises FormRefused."""
         return self._checks.check(form)
 
     def compile(self, grammar: Grammar) -> LlguidanceGuide:
@@ -91,22 +92,24 @@ class LlguidanceGuides:
         """Fill bits, a C-contiguous uint32 array [n, ceil(vocab_size / 32)], with the masks of n guides, on all cores.
 
         Returns what failed, by place; what such a row holds means nothing. In a model without end tokens the row of a
-        guide that is complete is 0.
+        guide that is complete is 0, and whether it is may show only now.
         """
-        matchers = [guide.alone() for guide in guides if isinstance(guide, LlguidanceGuide)]
-        if len(matchers) != len(guides):
+        own = [guide for guide in guides if isinstance(guide, LlguidanceGuide)]
+        if len(own) != len(guides):
             raise TypeError("LlguidanceGuides fills masks for guides of its own; got others.")
         words = -(-self.size // 32)
         if bits.shape != (len(guides), words) or bits.dtype != np.uint32 or not bits.flags.c_contiguous:
             raise ValueError(
                 f"Expected bits as a C-contiguous uint32 array [{len(guides)}, {words}]; got {bits.dtype} {bits.shape}."
             )
-        if matchers:
-            own = self.words == words
-            filled = bits if own else np.empty((len(guides), self.words), np.uint32)
-            self._fill(matchers, filled)
-            self._cut(filled if own else bits, None if own else filled)
-        return [failure_of(matcher) for matcher in matchers]
+        if not own:
+            return []
+        self._fill([guide.alone() for guide in own], bits)
+        failed = [guide.failure() for guide in own]
+        for row in self._without_ends(own, bits):
+            if failed[row] is None and not bits[row].any():
+                failed[row] = own[row].stuck()
+        return failed
 
     @property
     def words(self) -> int:
@@ -114,12 +117,17 @@ class LlguidanceGuides:
         return -(-(self.size + (not self.ends)) // 32)
 
     def _fill(self, matchers: list[Any], bits: npt.NDArray[np.uint32]) -> None:
-        bytes_ = self.words * 4
+        """bits, without the token that stands for the end where the model has none."""
+        filled = bits if self.words == bits.shape[1] else np.empty((len(matchers), self.words), np.uint32)
         if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(bits.ctypes.data, bytes_)
+            matchers[0].unsafe_compute_mask_ptr(filled.ctypes.data, self.words * 4)
         else:
             todo = [(matcher, row) for row, matcher in enumerate(matchers)]
-            self._threads().unsafe_compute_mask_ptr(todo, bits.ctypes.data, bytes_, len(matchers))
+            self._threads().unsafe_compute_mask_ptr(todo, filled.ctypes.data, self.words * 4, len(matchers))
+        if filled is not bits:
+            bits[:] = filled[:, : bits.shape[1]]
+        elif not self.ends:
+            bits[:, -1] &= np.uint32((1 << self.size % 32) - 1)
 
     def _threads(self) -> Any:
         with self._lock:
@@ -127,12 +135,19 @@ class LlguidanceGuides:
                 self._pool = self._library.LLExecutor(min(os.cpu_count() or 1, THREADS))
             return self._pool
 
-    def _cut(self, bits: npt.NDArray[np.uint32], filled: npt.NDArray[np.uint32] | None) -> None:
-        """Without the token that stands for the end where the model has none."""
-        if filled is not None:
-            bits[:] = filled[:, : bits.shape[1]]
-        elif not self.ends:
-            bits[:, -1] &= np.uint32((1 << self.size % 32) - 1)
+    def _without_ends(self, guides: Sequence[LlguidanceGuide], bits: npt.NDArray[np.uint32]) -> set[int]:
+        """Leave end tokens only where the grammar may end: a range of ids, such as `<[*]>`, may hold them as well.
+
+        Returns the rows that may be 0 since.
+        """
+        found = set() if self.ends else set(range(len(guides)))
+        for end in self.ends:
+            word, bit = end // 32, np.uint32(1 << end % 32)
+            for row in np.flatnonzero(bits[:, word] & bit).tolist():
+                if not guides[row].may_end:
+                    bits[row, word] &= ~bit
+                    found.add(row)
+        return found
 
     def close(self) -> None:
         """End the processes that check, and the threads."""
@@ -170,6 +185,7 @@ class LlguidanceGuide:
         self._guides, self._grammar = guides, grammar
         self._tokens: list[int] = []
         self._beyond = 0  # end tokens behind the end, which the library does not take
+        self._over = False  # no token goes on, though bytes would
         self._slow = 0.0  # seconds, in calls that took longer than `SLOW`
         self._matcher = guides.matcher(grammar)
         self.advance(tokens)
@@ -207,6 +223,7 @@ class LlguidanceGuide:
         if not 0 <= n <= len(self._tokens):
             raise GuideFailed(f"Expected to take back 0 to {len(self._tokens)} tokens; got {n}.")
         raise_error_of(self._matcher)
+        self._over = self._over and n == 0
         behind = min(n, self._beyond)
         self._beyond -= behind
         kept = len(self._tokens) - n
@@ -220,7 +237,20 @@ class LlguidanceGuide:
     @property
     def complete(self) -> bool:
         """Nothing but an end token may come."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        return self._over or (bool(self._matcher.is_stopped()) and not self._matcher.is_error())
+
+    @property
+    def may_end(self) -> bool:
+        """An end token may come."""
+        return self.complete or bool(self._matcher.is_accepting())
+
+    def failure(self) -> GuideFailed | None:
+        return failure_of(self._matcher)
+
+    def stuck(self) -> GuideFailed | None:
+        """No token goes on. That is the end where there may be one, and a failure elsewhere."""
+        self._over = self.may_end
+        return None if self._over else GuideFailed(NO_WAY)
 
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, at most this many. Each costs a mask."""
@@ -266,7 +296,7 @@ def failure_of(matcher: Any) -> GuideFailed | None:
         return None
     error = matcher.get_error()
     if "NoExtensionBias" in error:
-        return GuideFailed("The grammar has come to a point where no token of the model goes on.")
+        return GuideFailed(NO_WAY)
     if any(word in error for word in ("doesn't satisfy", "forced bytes", "parser stopped")):
         return GuideFailed("A token came that the grammar forbids.")
     return GuideFailed(COMPLEX)

@@ -315,7 +315,7 @@ def test_token_ids_guide_a_model_whose_tokens_are_no_text(ids):
     guide = ids.guide(grammar='%llguidance {"no_forcing": true}\nstart: <[0-3]> <[^0-30]>+ x? // not "text"\nx: <[7]>')
     assert ids.allowed(guide) == {0, 1, 2, 3}
     guide.advance([2])
-    assert ids.allowed(guide) == set(range(31, 40))
+    assert ids.allowed(guide) == set(range(31, 39))  # 39 ends, and it may not end here
     guide.advance([38, 31])
     assert ids.allowed(guide) == {7, *range(31, 40)}
     guide.advance([7])

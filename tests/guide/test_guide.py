@@ -85,6 +85,16 @@ def test_after_a_token_that_is_forbidden_it_is_as_before(tiny, rest):
     assert not guide.complete
 
 
+def test_many_tokens_come_at_once_or_none_of_them(tiny):
+    guide = tiny.guide(regex="a{700}")
+    with pytest.raises(GuideFailed, match="forbids"):
+        guide.advance([*tiny.cut("a") * 600, *tiny.cut("b")])
+    guide.advance(tiny.cut("a") * 700)
+    assert guide.complete
+    guide.take_back(650)
+    assert tiny.fits(guide, "a" * 650) and not tiny.fits(guide, "a" * 649)
+
+
 @pytest.mark.parametrize("n", [-1, 4])
 def test_it_goes_back_no_further_than_it_came(tiny, n):
     guide = tiny.guide(regex="aaaaaa")

@@ -59,6 +59,46 @@ def test_end_tokens_are_allowed_where_the_answer_may_end_and_never_as_text():
     assert guide.complete and setting.allowed(guide) == {256, 257}
 
 
+def test_an_end_token_in_a_range_of_ids_is_allowed_only_where_the_answer_may_end():
+    setting = made.Setting(made.of_bytes([b"</s>", b"x"], ends=(256,)))
+    guide, other = setting.guide(grammar="start: <[*]> <[250-257]>"), setting.guide(regex="a*")
+    np.testing.assert_array_equal(setting.masks(guide, other)[:, 256], [False, True])
+    assert setting.allowed(guide) == {*range(256), 257}
+    guide.advance([257])
+    assert setting.allowed(guide) == {*range(250, 256), 257}
+    guide.advance([257])
+    assert guide.complete and setting.allowed(guide) == {256}
+
+
+def test_where_only_an_end_token_is_left_and_it_may_not_come_the_guide_fails():
+    setting = made.Setting(made.of_bytes(ends=(255,)))
+    guide, well = setting.guide(grammar="start: <[1]> <[255]> <[2]>"), setting.guide(regex="a")
+    guide.advance([1])
+    bits = np.zeros((2, 8), np.uint32)
+    failed, none = setting.guides.masks([guide, well], bits)
+    assert none is None and "no token of the model goes on" in str(failed)
+
+
+def test_without_end_tokens_an_answer_ends_where_no_token_goes_on():
+    """Though bytes would, as the grammar says."""
+    setting = made.Setting(Vocabulary([b"a", b"b"]))
+    guide = setting.guide(regex="ab(x|bx)?")
+    guide.advance([0, 1])
+    assert not guide.complete and setting.allowed(guide) == {1}
+    guide.advance([1])
+    with pytest.raises(GuideFailed, match="no token"):
+        setting.allowed(guide)
+    guide = setting.guide(regex="ab(x)?")
+    guide.advance([0, 1])
+    assert setting.allowed(guide) == set() and guide.complete
+    guide.take_back(1)
+    assert not guide.complete and setting.allowed(guide) == {1}
+    guide = setting.guide(grammar="start: <[1]> <[2]>")  # that which stands for the end
+    guide.advance([1])
+    with pytest.raises(GuideFailed, match="no token"):
+        setting.allowed(guide)
+
+
 def test_an_end_token_that_the_vocabulary_has_not_is_none(tiny):
     setting = made.Setting(Vocabulary(tiny.vocabulary.tokens, tiny.vocabulary.special, (0, 5000)))
     guide = setting.guide(choice=["a"])
