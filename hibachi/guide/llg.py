@@ -46,17 +46,21 @@ class LlguidanceGuides:
         self._vocabulary = vocabulary
         self.size = len(vocabulary.tokens)
         self.ends = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
+        words = [(i // 32, 1 << i % 32) for i in self.ends]
+        self._end_words = {word: np.uint32(sum({bit for w, bit in words if w == word})) for word, _ in words}
         self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
         self._checks = Checks(self._library, partial(set_up, vocabulary, self.ends))
         self._tokenizer: Any = None
+        self._pool: Any = None
         self.forget()
         _living.add(self)
 
     def forget(self) -> None:
         """The threads are another's: those of the process that we were forked from."""
         self._lock = Lock()
-        _abandoned.append(getattr(self, "_pool", None))  # to end it would wait for threads that are not here
-        self._pool: Any = None
+        if self._pool is not None:
+            _abandoned.append(self._pool)  # to end it would wait for threads that are not here
+        self._pool = None
 
     @property
     def counted(self) -> Counted:
@@ -141,11 +145,10 @@ class LlguidanceGuides:
         Returns the rows that may be 0 since.
         """
         found = set() if self.ends else set(range(len(guides)))
-        for end in self.ends:
-            word, bit = end // 32, np.uint32(1 << end % 32)
-            for row in np.flatnonzero(bits[:, word] & bit).tolist():
+        for word, ends in self._end_words.items():
+            for row in (bits[:, word] & ends).nonzero()[0].tolist():
                 if not guides[row].may_end:
-                    bits[row, word] &= ~bit
+                    bits[row, word] &= ~ends
                     found.add(row)
         return found
 
