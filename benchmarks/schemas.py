@@ -132,6 +132,8 @@ class Walk(Protocol):
 
 
 class Engine(Protocol):
+    """What turns schemas into walks."""
+
     def ready(self, schema: str) -> Walk | str:
         """A walk, or the keyword that is refused."""
         ...
