@@ -49,14 +49,16 @@ class LlguidanceGuides:
         self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
         self._checks = Checks(self._library, partial(set_up, vocabulary, self.eos_ids))
         self._tokenizer: Any = None
+        self._pool: Any = None
         self.forget()
         _living.add(self)
 
     def forget(self) -> None:
         """The threads are another's: those of the process that we were forked from."""
         self._lock = Lock()
-        _abandoned.append(getattr(self, "_pool", None))  # to end it would wait for threads that are not here
-        self._pool: Any = None
+        if self._pool is not None:
+            _abandoned.append(self._pool)  # to end it would wait for threads that are not here
+        self._pool = None
 
     @property
     def counted(self) -> Counted:
