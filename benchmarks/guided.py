@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -57,12 +57,13 @@ def schema(seed: int) -> dict[str, object]:
 
 def params(i: int, guided: bool, tokens: int) -> SamplingParams:
     form = {"json": schema(i % 4096)} if guided else None
-    # The end comes where it comes with a schema; without one after as many tokens as an answer has in the mean.
     return SamplingParams(temperature=0.8, seed=i, max_tokens=tokens, ignore_eos=not guided, structured_outputs=form)
 
 
 class Run:
-    """Keeps `rows` requests going, of which `guided` are guided."""
+    """Keeps `rows` requests going, of which `guided` are guided. Others are as long as guided ones were."""
+
+    lengths: ClassVar[list[int]] = []  # of guided answers
 
     def __init__(self, llm: LLM, rows: int, guided: int, tokens: int) -> None:
         self.llm, self.rows, self.guided, self.tokens, self.number = llm, rows, guided, tokens, 0
@@ -70,16 +71,20 @@ class Run:
     def turn(self, seconds: float) -> tuple[float, float]:
         """Tokens per second of guided rows, and of the others."""
         live = [self.begin(i < self.guided) for i in range(self.rows)]
-        counts = [0, 0]
+        counts, self.had = [0, 0], [0] * self.rows
         warm, end = time.perf_counter() + 1.0, time.perf_counter() + 1.0 + seconds
         began = warm
         while (now := time.perf_counter()) < end:
             time.sleep(0.01)
             for i, (stream, kind) in enumerate(live):
                 new = len(stream.tokens.come())
+                self.had[i] += new
                 if now >= warm:
                     counts[kind] += new
                 if stream.finish_reason is not None:
+                    if kind:
+                        self.lengths.append(max(1, self.had[i]))
+                    self.had[i] = 0
                     live[i] = self.begin(bool(kind))
         took = time.perf_counter() - began
         for stream, _ in live:
@@ -91,7 +96,8 @@ class Run:
     def begin(self, guided: bool) -> tuple[TextStream, int]:
         self.number += 1
         prompt = f"Describe thing number {self.number % 97} as JSON:\n"
-        return self.llm.stream(prompt, params(self.number, guided, self.tokens)), int(guided)
+        tokens = self.tokens if guided or not self.lengths else self.lengths[self.number % len(self.lengths)]
+        return self.llm.stream(prompt, params(self.number, guided, tokens)), int(guided)
 
 
 def soak(llm: LLM, n: int) -> None:
@@ -180,8 +186,8 @@ def main() -> None:
     kinds = {"free": Run(llm, a.rows, 0, a.tokens), "guided": Run(llm, a.rows, a.rows, a.tokens)}
     kinds["half"] = Run(llm, a.rows, a.rows // 2, a.tokens)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
-    for run in kinds.values():
-        run.turn(1.0)
+    kinds["guided"].turn(a.seconds)
+    kinds["free"].turn(1.0)
     for _ in range(a.turns):
         for name, run in kinds.items():
             figures[name].append(run.turn(a.seconds))
