@@ -158,6 +158,7 @@ class Round:
             left = max(2.0, began + self.seconds - time.monotonic())
             try:
                 self._storm(0.4 * left)
+                self._begin_checking()
                 warm = self._quiet()
                 self._storm(0.6 * left)
                 self._compare(warm, self._quiet(), "early in the round, and at its end")
@@ -173,6 +174,14 @@ class Round:
                 self._compare(before, belongings(), "before the round, and after")
         self.report.seconds = time.monotonic() - began
         return self.report
+
+    def _begin_checking(self) -> None:
+        """Start all processes that check forms, as they are started when they are first needed, perhaps late."""
+        forms = self.place.engine.forms
+        if forms.vocabulary is not None:
+            for process in forms.guides._checks._processes:
+                if process._process is None:
+                    process._start()
 
     def _arm(self) -> None:
         """From now on the model may be hostile."""
