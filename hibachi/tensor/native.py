@@ -31,7 +31,7 @@ from hibachi.tensor.program import ACTIVATIONS, Program, program
 from hibachi.tensor.shapechecks import expect
 from hibachi.tensor.terms import terms
 
-LANES = 16  # as in lanes.h
+LANES = 16  # as in registers.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
 BITS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}  # in the host's memory
 TOP_K = 1  # its place among the parameters of a draw, as in `How`

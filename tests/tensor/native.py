@@ -123,12 +123,15 @@ def far_off(bias, distance):
 # ---- what they compute -----------------------------------------------------------------------------------------------
 
 
-def computed(backend, dtype):
-    """{name: array} of what a backend's kernels compute, the same numbers on any library."""
+def computed(backend, dtype, changed=lambda x: x):
+    """{name: array} of what a backend's kernels compute, the same numbers on any library.
+
+    changed(x) takes the place of each input x.
+    """
     random = np.random.default_rng(0)
 
     def put(*shape, scale=1.0):
-        return backend.put(rounded(scale * random.normal(size=shape)), dtype)
+        return backend.put(changed(rounded(scale * random.normal(size=shape))), dtype)
 
     x, vectors, out = put(11, 66, scale=3), [put(66) for _ in range(2)], {}
     weight, bias = backend.put_weight(rounded(random.normal(size=(70, 66))), dtype), put(70)

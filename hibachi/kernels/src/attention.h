@@ -336,8 +336,7 @@ struct Attention {
         std::memcpy(kept.lanes + r * at.k_depth, q + t * s.q_stride + h * s.k_dim, s.k_dim * sizeof(Element));
         kept.position[r] = pos[t], kept.head[r] = h;
         kept.most[r] = sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
-        kept.total[r] = Floats{};
-        if (sinks) kept.total[r][0] = 1.0f;  // of exp(sink - most)
+        kept.total[r] = sinks ? only(all(1.0f), 1, 0.0f) : Floats{};  // of exp(sink - most)
         r++;
       });
     }
@@ -489,30 +488,26 @@ struct Attention {
 
   // What a row of the bias adds to a span that begins `far` positions back: beyond its end it goes on in a straight
   // line.
-  Floats by_distance(const float* row, int64_t far) const {
+  FAST Floats by_distance(const float* row, int64_t far) const {
     const int64_t last = reach - 1;
     const float end = row[last], slope = end - row[last - 1];
-    Floats x;
-    if (far - (LANES - 1) > last) {
-      const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      x = end + slope * ((float)(far - last) - lane);
-    } else {
-      for (int64_t i = 0; i < LANES; i++) {
-        const int64_t d = std::max<int64_t>(far - i, 0);  // less: a position ahead, which is hidden
-        x[i] = d <= last ? row[d] : end + slope * (float)(d - last);
-      }
+    if (far - (LANES - 1) > last) return end + slope * ((float)(far - last) - converted<Floats>(numbers()));
+    float x[LANES];
+    for (int64_t i = 0; i < LANES; i++) {
+      const int64_t d = std::max<int64_t>(far - i, 0);  // less: a position ahead, which is hidden
+      x[i] = d <= last ? row[d] : end + slope * (float)(d - last);
     }
-    return x;
+    return load<Floats>(x);
   }
 
   // Scores of a span that begins at position `where`.
-  Floats seen(Floats x, int64_t position, int64_t where) const {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  FAST Floats seen(Floats x, int64_t position, int64_t where) const {
+    const Ints lane = numbers();
     // Lanes from `low` to before `end`.
     int64_t end = std::clamp<int64_t>(position + 1 - where, 0, LANES);
     int64_t low = s.window ? std::clamp<int64_t>(position - s.window + 1 - where, 0, LANES) : 0;
     if (low == 0 && end == LANES) return x;
-    return (lane >= (int)low) & (lane < (int)end) ? x : all(-std::numeric_limits<float>::infinity());
+    return choose((lane >= (int)low) & (lane < (int)end), x, all(-std::numeric_limits<float>::infinity()));
   }
 };
 

@@ -39,7 +39,7 @@ static float threshold(const float* keys, const float* each, int64_t n, double s
   return found;
 }
 
-// Those of n numbers that are at least `least`, in their order; returns how many.
+// Those of n numbers that are at least `least`, in their order; returns how many. out: may be values.
 static int64_t select(const float* values, int64_t n, float least, float* out) {
   int64_t m = 0, i = 0;
   for (; i + LANES <= n; i += LANES) {
@@ -48,11 +48,17 @@ static int64_t select(const float* values, int64_t n, float least, float* out) {
     const __mmask16 kept = _mm512_cmp_ps_mask((__m512)v, (__m512)all(least), _CMP_GE_OQ);
     _mm512_mask_compressstoreu_ps(out + m, kept, (__m512)v);
     m += __builtin_popcount(kept);
+#elif defined(__AVX2__)
+    Part kept[PARTS];
+    store(kept, v >= least);
+    const int low = _mm256_movemask_ps((__m256)kept[0]), high = _mm256_movemask_ps((__m256)kept[1]);
+    for (int bits = low | high << PART; bits; bits &= bits - 1) out[m++] = values[i + __builtin_ctz(bits)];
 #else
     if (largest(v) < least) continue;
     for (int l = 0; l < LANES; l++) {
-      out[m] = v[l];
-      m += v[l] >= least;
+      const float one = values[i + l];
+      out[m] = one;
+      m += one >= least;
     }
 #endif
   }
@@ -129,7 +135,7 @@ struct Draw {
     float least = std::max(how.min_p[i], 0.0f);
     if (how.top_k[i] > 0 && how.top_k[i] < columns) least = std::max(least, kth(weights, how.top_k[i], some));
     if (how.top_p[i] < 1) least = std::max(least, pth(weights, least, how.top_p[i], some));
-    if (least > 0) drop(weights, [&](Floats w) { return w >= least ? w : Floats{}; });
+    if (least > 0) drop(weights, [&](Floats w) { return choose(w >= least, w, Floats{}); });
     if (how.typical_p[i] < 1) typical(weights, how.typical_p[i], some);
     token[i] = invert(weights, how.u[i], token[i]);
   }
@@ -157,12 +163,14 @@ struct Draw {
 
   // The last of those that top_p keeps, of the weights from `least` on.
   float pth(const float* weights, float least, float top_p, float* some) const {
-    int64_t n = select(weights, columns, least, some);
-    const double whole = sum_of(some, n), share = double(top_p) * whole;
+    const float* from = weights;
+    int64_t n = columns;
+    if (least > 0) n = select(weights, n, least, some), from = some;
+    const double whole = sum_of(from, n), share = double(top_p) * whole;
     // What is no larger than an equal part of all that may go, can go: it is not needed for the share.
-    for (double mass = whole;;) {
+    for (double mass = whole;; from = some) {
       const int64_t before = n;
-      n = select(some, n, float((mass - share) / std::max<int64_t>(1, n) * 0.999), some);
+      n = select(from, n, float((mass - share) / std::max<int64_t>(1, n) * 0.999), some);
       if (!n || n > before / 4 * 3) break;
       mass = sum_of(some, n);
     }
@@ -190,14 +198,14 @@ struct Draw {
     for (int64_t i = 0; i < columns; i += LANES) {
       const int n = std::min<int64_t>(LANES, columns - i);
       const Floats far = read_some<F32>(near + i, n) - mean;
-      const Floats found = 1.0f / (1.0f + (far < 0.0f ? -far : far));
-      write_some<F32>(near + i, read_some<F32>(weights + i, n) > 0.0f ? found : Floats{}, n);
+      const Floats found = 1.0f / (1.0f + choose(far < 0.0f, -far, far));
+      write_some<F32>(near + i, choose(read_some<F32>(weights + i, n) > 0.0f, found, Floats{}), n);
     }
     const float limit = threshold(near, weights, columns, double(typical_p) * whole);
     for (int64_t i = 0; i < columns; i += LANES) {
       const int n = std::min<int64_t>(LANES, columns - i);
       const Floats w = read_some<F32>(weights + i, n);
-      write_some<F32>(weights + i, read_some<F32>(near + i, n) < limit ? Floats{} : w, n);
+      write_some<F32>(weights + i, choose(read_some<F32>(near + i, n) < limit, Floats{}, w), n);
     }
   }
 

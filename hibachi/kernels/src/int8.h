@@ -75,37 +75,30 @@ inline PartInts multiply(PartInts sums, const Wide& w, const Spread& x) {
 }
 #endif
 
-inline int32_t sum(Ints v) {
+FAST int32_t sum(Ints v) {
 #ifdef AVX512
   return _mm512_reduce_add_epi32((__m512i)v);
 #else
-  for (int n = LANES / 2; n; n /= 2)
-    for (int i = 0; i < n; i++) v[i] += v[i + n];
-  return v[0];
+  return folded(v, [](auto a, auto b) { return a + b; });
 #endif
 }
 
-inline int32_t largest(Ints v) {
+FAST int32_t largest(Ints v) {
 #ifdef AVX512
   return _mm512_reduce_max_epi32((__m512i)v);
 #else
-  int32_t m = v[0];
-  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-  return m;
+  return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 #endif
 }
 
 // x [n] as scale * q, the scale returned: q to the nearest, ties to even. Of numbers that are not all finite the scale
 // is NaN, of tiny ones 0, and all q are 0. q has room for whole vectors, and is 0 after n. total: of q.
 template <class T>
-inline __attribute__((always_inline)) float round_all(
-    const typename T::Element* x, int64_t n, int8_t* q, int32_t& total
-) {
-  typedef int8_t Bytes __attribute__((vector_size(16)));
+FAST float round_all(const typename T::Element* x, int64_t n, int8_t* q, int32_t& total) {
   Ints high = {};  // the bits of a positive float are in the order of the numbers, infinity and NaN the largest
   for (int64_t i = 0; i < n; i += LANES) {
     Ints bits = (Ints)read_some<T>(x + i, std::min<int64_t>(LANES, n - i)) & 0x7fffffff;
-    high = bits > high ? bits : high;
+    high = choose(bits > high, bits, high);
   }
   const int32_t top = largest(high);
   float most;
@@ -114,18 +107,13 @@ inline __attribute__((always_inline)) float round_all(
   const Floats factor = all(rounds ? LARGEST / most : 0.0f), shift = all(12582912.0f);  // 1.5 * 2^23: it rounds
   Ints sums = {};
   for (int64_t i = 0; i < n; i += LANES) {
-    Bytes b = {};
+    Ints whole = {};
     if (rounds) {
       Floats v = read_some<T>(x + i, std::min<int64_t>(LANES, n - i));
-      Ints whole = __builtin_convertvector(v * factor + shift - shift, Ints);
+      whole = converted<Ints>(v * factor + shift - shift);
       sums += whole;
-#ifdef AVX512
-      b = (Bytes)_mm512_cvtepi32_epi8((__m512i)whole);
-#else
-      b = __builtin_convertvector(whole, Bytes);
-#endif
     }
-    store(q + i, b);
+    write_bytes(q + i, whole);
   }
   total = sum(sums);
   return rounds ? most / LARGEST : most <= 1e-30f ? 0.0f : std::numeric_limits<float>::quiet_NaN();
@@ -308,10 +296,10 @@ struct Rows {
   void operator()(int64_t i) const {
     const uint8_t* from = packed + (at[i] / WIDTH * up(k, BYTES) * WIDTH + at[i] % WIDTH) * BYTES;
     for (int64_t j = 0; j < k; j += LANES) {
-      Floats v = {};
+      float v[LANES] = {};
       int some = std::min<int64_t>(LANES, k - j);
       for (int l = 0; l < some; l++) v[l] = from[(j + l) / BYTES * WIDTH * BYTES + (j + l) % BYTES] - 128;
-      write_some<T>(out + i * k + j, v * scales[at[i]], some);
+      write_some<T>(out + i * k + j, load<Floats>(v) * scales[at[i]], some);
     }
   }
 };

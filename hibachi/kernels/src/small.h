@@ -74,15 +74,13 @@ struct LayerNorm {
   int64_t batch(int) const { return worth(LIGHT, dim); }
 
   void operator()(int64_t i) const {
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const Element *from = x(i), *more = added + i * added_stride;
     Element* to = y(i);
     Floats sums = {}, squares = {};
     for (int64_t d = 0; d < dim; d += LANES) sums += read_some<T>(from + d, dim - d);
     const Floats mean = all(sum(sums) / dim);
     for (int64_t d = 0; d < dim; d += LANES) {
-      Floats v = read_some<T>(from + d, dim - d) - mean;
-      if (dim - d < LANES) v = lane < int(dim - d) ? v : Floats{};
+      const Floats v = only(read_some<T>(from + d, dim - d) - mean, dim - d, 0.0f);
       squares = fma(v, v, squares);
     }
     Floats by = all(1.0f / std::sqrt(sum(squares) / dim + eps));
@@ -137,15 +135,15 @@ struct Best {
   void operator()(int64_t i) const {
     const float* from = x + i * columns;
     const float low = -std::numeric_limits<float>::infinity();
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = numbers();
     Floats high = all(low);
     Ints at = lane, wrong = {};
     int64_t d = 0;
     for (; d + LANES <= columns; d += LANES) {
       Floats v = load<Floats>(from + d);
       Ints more = v > high;
-      high = more ? v : high;
-      at = more ? lane + (int32_t)d : at;
+      high = choose(more, v, high);
+      at = choose(more, lane + (int32_t)d, at);
       wrong |= v != v;
     }
     int32_t first = 0;
@@ -166,7 +164,7 @@ struct Best {
 
 enum Activation { SILU, GELU_TANH, GELU };
 
-inline Floats activate(Activation which, Floats v) {
+FAST Floats activate(Activation which, Floats v) {
   if (which == SILU) return v * sigmoid(v);
   if (which == GELU) return v * normal(v);
   return 0.5f * v * (1.0f + tanh(0.797884561f * fma(0.044715f * v * v, v, v)));

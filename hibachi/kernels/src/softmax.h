@@ -7,12 +7,6 @@
 
 namespace hibachi {
 
-// Lanes from n on as `other`.
-inline Floats only(Floats v, int n, float other) {
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return n >= LANES ? v : lane < n ? v : all(other);
-}
-
 // y = exp(x - max(x)) / its sum, of rows that lie one after another. A NaN makes the whole row NaN.
 template <class T>
 struct Softmax {

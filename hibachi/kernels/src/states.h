@@ -46,7 +46,7 @@ struct Convolve {
 };
 
 // e^x, as far as it goes. Rates are negative, if a model is sane.
-inline Floats decayed(Floats x) { return exp(x > 88.0f ? all(88.0f) : x); }
+FAST Floats decayed(Floats x) { return exp(choose(x > 88.0f, all(88.0f), x)); }
 
 // For each token: step = softplus(dt); state = state * e^(step * decay) + step * x * in; y = (sum over the state of
 // state * out, plus x * skip) * silu(gate). Of one row, sixteen channels a part.
