@@ -90,7 +90,10 @@ def test_a_source_is_encoded_once(serve):
 def test_chunks_and_preemption_change_nothing(serve):
     model = Translator()
     engine = serve(model, max_num_seqs=4, max_num_batched_tokens=4, cache_tokens=20, block_size=4, max_model_len=20)
-    assert answers(engine) == ALL
+    for _ in range(20):  # requests come one by one, and may be over before others need their memory
+        assert answers(engine) == ALL
+        if engine.stats().preemptions:
+            break
     assert engine.stats().preemptions > 0
 
 
