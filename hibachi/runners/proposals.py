@@ -13,9 +13,8 @@ import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan.step import StepPlan
-from hibachi.runners.guiding import completed
-from hibachi.runners.job import Job, stopped
-from hibachi.runners.runner import Part, jobs_of
+from hibachi.runners.job import Job
+from hibachi.runners.runner import Part, drawn_part, jobs_of
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import Array, HostArray
@@ -33,7 +32,7 @@ class Along:
 
     def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Array) -> None:
         assert plan.draft is not None
-        self._sampler, self._table, self._plan, self._idx, self._out = sampler, table, plan, idx, out
+        self._sampler, self._table, self._idx, self._out = sampler, table, idx, out
         self.jobs: list[Job] = jobs_of(plan, idx)
         self._rows, self._at, self._draft = plan.rows[idx], plan.end[idx], plan.draft[idx]
         self._first = np.cumsum(self._draft + 1) - (self._draft + 1)  # of each row's outputs
@@ -67,56 +66,46 @@ class Along:
         row = np.repeat(at, outs)
         within = np.arange(len(row)) - np.repeat(np.cumsum(outs) - outs, outs)
         places = self._first[row] + within
-        good = self._draw(row, places, self._at[row] + within)
+        part, good = self._draw(row, places, self._at[row] + within)
         ends = np.cumsum(outs)
         for i, first, end in zip(at.tolist(), (ends - outs).tolist(), ends.tolist(), strict=True):
             n = first
-            while n < end - 1 and good.right[n]:
+            while n < end - 1 and good[n]:
                 n += 1
-            self._keep(i, good, n, n - first + 1)
+            self._keep(i, part, n, n - first + 1)
 
     def _step_by_step(self, at: Any) -> None:
         """Draw position by position: the changes of a row's logits depend on the tokens before."""
         j = 0
         while len(at):
-            good = self._draw(at, self._first[at] + j, self._at[at] + j)
-            right = good.right & (j < self._draft[at])
+            part, good = self._draw(at, self._first[at] + j, self._at[at] + j)
             for n, i in enumerate(at.tolist()):
-                self._keep(i, good, n, j + 1)
-            self._table.write(self._rows[at[right]], self._at[at[right]] + j, good.tokens[right])
-            at = at[right]
+                self._keep(i, part, n, j + 1)
+            right = at[good & (j < self._draft[at])]
+            self._table.write(self._rows[right], self._at[right] + j, self.tokens[self._first[right] + j])
+            at = right
             j += 1
 
-    def _draw(self, row: Any, places: Any, positions: Any) -> _Drawn:
+    def _draw(self, row: Any, places: Any, positions: Any) -> tuple[Part, Any]:
+        """What is drawn at m positions, and which of the tokens are what was proposed and end nothing: bool [m]."""
         jobs = [self.jobs[i] for i in row.tolist()]
         out = self._out if len(places) == self._out.shape[0] else self._sampler.rows(self._out, places)
         drawn = self._sampler.draw(out, jobs, self._rows[row], positions)
-        bad = np.zeros(len(row), bool) if drawn.bad is None else drawn.bad
-        over = stopped(jobs, drawn.tokens, None, self._sampler.backend, positions)
-        wrong = bad.copy()
-        wrong[list(drawn.faults)] = True
-        whole, failed = np.zeros(len(row), bool), dict[int, HibachiError]()
-        if any(job.guided is not None for job in jobs):
-            whole, failed = completed(jobs, drawn.tokens, over, wrong)
-            wrong[list(failed)] = True
+        part = drawn_part(np.arange(len(row)), drawn, jobs, positions, self._sampler.backend)
         self.tokens[places] = drawn.tokens
         self.logprobs |= {int(places[i]): found for i, found in drawn.logprobs.items()}
-        right = (drawn.tokens == self._proposed[places]) & ~over & ~whole & ~wrong
-        return _Drawn(drawn.tokens, right, over | whole, whole, bad, drawn.faults | failed)
+        right = (drawn.tokens == self._proposed[places]) & ~part.stopped
+        if part.bad is not None:
+            right &= ~part.bad
+        right[list(part.faults)] = False
+        return part, right
 
-    def _keep(self, i: int, drawn: _Drawn, last: int, count: int) -> None:
+    def _keep(self, i: int, part: Part, last: int, count: int) -> None:
         """Row i keeps `count` tokens; the last of them is number `last` of those drawn."""
-        self.counts[i] = count
-        self.stopped[i], self.whole[i], self.bad[i] = drawn.over[last], drawn.whole[last], drawn.bad[last]
-        if last in drawn.faults:
-            self.faults[i] = drawn.faults[last]
-
-
-class _Drawn:
-    """Tokens [m]; which are what was proposed, and end nothing; which end their row, and with a complete output; which
-    rows of logits were not finite; errors by place."""
-
-    def __init__(
-        self, tokens: HostArray, right: Any, over: Any, whole: Any, bad: Any, faults: dict[int, HibachiError]
-    ) -> None:
-        self.tokens, self.right, self.over, self.whole, self.bad, self.faults = tokens, right, over, whole, bad, faults
+        self.counts[i], self.stopped[i] = count, part.stopped[last]
+        if part.whole is not None:
+            self.whole[i] = part.whole[last]
+        if part.bad is not None:
+            self.bad[i] = part.bad[last]
+        if last in part.faults:
+            self.faults[i] = part.faults[last]
