@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, NumpyBackend, SamplingParams, StopRule
+from hibachi.draft.howmany import Costs
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumPaged, expected
@@ -137,6 +138,39 @@ def test_stops_limits_and_pauses():
         for n in range(1, 9):
             assert e.run([1, 2], SamplingParams(temperature=0, max_tokens=n)).collect() == expected([1, 2], n)
         assert e.run([1] * 60, SamplingParams(temperature=0)).collect() == expected([1] * 60, 4)
+
+
+class Never:
+    """Lets nobody compute a proposal, and keeps the records."""
+
+    def __init__(self):
+        self.costs, self.records, self.noted = Costs(), self, []
+
+    def worth(self, tokens, most):
+        return True
+
+    def choose(self, tokens, counts, rates, budget):
+        return [0] * len(counts)
+
+    def rate(self, key):
+        return 1.0
+
+    def note(self, key, tried, right):
+        self.noted.append((tried, right))
+
+    def forget(self, key):
+        pass
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(99, 1), (0, 0)])
+def test_what_comes_judges_proposals_that_no_row_has_computed(wrong, right):
+    """So a request whose proposals were bad is tried again when they have become good."""
+    never = Never()
+    with engine(Oracle(wrong)) as e:
+        e.core.drafting = Drafting(Oracle(wrong), 4, 10, never)
+        tokens = e.run([1, 2], GREEDY).collect()
+    assert tokens == expected([1, 2], 20)
+    assert len(never.noted) >= 15 and set(never.noted) == {(1, right)}
 
 
 class Strange:
