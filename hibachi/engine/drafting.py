@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from hibachi.draft.config import SpeculativeConfig
@@ -16,62 +20,95 @@ from hibachi.runners.job import Job
 from hibachi.runners.meters import Drafted
 from hibachi.runners.runner import BaseRunner, Outcome
 
-FEW = 8  # rows of a step in which grammars are asked for what is forced: each such token costs a mask
+FORCED = "forced"  # who proposes what a grammar leaves no choice about
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row that may have proposals in the next step, and what was found for it. most: proposals that it may have."""
+
+    seq: Seq
+    most: int
+    found: Tokens = field(default_factory=lambda: NOTHING)
+    by: str = ""  # who has found it
+
+    @property
+    def job(self) -> Job:
+        job: Job = self.seq.owner
+        return job
 
 
 class Drafting:
-    """Sets the proposals of the running rows. k: the most of a row. how: chooses how many pay; None means all."""
+    """Sets the proposals of the running rows.
 
-    def __init__(self, drafter: Drafter, k: int, vocab_size: int, how: HowMany | None = None) -> None:
-        self._drafter, self._k, self._vocab, self._how = drafter, k, vocab_size, how
+    drafter: proposes where nobody is surer; name: what metrics call it. k: the most of a row. how: chooses how many
+    pay; None means all.
+    """
+
+    def __init__(
+        self, drafter: Drafter, k: int, vocab_size: int, how: HowMany | None = None, name: str = "ngram"
+    ) -> None:
+        self._drafter, self._k, self._vocab, self._how, self._name = drafter, k, vocab_size, how, name
         self.drafted = Drafted()
+        self._by: dict[Seq, str] = {}  # who made the proposals of the step
         self._untried: dict[Seq, Tokens] = {}  # proposals that no row has computed: what comes judges them too
 
     def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
         """Returns the sequences, by number, that have proposals now, and how many."""
-        table = scheduler.table
+        self._by.clear()
         self._untried.clear()
-        seqs = [
-            seq
-            for seq in scheduler.order
-            if seq.row >= 0
-            and table.emitted[seq.row]
-            and table.known[seq.row] - table.computed[seq.row] == 1
-            and not seq.paused
-        ]
-        most = [min(self._k, int(table.end[seq.row] - table.known[seq.row]) - 1) for seq in seqs]
-        seqs, most = [s for s, n in zip(seqs, most, strict=True) if n > 0], [n for n in most if n > 0]
         for seq in scheduler.order:
             seq.draft = 0
-        if not seqs:
+        rows = self._rows(scheduler)
+        if not rows:
             return []
-        few = len(seqs) <= FEW
-        forced = [self._forced(seq, n, scheduler) if few else NOTHING for seq, n in zip(seqs, most, strict=True)]
-        found: list[Tokens] = [NOTHING] * len(seqs)
-        if self._how is None or self._how.worth(len(seqs), sum(most)):
-            tokens = [runner.tokens_of(seq.row, int(table.known[seq.row])) for seq in seqs]
-            found = checked(self._drafter.propose(seqs, tokens, most), most, self._vocab).proposals
-        found = [sure if len(sure) else guess for sure, guess in zip(forced, found, strict=True)]
-        counts = [len(each) for each in found]
-        if self._how is not None:
-            rates = [1.0 if len(s) else self._how.records.rate(q) for s, q in zip(forced, seqs, strict=True)]
-            counts = self._how.choose(len(seqs), counts, rates, scheduler.budget - len(seqs))
-        for seq, each, n in zip(seqs, found, counts, strict=True):
-            job: Job = seq.owner
-            job.draft, seq.draft = each[:n], n
-            if not n and len(each):
-                self._untried[seq] = each
-        return [(seq.number, seq.draft) for seq in seqs if seq.draft]
+        self._force(rows, scheduler)
+        self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
+        for row, n in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
+            row.job.draft, row.seq.draft = row.found[:n], n
+            if n:
+                self._by[row.seq] = row.by
+            elif len(row.found):
+                self._untried[row.seq] = row.found
+        return [(row.seq.number, row.seq.draft) for row in rows if row.seq.draft]
 
-    def _forced(self, seq: Seq, most: int, scheduler: Scheduler) -> Tokens:
-        """What the grammar of a guided row leaves no choice about."""
-        guided = seq.owner.guided
-        if guided is None or guided.seen != scheduler.known(seq) - seq.prompt_len:
-            return NOTHING
-        try:
-            return np.array(guided.guide.forced(most), np.int32)
-        except GuideFailed:  # the draw will find out
-            return NOTHING
+    def _rows(self, scheduler: Scheduler) -> list[Row]:
+        """The rows that decode, have room for more than one token, and allow proposals."""
+        table, rows = scheduler.table, []
+        for seq in scheduler.order:
+            at = seq.row
+            if at < 0 or seq.paused or not table.emitted[at] or table.known[at] - table.computed[at] != 1:
+                continue
+            most = min(self._k, int(table.end[at] - table.known[at]) - 1)
+            if most > 0:
+                rows.append(Row(seq, most))
+        return rows
+
+    def _force(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
+        """Find what the grammars of guided rows leave no choice about."""
+        for row in rows:
+            guided = row.job.guided
+            if guided is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len:
+                with suppress(GuideFailed):  # the draw will find out
+                    row.found, row.by = np.array(guided.guide.forced(row.most), np.int32), FORCED
+
+    def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
+        """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""
+        if not rows or (self._how is not None and not self._how.worth(tokens, sum(row.most for row in rows))):
+            return
+        known = [runner.tokens_of(row.seq.row, int(scheduler.table.known[row.seq.row])) for row in rows]
+        most = [row.most for row in rows]
+        found = checked(self._drafter.propose([row.seq for row in rows], known, most), most, self._vocab).proposals
+        for row, each in zip(rows, found, strict=True):
+            row.found, row.by = each, self._name
+
+    def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
+        """How many of its proposals each row computes."""
+        counts = [len(row.found) for row in rows]
+        if self._how is None:
+            return counts
+        rates = [1.0 if row.by == FORCED else self._how.records.rate(row.seq) for row in rows]
+        return self._how.choose(len(rows), counts, rates, budget)
 
     def judge(self, plan: StepPlan, outcome: Outcome, seconds: float) -> None:
         """A step is over, and took so long: which proposals were right."""
@@ -90,7 +127,7 @@ class Drafting:
                     self.drafted.note(tried, right)
                 elif (guess := self._untried.get(seq)) is not None and n:
                     tried, right = 1, int(part.tokens[at] == guess[0])
-                if tried and how is not None and seq.owner is not None:
+                if tried and how is not None and seq.owner is not None and self._by.get(seq) != FORCED:
                     how.records.note(seq, tried, right)
 
     def forget(self, seq: Seq) -> None:
