@@ -66,6 +66,7 @@ class Drafting:
         self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
         for row, n in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             row.job.draft, row.seq.draft = row.found[:n], n
+            row.job.sure = n if row.by == FORCED else 0
             if n:
                 self._by[row.seq] = row.by
             elif len(row.found):
@@ -86,11 +87,18 @@ class Drafting:
 
     def _force(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
         """Find what the grammars of guided rows leave no choice about."""
-        for row in rows:
-            guided = row.job.guided
-            if guided is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len:
-                with suppress(GuideFailed):  # the draw will find out
-                    row.found, row.by = np.array(guided.guide.forced(row.most), np.int32), FORCED
+        guided = [
+            (row, guided)
+            for row in rows
+            if (guided := row.job.guided) is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len
+        ]
+        if not guided:
+            return
+        if (prepare := getattr(guided[0][1].guides, "prepare", None)) is not None:
+            prepare([each.guide for _, each in guided])
+        for row, each in guided:
+            with suppress(GuideFailed):  # the draw will find out
+                row.found, row.by = np.array(each.guide.forced(row.most), np.int32), FORCED
 
     def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
         """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""

@@ -120,6 +120,15 @@ class LlguidanceGuides:
                 failed[row] = GuideFailed(NO_WAY)
         return failed
 
+    def prepare(self, guides: Sequence[Guide]) -> None:
+        """Compute the masks of several guides on all cores: asking for them, or for what is forced, is cheap then."""
+        own = [guide for guide in guides if isinstance(guide, LlguidanceGuide) and guide.known is None]
+        if len(own) > 1:
+            filled = np.empty((len(own), self.words), np.uint32)
+            self._fill(own, filled)
+            for guide, mask in zip(own, filled, strict=True):
+                guide.known = mask
+
     @property
     def words(self) -> int:
         """Of 32 bits, in a mask of the library's."""
@@ -198,6 +207,8 @@ class LlguidanceGuide:
     """What may come next in one request. known: its mask, where it was computed before it was asked for."""
 
     known: npt.NDArray[np.uint32] | None = None
+    _ahead: tuple[int, int, npt.NDArray[np.uint32]] | None = None
+    """From so many tokens on some are forced; after so many, the mask behind them."""
 
     def __init__(self, guides: LlguidanceGuides, grammar: Grammar, tokens: Sequence[int] = ()) -> None:
         self._guides, self._grammar = guides, grammar
@@ -229,6 +240,8 @@ class LlguidanceGuide:
         if self._slow > MOST_SLOW:
             raise GuideFailed(COMPLEX)
         self._tokens += tokens[:n]
+        if self._ahead is not None and len(self._tokens) == self._ahead[1]:
+            self.known = self._ahead[2]
         rest = tokens[n:]
         if not self._matcher.is_stopped() or any(t not in self._guides.eos_ids for t in rest):
             return not rest
@@ -245,6 +258,8 @@ class LlguidanceGuide:
         behind = min(n, self._beyond)
         self._beyond -= behind
         kept = len(self._tokens) - n
+        if self._ahead is not None and kept < self._ahead[0]:
+            self._ahead = None
         del self._tokens[kept:]
         if n > behind and not self._matcher.rollback(n - behind):
             # Grammars with max_tokens or stop cannot go back.
@@ -273,15 +288,20 @@ class LlguidanceGuide:
         return not matcher.is_error() and bool(matcher.is_stopped() or matcher.is_accepting())
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that must come next, at most this many. Each costs a mask."""
-        found: list[int] = []
-        while len(found) < most and not self.complete:
-            only = only_bit(self.bits())
-            if only is None or only >= self._guides.size or only in self._guides.eos_ids:
+        """The tokens that must come next, at most this many. Each costs a mask; the mask behind them is kept."""
+        found, start = list[int](), len(self._tokens)
+        while not self.complete:
+            if self.known is None:
+                self.known = self.bits()[: self._guides.words]
+            only = only_bit(self.known)
+            if only is None or only >= self._guides.size or only in self._guides.eos_ids or len(found) == most:
                 break
             self.advance([only])
             found.append(only)
-        self.take_back(len(found))
+        if found:
+            behind = self.known
+            self.take_back(len(found))
+            self._ahead = None if behind is None else (start, start + len(found), behind)
         return found
 
     def fork(self) -> LlguidanceGuide:

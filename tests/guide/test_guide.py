@@ -120,3 +120,42 @@ def test_a_complete_guide_may_begin_so(tiny):
     from hibachi.guide.protocol import Grammar
 
     assert tiny.guides.compile(Grammar('start: ""')).complete
+
+
+@pytest.mark.parametrize("form", [{"choice": ["one two three", "one two four", "on"]}, {"regex": "(x=[0-9]{3};|y[0-9]==;|z+)+"}])
+@pytest.mark.parametrize("seed", range(4))
+def test_looking_for_forced_tokens_changes_no_mask(tiny, form, seed):
+    """Also where fewer of them come than were found, or others come after going back."""
+    random_, guide, taken = random.Random(seed), tiny.guide(**form), list[int]()
+    for _ in range(40):
+        if random_.random() < 0.5:
+            tiny.guides.prepare([guide, tiny.guide(**form)])
+        found = guide.forced(random_.randrange(6))
+        fresh = tiny.guide(**form)
+        fresh.advance([*taken, *found])
+        here = tiny.guide(**form)
+        here.advance(taken)
+        assert tiny.allowed(guide) == tiny.allowed(here)
+        new = found[: random_.randrange(len(found) + 1)] or go(tiny, here, 1, seed)
+        guide.advance(new)
+        taken += new
+        back = random_.choice([0, 0, 1, len(taken)])
+        if back and back <= len(taken):
+            guide.take_back(back)
+            del taken[-back:]
+        here = tiny.guide(**form)
+        here.advance(taken)
+        assert tiny.allowed(guide) == tiny.allowed(here)
+        if guide.complete:
+            break
+    assert taken
+
+
+def test_the_mask_behind_forced_tokens_is_not_taken_for_another_one(tiny):
+    ids = {word: tiny.vocabulary.tokens.index(word.encode()) for word in "abcdef"}
+    guide = tiny.guide(regex="(ab[cd])|(ef[a])")
+    guide.advance([ids["a"]])
+    assert guide.forced(1) == [ids["b"]]
+    guide.take_back(1)
+    guide.advance([ids["e"], ids["f"]])
+    assert ids["a"] in tiny.allowed(guide)

@@ -43,7 +43,13 @@ class ToyGuide:
         del self.had[-n:]
 
     def forced(self, most: int) -> list[int]:
-        return []
+        found: list[int] = []
+        while len(found) < most and len(only := self.allowed()) == 1 and only[0] not in self.eos_ids:
+            self.advance(only)
+            found += only
+        if found:
+            self.take_back(len(found))
+        return found
 
     def fork(self) -> "ToyGuide":
         new = ToyGuide(self.rule, self.eos_ids)
