@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Row:
     seq: Seq
     most: int
     found: Tokens = field(default_factory=lambda: NOTHING)
+    sure: int = 0  # of these, how many at the beginning are certain
     by: str = ""  # who has found it
 
     @property
@@ -50,30 +52,26 @@ class Drafting:
     ) -> None:
         self._drafter, self._k, self._vocab, self._how, self._name = drafter, k, vocab_size, how, name
         self.drafted = Drafted()
-        self._by: dict[Seq, str] = {}  # who made the proposals of the step
-        self._untried: dict[Seq, Tokens] = {}  # proposals that no row has computed: what comes judges them too
+        self._rows: dict[Seq, Row] = {}  # with what was found for the step
 
     def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
         """Returns the sequences, by number, that have proposals now, and how many."""
-        self._by.clear()
-        self._untried.clear()
+        self._rows.clear()
         for seq in scheduler.order:
             seq.draft = 0
-        rows = self._rows(scheduler)
+        rows = self._open(scheduler)
         if not rows:
             return []
         self._force(rows, scheduler)
         self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
         for row, n in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             row.job.draft, row.seq.draft = row.found[:n], n
-            row.job.sure = n if row.by == FORCED else 0
-            if n:
-                self._by[row.seq] = row.by
-            elif len(row.found):
-                self._untried[row.seq] = row.found
+            row.job.sure = min(n, row.sure)
+            if row.by:
+                self._rows[row.seq] = row
         return [(row.seq.number, row.seq.draft) for row in rows if row.seq.draft]
 
-    def _rows(self, scheduler: Scheduler) -> list[Row]:
+    def _open(self, scheduler: Scheduler) -> list[Row]:
         """The rows that decode, have room for more than one token, and allow proposals."""
         table, rows = scheduler.table, []
         for seq in scheduler.order:
@@ -98,7 +96,8 @@ class Drafting:
             prepare([each.guide for _, each in guided])
         for row, each in guided:
             with suppress(GuideFailed):  # the draw will find out
-                row.found, row.by = np.array(each.guide.forced(row.most), np.int32), FORCED
+                found, row.sure = each.guide.forced(row.most)
+                row.found, row.by = np.array(found, np.int32), FORCED
 
     def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
         """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""
@@ -112,11 +111,13 @@ class Drafting:
 
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
         """How many of its proposals each row computes."""
-        counts = [len(row.found) for row in rows]
         if self._how is None:
-            return counts
-        rates = [1.0 if row.by == FORCED else self._how.records.rate(row.seq) for row in rows]
-        return self._how.choose(len(rows), counts, rates, budget)
+            return [len(row.found) for row in rows]
+        sure = [row.sure for row in rows]
+        guesses = [len(row.found) - row.sure for row in rows]
+        rates = [self._how.records.rate(row.seq, row.by) for row in rows]
+        more = self._how.choose(len(rows) + sum(sure), guesses, rates, budget - sum(sure))
+        return [n + guess for n, guess in zip(sure, more, strict=True)]
 
     def judge(self, plan: StepPlan, outcome: Outcome, seconds: float) -> None:
         """A step is over, and took so long: which proposals were right."""
@@ -124,25 +125,30 @@ class Drafting:
         if how is not None:
             how.costs.note(int(plan.q.sum()) + (0 if draft is None else int(draft.sum())), seconds)
         for part in outcome.parts:
-            if part.tokens is None or (draft is None and not self._untried):
+            if part.tokens is None or not self._rows:
                 continue
             counts = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
             first = np.cumsum(counts) - counts
             for i, n, at in zip(part.idx.tolist(), counts.tolist(), first.tolist(), strict=True):
-                seq, tried = plan.seqs[i], 0 if draft is None else int(draft[i])
-                if tried:
-                    right = max(n - 1, 0)
-                    self.drafted.note(tried, right)
-                elif (guess := self._untried.get(seq)) is not None and n:
-                    tried, right = 1, int(part.tokens[at] == guess[0])
-                if tried and how is not None and seq.owner is not None and self._by.get(seq) != FORCED:
-                    how.records.note(seq, tried, right)
+                if (row := self._rows.get(plan.seqs[i])) is not None and n:
+                    self._judge(row, part.tokens[at : at + n], 0 if draft is None else int(draft[i]))
+
+    def _judge(self, row: Row, came: Any, tried: int) -> None:
+        """The first `tried` proposals of a row were computed, and these tokens came."""
+        right = len(came) - 1
+        if tried:
+            self.drafted.note(tried, right)
+        guesses, right = tried - row.sure, right - row.sure
+        if guesses <= 0 <= right and len(row.found) > row.sure:  # no guess was computed: what came judges the first
+            guesses, right = 1, int(came[row.sure] == row.found[row.sure])
+        if guesses > 0 <= right and self._how is not None and row.seq.owner is not None:
+            self._how.records.note(row.seq, guesses, right, row.by)
 
     def forget(self, seq: Seq) -> None:
         """The request is over."""
         if self._how is not None:
             self._how.records.forget(seq)
-        self._untried.pop(seq, None)
+        self._rows.pop(seq, None)
         if (forget := getattr(self._drafter, "forget", None)) is not None:
             forget(seq)
 
