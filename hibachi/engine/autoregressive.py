@@ -487,10 +487,8 @@ def cannot_speculate(runner: Any) -> str | None:
         return "it is no model of level 2 that returns logits"
     if isinstance(runner.main.head.sampler, FrameSampler):
         return "its tokens have several codebooks"
-    if runner.memory.states:
-        return "it has a state, which cannot go back"
-    if runner.inputs.shapes.sizes:
-        return "its backend compiles each shape of a call"
+    if runner.memory.states and runner.backend.shapes.compiled:
+        return "it has a state, and its backend compiles each shape of a call"
     return None
 
 

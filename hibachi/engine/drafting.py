@@ -64,7 +64,8 @@ class Drafting:
             return []
         self._force(rows, scheduler)
         self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
-        for row, n in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
+        for row, wanted in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
+            n = runner.fitting(wanted)
             row.job.draft, row.seq.draft = row.found[:n], n
             row.job.sure = min(n, row.sure)
             if row.by:

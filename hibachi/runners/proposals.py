@@ -16,12 +16,13 @@ import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan.step import StepPlan
+from hibachi.runners.ahead import Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.runner import Part, drawn_part, jobs_of
 from hibachi.runners.sampler import Drawn, RowSampler
 from hibachi.runners.tokentable import TokenTable
-from hibachi.tensor.array_backend import Array, HostArray
+from hibachi.tensor.array_backend import HostArray
 
 
 def sure(sampler: RowSampler | FrameSampler, plan: StepPlan, idx: Any) -> Any:
@@ -55,7 +56,7 @@ class Along:
     last.
     """
 
-    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Array) -> None:
+    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs) -> None:
         assert plan.draft is not None
         self._sampler, self._table, self._idx, self._out = sampler, table, idx, out
         self.jobs: list[Job] = jobs_of(plan, idx)
@@ -146,8 +147,7 @@ class Along:
     def _draw(self, row: Any, places: Any, positions: Any) -> tuple[Part, Any]:
         """What is drawn at m positions, and which of the tokens are what was proposed and end nothing: bool [m]."""
         jobs = [self.jobs[i] for i in row.tolist()]
-        out = self._out if len(places) == self._out.shape[0] else self._sampler.rows(self._out, places)
-        drawn = self._sampler.draw(out, jobs, self._rows[row], positions)
+        drawn = self._out.draw(self._sampler, places, jobs, self._rows[row], positions)
         part = drawn_part(np.arange(len(row)), drawn, jobs, positions, self._sampler.backend)
         self.tokens[places] = drawn.tokens
         self.logprobs |= {int(places[i]): found for i, found in drawn.logprobs.items()}

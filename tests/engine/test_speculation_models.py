@@ -1,0 +1,113 @@
+"""Proposed tokens for models that are not plain ones with keys and values: the same answers, bit for bit."""
+
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.engine.drafting import Drafting
+from hibachi.recording.replay import replay
+from hibachi.testing.toys import SumBoth, SumState, expected
+
+from ..guide.toyguides import rule, toy_guides
+from .test_speculation import GREEDY, Oracle, Random
+
+DRAFTERS = {"right": Oracle, "wrong": lambda: Oracle(0), "half right": lambda: Oracle(2), "random": Random}
+GUIDED = rule(range(0, 5), range(3, 9), [1, 2, 7], most=12)
+KINDS = [
+    dict(temperature=0),
+    dict(temperature=2.0),
+    dict(temperature=0, logprobs=2),
+    dict(temperature=2.0, presence_penalty=1.0, logprobs=2),
+    dict(temperature=0, stop_token_ids=[2], min_tokens=3),
+    dict(temperature=2.0, structured_outputs=GUIDED, repetition_penalty=1.3),
+    dict(temperature=1.5, top_k=3, logit_bias={3: 2.0}),
+]
+
+
+def engine(model, drafter, k=4, backend=None, **options):
+    options = {"max_model_len": 64, "overlap": False, "deterministic": False} | options
+    found = AutoregressiveBatchInference(model, backend=backend, **options)
+    toy_guides(found)
+    found.core.drafting = Drafting(drafter, k, 10)
+    return found
+
+
+def answers(e, n=14):
+    """All that is said, of many requests at once."""
+    streams = [
+        e.run([i % 10, 2, 3 + i % 5], SamplingParams(**KINDS[i % len(KINDS)] | {"seed": i, "max_tokens": 6 + i}))
+        for i in range(n)
+    ]
+    return [
+        (s.collect(), [{t: float(v).hex() for t, v in p.items()} for p in s.logprobs], s.finish_reason, s.stop_token)
+        for s in streams
+    ]
+
+
+def check_same(make, drafter, options):
+    """The same as without proposals, which were made; nothing is left behind."""
+    with make(Random(), k=0) as e:
+        want = answers(e)
+    for each in options:
+        with make(DRAFTERS[drafter](), **each) as e:
+            assert answers(e) == want
+            assert e.core.drafting.drafted.proposed
+            e.core.scheduler.check()
+            assert replay(e.dump())
+    return e
+
+
+class Soft:
+    """Logits that leave a doubt, so that sampling may draw any token."""
+
+    def step(self, params, cache, x):
+        logits, cache = super().step(params, cache, x)
+        return logits * 0.003, cache
+
+
+class SoftState(Soft, SumState):
+    pass
+
+
+class SoftBoth(Soft, SumBoth):
+    pass
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("toy", [SumState, SoftState, SumBoth, SoftBoth])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_states_go_on_as_if_wrong_proposals_had_never_been(library, toy, drafter):
+    backend = hibachi.load_backend(library)
+
+    def make(*args, **options):
+        return engine(toy(backend), *args, backend=backend, **options)
+
+    few = {"max_num_seqs": 5, "block_size": 4}
+    check_same(make, drafter, [few | {"k": 3}, few | {"k": 7, "cache_tokens": 64}])
+
+
+class Counting(SumState):
+    """Notes the tokens of each of its calls."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.sizes = []
+
+    def step(self, params, cache, x):
+        self.sizes.append(len(x.tok))
+        return super().step(params, cache, x)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sizes"),
+    [
+        (99, [2, 4, 4, 4, 4, 2, 1]),  # all right: one call for four tokens
+        (0, [2, *[4, 1] * 17, 2, 1, 1]),  # the first wrong: one more, for the token that was known
+    ],
+)
+def test_calls_of_a_state_with_proposals(wrong, sizes):
+    backend = hibachi.load_backend("numpy")
+    with engine(Counting(backend), Oracle(wrong), k=4) as e:
+        assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
+        assert e.model.sizes == sizes
