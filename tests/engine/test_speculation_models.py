@@ -1,6 +1,5 @@
 """Proposed tokens for models that are not plain ones with keys and values: the same answers, bit for bit."""
 
-import numpy as np
 import pytest
 
 import hibachi
@@ -74,8 +73,11 @@ class SoftBoth(Soft, SumBoth):
     pass
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("toy", [SumState, SoftState, SumBoth, SoftBoth])
+STATES = [(SumState, "right"), (SumState, "half right"), (SumBoth, "right"), (SumBoth, "wrong")]
+STATES += [(SoftState, "random"), (SoftBoth, "random")]
+
+
+@pytest.mark.parametrize(("toy", "drafter"), STATES)
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_states_go_on_as_if_wrong_proposals_had_never_been(library, toy, drafter):
     backend = hibachi.load_backend(library)
@@ -103,7 +105,7 @@ class Counting(SumState):
     ("wrong", "sizes"),
     [
         (99, [2, 4, 4, 4, 4, 2, 1]),  # all right: one call for four tokens
-        (0, [2, *[4, 1] * 17, 2, 1, 1]),  # the first wrong: one more, for the token that was known
+        (0, [2, *[4, 1] * 16, 2, 1, 2, 1, 1]),  # the first wrong: one more, for the token that was known
     ],
 )
 def test_calls_of_a_state_with_proposals(wrong, sizes):
