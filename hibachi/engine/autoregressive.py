@@ -38,6 +38,7 @@ from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
+from hibachi.engine.waits import Waits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, UnsupportedOperation, shown
 from hibachi.guide.protocol import Vocabulary
 from hibachi.model import ladder
@@ -462,6 +463,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if why is None:
             assert built.facts.vocab_size is not None
             engine.drafting = drafting.made(config, built.facts.vocab_size)
+            engine.waits = Waits(always=not config.auto)
         elif config.auto:
             log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)
         else:
