@@ -220,8 +220,8 @@ class Engine:
         began = self._begin()
         self._waiting = self.drafting is not None and self.waits is not None and self.waits.waiting
         if self._waiting and self._flight is not None:
-            flight, self._flight = self._flight, None
-            if not self._land(flight, None, began):
+            before, self._flight = self._flight, None
+            if not self._land(before, None, began):
                 return True
             began = self._begin()
         now = time.monotonic()

@@ -264,6 +264,9 @@ class CachedRunner(BaseRunner):
             return self._in_calls(plan, call, idx)
         if self.inputs.scores(rows, start).any():
             return self._scored(plan, call, idx, rows, start, q, emit)
+        if plan.draft is not None:  # single-token rows first, as in a plan
+            idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]
+            rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
         ahead = self._ahead(plan, call, idx)
         if ahead.draft is None:
             x = self.inputs.packed(rows, start, q, emit)

@@ -6,7 +6,8 @@ import hibachi
 from hibachi import AutoregressiveBatchInference, SamplingParams
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
-from hibachi.testing.toys import SumBoth, SumState, expected
+from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
+from hibachi_jax import JaxBackend
 
 from ..guide.toyguides import rule, toy_guides
 from .test_speculation import GREEDY, Oracle, Random
@@ -44,13 +45,13 @@ def answers(e, n=14):
     ]
 
 
-def check_same(make, drafter, options):
+def check_same(make, drafter, options, n=14):
     """The same as without proposals, which were made; nothing is left behind."""
     with make(Random(), k=0) as e:
-        want = answers(e)
+        want = answers(e, n)
     for each in options:
         with make(DRAFTERS[drafter](), **each) as e:
-            assert answers(e) == want
+            assert answers(e, n) == want
             assert e.core.drafting.drafted.proposed
             e.core.scheduler.check()
             assert replay(e.dump())
@@ -113,3 +114,51 @@ def test_calls_of_a_state_with_proposals(wrong, sizes):
     with engine(Counting(backend), Oracle(wrong), k=4) as e:
         assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
         assert e.model.sizes == sizes
+
+
+# ---- backends that compile a program for each shape ----------------------------------------------------------------
+
+
+class Traced(SumPaged):
+    """Notes how often it was traced, which is once for each program."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.programs = []
+
+    def step(self, params, cache, x):
+        self.programs.append(len(x.tok))
+        return super().step(params, cache, x)
+
+
+class SoftPaged(Soft, SumPaged):
+    pass
+
+
+COMPILED = {
+    "kernels": lambda: JaxBackend(),
+    "invariant": lambda: JaxBackend(native=False).invariant(),
+    "any bits": lambda: JaxBackend(native=False),
+}
+
+
+@pytest.mark.parametrize("jax", COMPILED)
+def test_proposals_are_tokens_like_others_where_each_shape_is_compiled(jax):
+    toy = SumPaged if jax == "any bits" else SoftPaged
+    check_same(lambda *args, **options: engine(toy(COMPILED[jax]()), *args, **options), "random", [{"k": 3}], n=7)
+
+
+@pytest.mark.parametrize("jax", ["kernels", "invariant"])
+def test_no_program_is_compiled_for_proposals(jax):
+    """A step of n tokens, proposals among them, has the shape of a step of n rows."""
+    with engine(Traced(COMPILED[jax]()), Oracle(), k=0, max_num_seqs=16) as e:
+        for n in (1, 2, 3, 4, 8, 12, 16):
+            for stream in [e.run([i % 10, 2], GREEDY) for i in range(n)]:
+                stream.collect()
+        before = len(e.model.programs)
+        e.core.drafting = Drafting(Oracle(), 7, 10)
+        for n in (1, 2):
+            streams = [e.run([i, 2], GREEDY) for i in range(n)]
+            assert [s.collect() for s in streams] == [expected([i, 2], 20) for i in range(n)]
+        assert e.meters().drafted.accepted > 30
+        assert len(e.model.programs) == before, e.model.programs
