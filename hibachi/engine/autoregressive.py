@@ -50,9 +50,11 @@ from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.frames import FrameSampler
+from hibachi.runners.groups import Alone
 from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
+from hibachi.runners.sampler import RowSampler
 from hibachi.runners.selfcheck import selfcheck
 from hibachi.runners.trial import telling
 from hibachi.runners.uncached import WholeRunner
@@ -458,8 +460,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if config is None:
             return
         why = cannot_speculate(built.runner)
-        if why is None and config.auto and not self._deterministic:
-            why = "proposals may change bits where deterministic is False"
+        if why is None and config.auto:
+            why = cannot_gain(built.runner, built.facts.deterministic)
         if why is None:
             assert built.facts.vocab_size is not None
             engine.drafting = drafting.made(config, built.facts.vocab_size)
@@ -485,13 +487,33 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
 def cannot_speculate(runner: Any) -> str | None:
     """Why no tokens can be proposed to it; None means they can."""
-    if not isinstance(runner, CachedRunner) or not isinstance(runner.main.head, Sampled):
-        return "it is no model of level 2 that returns logits"
-    if isinstance(runner.main.head.sampler, FrameSampler):
+    sampler = sampler_of(runner)
+    if isinstance(sampler, FrameSampler):
         return "its tokens have several codebooks"
-    if runner.memory.states and runner.backend.shapes.compiled:
+    if sampler is None:
+        return "it returns tokens, not logits"
+    if isinstance(runner, OwnCacheRunner):
+        return "it keeps a cache of its own, and returns the logits of the last token only"
+    if isinstance(runner, CachedRunner) and runner.memory.states and runner.backend.shapes.compiled:
         return "it has a state, and its backend compiles each shape of a call"
+    if isinstance(runner, WholeRunner) and runner.backend.shapes.compiled:
+        return "it keeps no cache, and its backend compiles each shape of a call"
     return None
+
+
+def cannot_gain(runner: Any, deterministic: bool) -> str | None:
+    """Why proposals, which can be made, are not worth it; None means they may be."""
+    if isinstance(runner, WholeRunner) and isinstance(runner.grouping.known, Alone):
+        return "each of its calls has one row"
+    return None if deterministic else "proposals may change bits where deterministic is False"
+
+
+def sampler_of(runner: Any) -> RowSampler | FrameSampler | None:
+    """What draws its tokens; None means that the model returns them."""
+    if isinstance(runner, WholeRunner):
+        return runner.sampler
+    head = runner.main.head if isinstance(runner, CachedRunner) else getattr(runner, "head", None)
+    return head.sampler if isinstance(head, Sampled) else None
 
 
 def _vocabulary(model: Any) -> Vocabulary:

@@ -99,9 +99,15 @@ class Outs:
         padding. A row's outputs come in their order.
         """
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        places = np.repeat(self._first[mine] + self._done[mine], counts) + within
-        self._which[places], self._at[places] = len(self._arrays), np.arange(len(places))
+        self.put(out, np.repeat(self._first[mine] + self._done[mine], counts) + within)
         self._done[mine] += counts
+
+    def put(self, out: Array, places: Any) -> None:
+        """The outputs of a call, [m, vocab], which are those number `places` [n] of all, and padding; -1 for one that
+        nobody wants.
+        """
+        at = np.flatnonzero(places >= 0)
+        self._which[places[at]], self._at[places[at]] = len(self._arrays), at
         self._arrays.append(out)
 
     def draw(self, sampler: RowSampler, places: Any, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:

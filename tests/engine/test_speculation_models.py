@@ -3,10 +3,10 @@
 import pytest
 
 import hibachi
-from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
-from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
+from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 
 from ..guide.toyguides import rule, toy_guides
@@ -162,3 +162,50 @@ def test_no_program_is_compiled_for_proposals(jax):
             assert [s.collect() for s in streams] == [expected([i, 2], 20) for i in range(n)]
         assert e.meters().drafted.accepted > 30
         assert len(e.model.programs) == before, e.model.programs
+
+
+# ---- models without a cache ----------------------------------------------------------------------------------------
+
+
+class SoftLogits(SumLogits):
+    def __init__(self, backend):
+        super().__init__(backend, margin=3.0)
+
+
+class Failing(SumLogits):
+    """Cannot work with what nobody asked for: two tokens 7 in a row."""
+
+    def logits(self, tokens, lengths):
+        if ((tokens[:, 1:] == 7) & (tokens[:, :-1] == 7)).any():
+            raise ValueError("7 7")
+        return super().logits(tokens, lengths)
+
+
+WHOLE = [(SumLogits, "half right"), (SumLogits, "right"), (SoftLogits, "random"), (SoftLogits, "wrong")]
+
+
+@pytest.mark.parametrize(("toy", "drafter"), WHOLE)
+@pytest.mark.parametrize("options", [{}, {"padding_token": 0}, {"deterministic": True, "padding_token": 0}], ids=str)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_rows_are_shown_with_and_without_each_proposal(library, options, toy, drafter):
+    backend = hibachi.load_backend(library)
+
+    def make(*args, **more):
+        return engine(toy(backend), *args, backend=backend, **options, **more)
+
+    check_same(make, drafter, [{"k": 3, "max_num_seqs": 5}])
+
+
+def test_a_proposal_that_the_model_fails_with_was_never_made():
+    class Sevens:
+        def propose(self, keys, tokens, most):
+            return [[expected(own, 1)[0], 7, 7, 7][:k] for own, k in zip(tokens, most, strict=True)]
+
+    backend = hibachi.load_backend("numpy")
+    with engine(Failing(backend), Sevens(), backend=backend, padding_token=0) as e:
+        streams = [e.run([i, 2], GREEDY) for i in range(4)]
+        assert [s.collect() for s in streams] == [expected([i, 2], 20) for i in range(4)]
+        assert e.stats().steps < 20 and not e.stats().failed
+        bad = e.run([7, 7], GREEDY)
+        with pytest.raises(ModelError, match="7 7"):
+            bad.collect()
