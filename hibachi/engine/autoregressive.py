@@ -492,8 +492,8 @@ def cannot_speculate(runner: Any) -> str | None:
         return "its tokens have several codebooks"
     if sampler is None:
         return "it returns tokens, not logits"
-    if isinstance(runner, OwnCacheRunner):
-        return "it keeps a cache of its own, and returns the logits of the last token only"
+    if isinstance(runner, OwnCacheRunner) and (why := runner.cannot_take_back()[0]):
+        return why
     if isinstance(runner, CachedRunner) and runner.memory.states and runner.backend.shapes.compiled:
         return "it has a state, and its backend compiles each shape of a call"
     if isinstance(runner, WholeRunner) and runner.backend.shapes.compiled:
@@ -505,6 +505,8 @@ def cannot_gain(runner: Any, deterministic: bool) -> str | None:
     """Why proposals, which can be made, are not worth it; None means they may be."""
     if isinstance(runner, WholeRunner) and isinstance(runner.grouping.known, Alone):
         return "each of its calls has one row"
+    if isinstance(runner, OwnCacheRunner):
+        deterministic = deterministic and runner.cannot_take_back()[1]
     return None if deterministic else "proposals may change bits where deterministic is False"
 
 

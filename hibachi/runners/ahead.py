@@ -60,17 +60,26 @@ class Ahead:
         """How many outputs each row has, [B]."""
         return np.where(self._emit, 1 if self.draft is None else self.draft + 1, 0)
 
-    def wrong(self, part: Part, end: Any) -> Again:
-        """The rows of which some proposals were wrong, and that go on: they keep what came before these.
+    def left(self, part: Part, end: Any) -> Any:
+        """How many proposals of the rows that emit were wrong, or behind one that was, [n].
 
-        part: what the rows that emit have drawn, in their order. end [n]: how many tokens these had before.
+        part: what these rows have drawn, in their order. end [n]: how many tokens they had before.
+        """
+        assert part.counts is not None and self.draft is not None
+        rows = np.flatnonzero(self._emit)
+        kept = np.clip(end + part.counts - 1 - self._known[rows], 0, self.draft[rows])
+        return self.draft[rows] - kept
+
+    def wrong(self, part: Part, end: Any) -> Again:
+        """The rows of which some proposals were wrong, and that go on: they keep what came before these. part, end: as
+        of `left`.
         """
         rows = np.flatnonzero(self._emit)
-        assert part.counts is not None and self.draft is not None and self._proposals is not None
+        assert self.draft is not None and self._proposals is not None
         over = part.stopped.copy()
         if part.bad is not None:
             over |= part.bad
-        draft = np.clip(end + part.counts - 1 - self._known[rows], 0, self.draft[rows]).astype(np.int32)
+        draft = (self.draft[rows] - self.left(part, end)).astype(np.int32)
         at = np.flatnonzero((draft < self.draft[rows]) & ~over)
         rows, draft = rows[at], draft[at]
         within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)

@@ -23,7 +23,7 @@ from hibachi.runners.inputs import Inputs
 from hibachi.runners.job import Job
 from hibachi.runners.memory import Memory, RecurrentStep
 from hibachi.runners.meters import Tally
-from hibachi.runners.proposals import place, proposed, sure
+from hibachi.runners.proposals import ahead_of
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -235,14 +235,9 @@ class CachedRunner(BaseRunner):
 
     def _ahead(self, plan: StepPlan, call: Call, idx: Any) -> Ahead:
         """What the rows idx of a plan compute."""
-        end, emit = plan.end[idx], plan.emit[idx]
-        if plan.draft is None or not (draft := plan.draft[idx]).any():
-            return Ahead(end, emit)
-        assert isinstance(call.head, Sampled)
-        certain = sure(call.head.sampler, plan, idx)
-        if certain.any():  # the rest of the step does not tell them from others that are known
-            place(call.head.table, plan, idx, certain)
-        return Ahead(end + certain, emit, draft - certain, proposed(plan, idx, certain, draft))
+        if plan.draft is None or not isinstance(call.head, Sampled):
+            return Ahead(plan.end[idx], plan.emit[idx])
+        return ahead_of(call.head.sampler, call.head.table, plan, idx)
 
     def _packed(self, rows: Any, at: Any, piece: Piece) -> StepInputs[Array]:
         return self.inputs.packed(rows, at, piece.own, piece.last, draft=piece.draft, proposals=piece.proposals)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan.step import StepPlan
-from hibachi.runners.ahead import Outs
+from hibachi.runners.ahead import Ahead, Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.runner import Part, drawn_part, jobs_of
@@ -47,6 +47,17 @@ def place(table: TokenTable, plan: StepPlan, idx: Any, counts: Any) -> None:
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     row = np.repeat(idx, counts)
     table.write(plan.rows[row], plan.end[row] + within, proposed(plan, idx, np.zeros_like(counts), counts))
+
+
+def ahead_of(sampler: RowSampler | FrameSampler, table: TokenTable, plan: StepPlan, idx: Any) -> Ahead:
+    """What the rows idx of a plan compute. Tokens that they get for sure are in the table then."""
+    end, emit = plan.end[idx], plan.emit[idx]
+    if plan.draft is None or not (draft := plan.draft[idx]).any():
+        return Ahead(end, emit)
+    certain = sure(sampler, plan, idx)
+    if certain.any():  # the rest of the step does not tell them from others that are known
+        place(table, plan, idx, certain)
+    return Ahead(end + certain, emit, draft - certain, proposed(plan, idx, certain, draft))
 
 
 class Along:

@@ -5,7 +5,7 @@ import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, UnsupportedOperation
 from hibachi.draft.config import SpeculativeConfig, as_config
-from hibachi.testing.toys import SumFrames, SumLogits, SumOwn, SumPaged, SumState, SumTokens, expected
+from hibachi.testing.toys import SumFrames, SumLogits, SumOwn, SumOwnState, SumPaged, SumState, SumTokens, expected
 from hibachi_jax import JaxBackend
 
 
@@ -52,7 +52,8 @@ class Frames(SumPaged):
         (SumTokens, NumpyBackend, "it returns tokens"),
         (SumFrames, NumpyBackend, "it returns tokens"),
         (Frames, NumpyBackend, "several codebooks"),
-        (SumOwn, NumpyBackend, "cache of its own"),
+        (SumOwn, NumpyBackend, "the last token only"),
+        (SumOwnState, NumpyBackend, "the last token only"),
         (SumState, JaxBackend, "has a state, and its backend compiles"),
         (SumLogits, JaxBackend, "keeps no cache, and its backend compiles"),
     ],

@@ -3,10 +3,10 @@
 import pytest
 
 import hibachi
-from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams
+from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams, UnsupportedOperation
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
-from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
+from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 
 from ..guide.toyguides import rule, toy_guides
@@ -209,3 +209,74 @@ def test_a_proposal_that_the_model_fails_with_was_never_made():
         bad = e.run([7, 7], GREEDY)
         with pytest.raises(ModelError, match="7 7"):
             bad.collect()
+
+
+# ---- models with a cache of their own ------------------------------------------------------------------------------
+
+
+class Keeps(SumOwn):
+    """Returns the logits of as many of the last tokens as are wanted."""
+
+    def __init__(self, backend, new_only=False):
+        super().__init__(backend, new_only)
+        self.sizes = []
+
+    def step(self, tokens, lengths, past, logits_to_keep=1):
+        self.sizes.append(tuple(tokens.shape))
+        xp, found = self.backend.xp, []
+        for left in reversed(range(logits_to_keep)):
+            n = tokens.shape[1] - left
+            logits, after = super().step(tokens[:, :n], lengths - left, past)
+            found.append(logits)
+        return xp.stack(found, axis=1), after
+
+
+class SoftKeeps(Keeps):
+    def step(self, tokens, lengths, past, logits_to_keep=1):
+        logits, past = super().step(tokens, lengths, past, logits_to_keep)
+        return logits * 0.003, past
+
+
+OWN = [(Keeps, "half right"), (Keeps, "right"), (SoftKeeps, "random"), (SoftKeeps, "wrong")]
+
+
+@pytest.mark.parametrize(("toy", "drafter"), OWN)
+@pytest.mark.parametrize("new_only", [False, True])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_positions_of_wrong_proposals_are_cut_off_a_past(library, new_only, toy, drafter):
+    backend = hibachi.load_backend(library)
+
+    def make(*args, **more):
+        return engine(toy(backend, new_only), *args, backend=backend, **more)
+
+    check_same(make, drafter, [{"k": 3, "max_num_seqs": 5}, {"k": 6, "cache_tokens": 96, "block_size": 4}])
+
+
+@pytest.mark.parametrize("new_only", [False, True])
+def test_calls_of_a_past_with_proposals(new_only):
+    backend = hibachi.load_backend("numpy")
+    with engine(Keeps(backend, new_only), Oracle(2), backend=backend) as e:
+        e.model.sizes.clear()
+        assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
+        assert e.model.sizes == [(1, 2), *[(1, 5)] * 5, (1, 4), (1, 1)]
+
+
+def test_a_model_with_a_cache_of_its_own_says_why_it_has_no_proposals():
+    class Lumps(Keeps):
+        """Keeps what it learned from the tokens of a call in the last of their positions."""
+
+        def step(self, tokens, lengths, past, logits_to_keep=1):
+            logits, after = super().step(tokens, lengths, past, logits_to_keep)
+            kept = after["layers"][0][0].copy()
+            new = kept[..., -tokens.shape[1] :]
+            new[..., -1], new[..., :-1] = new.sum(axis=-1), 0
+            return logits, {"layers": [(kept,)]}
+
+    backend = hibachi.load_backend("numpy")
+    config = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    for toy, why in ((SumOwn, "logits_to_keep"), (Lumps, "cannot be cut")):
+        with pytest.raises(UnsupportedOperation, match=why):
+            AutoregressiveBatchInference(toy(backend), backend=backend, speculative_config=config)
+    made = AutoregressiveBatchInference(Keeps(backend), backend=backend, speculative_config="auto")
+    with made as e:
+        assert e.deterministic and e.core.drafting is not None
