@@ -1,4 +1,4 @@
-"""Proposed tokens and what fails: a request gets the tokens that it gets without proposals, and its error after them."""
+"""Proposed tokens and what fails: a request gets the tokens that it gets without proposals, then its error."""
 
 import numpy as np
 import pytest
