@@ -501,7 +501,7 @@ def cannot_speculate(runner: Any) -> str | None:
         return "its tokens have several codebooks"
     if runner.memory.states:
         return "it has a state, which cannot go back"
-    if runner.inputs.shapes.sizes:
+    if runner.backend.shapes.compiled:
         return "its backend compiles each shape of a call"
     return None
 
