@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import InvalidRequest, ModelError, NonFiniteOutput
+from hibachi.recording.replay import ReplayDiffers, read, replay
 from hibachi.testing.toys import SumPaged, expected
 
 from ..guide.toyguides import rule
@@ -59,3 +60,33 @@ def test_the_tokens_before_a_failure_come(kind, drafter):
             assert streams[1].collect() == expected([4, 0], 1)
             e.core.scheduler.check()
     assert found[0] == found[1] and found[0][0] == [4, 8, 6]
+
+
+class NowAndThen(SumPaged):
+    """Memory runs out in some steps of several rows."""
+
+    steps = 0
+
+    def step(self, params, cache, x):
+        self.steps += 1
+        if self.steps % 9 == 0 and len(x.tok) > 1:
+            raise MemoryError("no more")
+        return super().step(params, cache, x)
+
+
+def test_a_recording_with_proposals_can_be_played_again(tmp_path):
+    """Also where memory runs out, rows are preempted and readers are slow."""
+    path = tmp_path / "record.jsonl"
+    small = dict(cache_tokens=192, block_size=4, max_num_seqs=8, pause_after=3, record=path)
+    with engine(Random(3), model=NowAndThen, **small) as e:
+        streams = [e.run([i % 10, 1, 2], GREEDY) for i in range(40)]
+        streams.pop(7).close()
+        assert all(len(stream.collect()) == 20 for stream in streams)
+        stats, drafted = e.stats(), e.core.drafting.drafted
+    recorded = read(path)
+    kinds = [event["event"] for event in recorded["events"]]
+    assert drafted.accepted and stats.preemptions and {"draft", "limit", "pause"} <= {*kinds}
+    assert replay(recorded) >= stats.steps
+    without = [event for event in recorded["events"] if event["event"] != "draft"]
+    with pytest.raises(ReplayDiffers):
+        replay({**recorded, "events": without})
