@@ -20,13 +20,13 @@ from hibachi.phases import phase
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
-from hibachi.plan.step import StepPlan
 from hibachi.request import SamplingParams
 from hibachi.runners.cached import CachedRunner
-from hibachi.runners.heads import Outputs, Sampled
+from hibachi.runners.frames import FrameSampler
+from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
-from hibachi.runners.runner import Part, check_output
+from hibachi.runners.sampler import Drawn, RowSampler
 from hibachi.runners.tokentable import IDS, History, Kind, Tables
 from hibachi.shapes import CallShapes
 from hibachi.streams.channel import Channel
@@ -127,43 +127,42 @@ def _texts(
     return texts
 
 
-class _Probed(Sampled):
-    """The head of a check: gives each row the token that it would sample, and keeps the outputs."""
+class _Told(RowSampler):
+    """Draws what the texts say, and keeps the outputs. proposed: the proposals of a step, by text: the number of tokens
+    before them, and themselves.
+    """
 
-    def __init__(self, runner: CachedRunner, drawn: _Sampled, texts: dict[int, tuple[int, HostArray]]) -> None:
-        assert isinstance(runner.main.head, Sampled)
-        self.sampler, self.table, self.name = runner.main.head.sampler, runner.main.head.table, runner.name
-        self._backend, self._drawn, self._texts = runner.backend, drawn, texts
+    def __init__(self, sampler: RowSampler | FrameSampler, drawn: _Sampled, texts: dict[int, tuple[int, HostArray]]):
+        self.backend, self.vocab_size, self.shape = sampler.backend, sampler.vocab_size, sampler.shape
+        self._kind, self._texts = drawn.kind, texts
+        self.proposed: dict[int, tuple[int, HostArray]] = {}
         self.kept: dict[tuple[int, int], HostArray] = {}
         """{(number, tokens before it): output}"""
 
     @override
-    def admit(self, job: Job) -> int:
-        return 0
+    def admit(self, job: Job) -> None:
+        pass
 
     @override
-    def most_outputs(self) -> int:
-        return 1
+    def looks_back(self, rows: Any) -> Any:
+        return np.zeros(len(rows), bool)
 
     @override
-    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
-        check_output(out, self._backend, (wanted, *self._drawn.logits), self.name, kind="logits")
-        host, first, counts, tokens = self._backend.get(out), 0, [], list[HostArray]()
-        for i in idx.tolist():
-            number, at = plan.seqs[i].tenant, int(plan.end[i])
+    def sure(self, jobs: Sequence[Job], rows: Any, positions: Any) -> Any:
+        return np.zeros(len(jobs), np.int32)
+
+    @override
+    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+        host, tokens = self.backend.get(logits), np.zeros((len(jobs), *self._kind.shape), np.int32)
+        for i, (job, at) in enumerate(zip(jobs, positions.tolist(), strict=True)):
+            number = job.seq.tenant
             assert isinstance(number, int)
-            draft = 0 if plan.draft is None else int(plan.draft[i])
             text = self._texts[number][1]
-            right = 0
-            while right < draft and plan.seqs[i].owner.draft[right] == text[at + right]:
-                right += 1
-            for n in range(right + 1):
-                self.kept[number, at + n] = host[first + n].copy()
-            tokens.append(text[at : at + right + 1])
-            counts.append(right + 1)
-            first += draft + 1
-        found = np.concatenate(tokens) if tokens else np.zeros((0, *self._drawn.kind.shape), np.int32)
-        return Part(idx, found, None, np.zeros(len(idx), bool), counts=np.array(counts, np.int64))
+            first, draft = self.proposed.get(number, (at, text[:0]))
+            if np.array_equal(draft[: at - first], text[first:at]):  # else what is before it is wrong
+                self.kept[number, at] = host[i].copy()
+            tokens[i] = text[at]
+        return Drawn(tokens, None, {})
 
 
 class _Probe:
@@ -173,7 +172,7 @@ class _Probe:
         limits, self._drawn, self._runner = runner.limits, drawn, runner
         # a library that compiles for the shape of the cache needs the same
         if not (take_cache or runner.backend.shapes.compiled):
-            most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
+            most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + SPECULATED) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
         self._memory = runner.memory if take_cache else runner.memory.another(limits)
@@ -186,9 +185,12 @@ class _Probe:
         speculated: tokens are proposed.
         """
         own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
-        kind = self._drawn.kind
-        head, tables = _Probed(own, self._drawn, texts), Tables(self._limits.rows, kind)
-        runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", Tally(), self._memory)
+        kind, tally = self._drawn.kind, Tally()
+        tables, real = Tables(self._limits.rows, kind), own.main.head
+        assert isinstance(real, Sampled)
+        told = _Told(real.sampler, self._drawn, texts)
+        head = Sampled(told, real.table, tally, type(own.model).__name__)
+        runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", tally, self._memory)
         runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
             params = SamplingParams()
@@ -197,9 +199,9 @@ class _Probe:
             scheduler.add(job.seq)
         while True:
             if speculated:
-                self._propose(scheduler, texts)
+                self._propose(scheduler, told, texts)
             if (plan := scheduler.schedule()) is None:
-                return head.kept
+                return told.kept
             for seq in plan.fresh:
                 runner.admit(seq)
             outcome = runner.run(plan)
@@ -207,24 +209,27 @@ class _Probe:
                 raise fault
             counts = np.ones(len(plan.rows), np.int32)
             for part in [part for part in outcome.parts if len(part.idx)]:
-                assert part.tokens is not None and part.counts is not None
-                rows, within = np.repeat(part.idx, part.counts), np.arange(len(part.tokens))
-                within -= np.repeat(np.cumsum(part.counts) - part.counts, part.counts)
+                assert part.tokens is not None
+                got = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
+                rows, within = np.repeat(part.idx, got), np.arange(len(part.tokens))
+                within -= np.repeat(np.cumsum(got) - got, got)
                 runner.written(plan.rows[rows], plan.end[rows] + within, part.tokens)
-                counts[part.idx] = part.counts
+                counts[part.idx] = got
             scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool), counts[plan.emit])
 
-    def _propose(self, scheduler: Scheduler, texts: dict[int, tuple[int, HostArray]]) -> None:
+    def _propose(self, scheduler: Scheduler, told: _Told, texts: dict[int, tuple[int, HostArray]]) -> None:
         """Propose tokens for the rows that decode."""
+        told.proposed.clear()
         for seq in scheduler.order:
             if seq.row < 0 or scheduler.prefilling(seq):
                 continue
             number, job = seq.tenant, seq.owner
             assert isinstance(number, int)
             right, wrong = PROPOSALS[(number + scheduler.steps) % len(PROPOSALS)]
-            comes = texts[number][1][scheduler.known(seq) :][: right + wrong].copy()
+            known = scheduler.known(seq)
+            comes = texts[number][1][known:][: right + wrong].copy()
             comes[right:] = (comes[right:] + 1) % self._drawn.logits[-1]
-            job.draft, seq.draft = comes, len(comes)
+            job.draft, seq.draft, told.proposed[number] = comes, len(comes), (known, comes)
 
 
 def _sampled(runner: CachedRunner) -> _Sampled | None:
