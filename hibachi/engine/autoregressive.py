@@ -55,7 +55,7 @@ from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
 from hibachi.runners.sampler import RowSampler
-from hibachi.runners.selfcheck import selfcheck
+from hibachi.runners.selfcheck import ProposalsDiffer, selfcheck
 from hibachi.runners.trial import telling
 from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
@@ -188,6 +188,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         )
         self.model = model
         self._speculation = as_config(speculative_config)
+        self._proposals_differ: str | None = None  # how the bits of a step with proposals differ from those of others
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
         limit = max_model_len if max_model_len is not None else limit_of(model)
@@ -271,9 +272,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         too.
         """
         if self._deterministic:
+            speculated = self._speculation is not None and cannot_speculate(runner) is None
             try:
                 with telling(runner.name):
-                    selfcheck(runner, unused=True)
+                    selfcheck(runner, unused=True, speculated=speculated)
+            except ProposalsDiffer as e:
+                self._proposals_differ = str(e)
+                if self._speculation is not None and not self._speculation.auto:
+                    self._deterministic = False
+                    log.warning("deterministic=False, as speculative_config may change bits: %s", e)
             except Exception as e:
                 if self._asked:
                     raise
@@ -283,7 +290,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self.deterministic
 
     def selfcheck(self) -> int:
-        """Compute a few prompts alone and beside others; returns how many outputs agreed in every bit.
+        """Compute a few prompts alone, beside others, and with proposed tokens where these are possible; returns how
+        many outputs agreed in every bit.
 
         It may be called at any time: it uses a cache of its own, or at levels 0 and 1 the trial from before the first
         step. A deterministic engine runs it when it is made. 0 means there was nothing to compare: no request has come,
@@ -293,7 +301,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.selfcheck()
-        return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
+        if not isinstance(runner, CachedRunner):
+            return 0
+        return selfcheck(runner, speculated=cannot_speculate(runner) is None)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -462,6 +472,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         why = cannot_speculate(built.runner)
         if why is None and config.auto:
             why = cannot_gain(built.runner, built.facts.deterministic)
+        if why is None and config.auto:
+            why = self._proposals_differ
         if why is None:
             assert built.facts.vocab_size is not None
             engine.drafting = drafting.made(config, built.facts.vocab_size)

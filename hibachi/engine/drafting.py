@@ -138,7 +138,7 @@ class Drafting:
         """The first `tried` proposals of a row were computed, and these tokens came."""
         right = len(came) - 1
         if tried:
-            self.drafted.note(tried, right)
+            self.drafted.note(row.by, tried, right)
         guesses, right = tried - row.sure, right - row.sure
         if guesses <= 0 <= right and len(row.found) > row.sure:  # no guess was computed: what came judges the first
             guesses, right = 1, int(came[row.sure] == row.found[row.sure])
