@@ -6,7 +6,7 @@ Needs torch, numpy, tokenizers, safetensors and hibachi, no accelerator; about a
 
 NOVELS are those that the tiny model was trained on. It goes on with pieces of them, greedily, at temperature 0.7 and
 at 1. The draft model learns, on these texts and on the novels, what the tiny model makes of each next token: not the
-text, but the 64 most likely tokens and their probabilities. WORK keeps both, so that a second training begins at once.
+text, but the 32 most likely tokens and their probabilities. WORK keeps both, so that a second training begins at once.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch import nn
 import hibachi
 from hibachi.model.files import TINY
 
-WINDOW, PROMPT, TOP = 256, 64, 64  # tokens of a piece of text; of these, given when one is written; tokens learned
+WINDOW, PROMPT, TOP = 256, 64, 32  # tokens of a piece of text; of these, given when one is written; tokens learned
 SHAPE = {
     "hidden_size": 96,
     "intermediate_size": 128,
@@ -59,8 +59,7 @@ def taught(teacher, windows, rows=16):
     """What the teacher makes of each next token: ids int16 and probabilities float16, [windows, WINDOW, TOP]."""
     ids, probabilities = [], []
     for at in range(0, len(windows), rows):
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = teacher(torch.from_numpy(windows[at : at + rows, :-1])).float()
+        logits = teacher(torch.from_numpy(windows[at : at + rows, :-1]))
         most, which = logits.softmax(-1).topk(TOP)
         ids.append(which.to(torch.int16))
         probabilities.append(most.half())
@@ -112,10 +111,9 @@ def train(args):
             for group in optimizer.param_groups:
                 group["lr"] = lr
         model.train()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(windows[at, :-1])
+        logits = model(windows[at, :-1])
         p = probabilities[at].float()
-        loss = -(p * F.log_softmax(logits.float(), -1).gather(-1, ids[at].long())).sum(-1).mean() / p.sum(-1).mean()
+        loss = -(p * F.log_softmax(logits, -1).gather(-1, ids[at].long())).sum(-1).mean() / p.sum(-1).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -148,8 +146,8 @@ def main():
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="the novels", required=True)
     parser.add_argument("--work", type=Path, metavar="DIR", required=True)
     parser.add_argument("--out", type=Path, metavar="DIR", required=True)
-    parser.add_argument("--written", type=int, default=3000, help="pieces that the tiny model writes")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--written", type=int, default=1500, help="pieces that the tiny model writes")
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--threads", type=int, default=1)

@@ -15,20 +15,22 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hibachi.decode.uniforms import uniforms
 from hibachi.draft.protocol import NOTHING, Tokens
 from hibachi.errors import text_of
 from hibachi.plan.limits import Limits
 from hibachi.plan.sequence import Seq
-from hibachi.runners.draftcalls import DraftCalls, likelihood
+from hibachi.runners.draftcalls import DraftCalls, drawn, likelihood
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.job import Job
-from hibachi.runners.sampler import RowSampler
+from hibachi.runners.sampler import PLAIN, RowSampler, path_of
 from hibachi.runners.tokentable import IDS, TokenTable
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 log: logging.Logger = logging.getLogger("hibachi.draft")
 
 PATIENCE = 3  # failures in a row after which the model is off
+FEW = 2**16  # logits of a call that are looked at on the host
 SURE = 0.3  # a row's guesses end before the first that is less likely than this
 
 
@@ -104,6 +106,8 @@ class DraftModel:
         self._longest: int = getattr(model, "max_model_len", None) or limits.max_model_len
         self._sampler = RowSampler(backend, limits.rows, model.vocab_size, TokenTable(1, *IDS))
         self._warmth = np.ones(limits.rows, np.float32)  # one by the temperature
+        self._greedy, self._plain = np.zeros(limits.rows, bool), np.zeros(limits.rows, bool)
+        self._seeds = np.zeros(limits.rows, np.uint64)
         self._held: list[tuple[Seq, int] | None] = [None] * limits.rows  # whose stint it is
         self._stamps: HostArray = np.zeros(max(limits.blocks, 1), np.int64)  # of blocks; 0 means none
         self._pasts: dict[Seq, _Past] = {}
@@ -187,8 +191,10 @@ class DraftModel:
         job: Job = seq.owner
         past = self._pasts[seq] = _Past(seq.length, length=len(tokens), bad=job.embeds is not None)
         self._held[seq.row] = seq, seq.length
-        self._sampler.set(seq.row, job.sampling, job.seed)
-        self._warmth[seq.row] = 1 / (job.sampling.temperature or 1)
+        row, params = seq.row, job.sampling
+        self._sampler.set(row, params, job.seed)
+        self._warmth[row], self._greedy[row] = 1 / (params.temperature or 1), params.temperature == 0
+        self._plain[row], self._seeds[row] = path_of(params, self._sampler.vocab_size) == PLAIN, job.seed
         for block in seq.blocks[: (len(tokens) - 1) // self._size]:
             stamp = self._stamp(past, tokens)
             if self._stamps[block] != stamp:
@@ -255,12 +261,8 @@ class DraftModel:
         """Draw the next guess of the rows `going`; returns those that were sure enough."""
         of = np.array([rows[n].seq.row for n in going])
         positions = np.array([len(rows[n].tokens) for n in going]) + depth
-        ids, good = self._sampler.choose(logits, of, positions)
-        sure = good
-        if self.sure > 0:
-            put, get = self.backend.put, self.backend.get
-            odds = self.backend.program(likelihood)(logits, put(ids), put(self._warmth[of]))
-            sure = good & (get(odds) >= self.sure)
+        ids, odds, good = self._draw(logits, of, positions)
+        sure = good & (odds >= self.sure)
         for n, token, fine, goes in zip(going, ids.tolist(), good.tolist(), sure.tolist(), strict=True):
             if not fine:
                 rows[n].past.bad = True
@@ -268,6 +270,15 @@ class DraftModel:
             elif goes:
                 guesses[n].append(token)
         return [n for n, goes in zip(going, sure.tolist(), strict=True) if goes]
+
+    def _draw(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray, HostArray]:
+        """Token ids [n], the probability of each, and which rows are finite: as the main model would draw."""
+        put, get, warmth = self.backend.put, self.backend.get, self._warmth[rows]
+        if self._plain[rows].all() and logits.shape[0] * logits.shape[1] <= FEW:
+            u = np.where(self._greedy[rows], np.float32(np.nan), uniforms(self._seeds[rows], positions))
+            return drawn(np.asarray(get(logits), np.float32), warmth, u)
+        ids, good = self._sampler.choose(logits, rows, positions)
+        return ids, get(self.backend.program(likelihood)(logits, put(ids), put(warmth))), good
 
     def _go_on(self, calls: DraftCalls, rows: list[_Row], guesses: list[list[int]], going: list[int]) -> Array:
         """The logits behind the newest guess of each of the rows `going`."""
