@@ -81,14 +81,10 @@ KINDS = [
 
 def many(e):
     prefix = [7, 1, 3, 3, 5, 2, 8, 4, 9]
-    streams = [
-        e.run(
-            [*prefix[: i % 10], i % 10, 3],
-            SamplingParams(**KINDS[i % 5] | {"seed": i, "max_tokens": 10 + i}),
-            terms=None,
-        )
-        for i in range(24)
-    ]
+    streams = []
+    for i in range(16):
+        params = SamplingParams(**KINDS[i % 5] | {"seed": i, "max_tokens": 10 + i})
+        streams.append(e.run([*prefix[: i % 10], i % 10, 3], params))
     return [(s.collect(), s.logprobs, s.finish_reason, s.stop_token) for s in streams]
 
 
@@ -97,10 +93,11 @@ def test_answers_are_those_without(wrong):
     """Greedy, sampled, changed logits; prefix hits; few rows, few blocks, few tokens a step, preemption."""
     with engine(None) as e:
         want = many(e)
+    auto = {"model": Guesser(wrong), "num_speculative_tokens": 8, "auto": True}
     for options in (
         {},
         {"max_num_seqs": 5},
-        {"cache_tokens": 128, "max_num_seqs": 12},
+        {"cache_tokens": 96, "max_num_seqs": 12},
         {"max_num_batched_tokens": 16, "max_num_seqs": 16},
         {
             "speculative_config": {"model": Guesser(wrong), "num_speculative_tokens": 8, "auto": True},
@@ -250,9 +247,11 @@ def test_random_rows_are_as_fresh_ones():
         """Eight, the first of them perhaps those of a row that begins alike."""
         found = []
         for other, (seq, theirs) in live.items():
-            n = next((i for i, (a, b) in enumerate(zip(tokens, theirs)) if a != b), min(len(tokens), len(theirs)))
-            if other != row and (n - 1) // 4 > len(found):
-                found = seq.blocks[: (n - 1) // 4]
+            n = (min(len(tokens), len(theirs)) - 1) // 4
+            while tokens[: 4 * n] != theirs[: 4 * n]:
+                n -= 1
+            if other != row and n > len(found):
+                found = seq.blocks[:n]
         dice.shuffle(free)
         return [*found, *(free.pop() for _ in range(8 - len(found)))]
 
@@ -262,7 +261,7 @@ def test_random_rows_are_as_fresh_ones():
         return seq, tokens
 
     computed = 0
-    for _ in range(400):
+    for _ in range(150):
         row = dice.randrange(4)
         if row not in live:
             tokens = dice.choice(starts)[: dice.randrange(1, 10)]
@@ -277,7 +276,7 @@ def test_random_rows_are_as_fresh_ones():
         seq, tokens = live[row]
         computed += sum(r.as_a_fresh_one((seq, tokens)))
         tokens += [dice.randrange(10)] if dice.random() < 0.3 else expected(tokens, dice.randrange(1, 5))
-    assert computed < 400 * 6
+    assert computed < 150 * 6
 
 
 # ---- what may be wrong ---------------------------------------------------------------------------------------------
