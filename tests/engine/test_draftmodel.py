@@ -99,10 +99,7 @@ def test_answers_are_those_without(wrong):
         {"max_num_seqs": 5},
         {"cache_tokens": 96, "max_num_seqs": 12},
         {"max_num_batched_tokens": 16, "max_num_seqs": 16},
-        {
-            "speculative_config": {"model": Guesser(wrong), "num_speculative_tokens": 8, "auto": True},
-            "deterministic": True,
-        },
+        {"speculative_config": auto, "deterministic": True},
     ):
         with engine(Guesser(wrong), **options) as e:
             assert many(e) == want
