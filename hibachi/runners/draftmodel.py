@@ -80,6 +80,17 @@ class _Row(NamedTuple):
     room: int
 
 
+class _Draws(NamedTuple):
+    """How n rows are drawn: their numbers, tokens so far, one by the temperature, and by guess a random number, NaN of
+    a greedy row. u None: the sampler draws.
+    """
+
+    rows: HostArray
+    length: HostArray
+    warmth: HostArray
+    u: HostArray | None
+
+
 class DraftModel:
     """A `hibachi.draft.protocol.Drafter` whose keys are the scheduler's sequences.
 
@@ -224,15 +235,17 @@ class DraftModel:
             return []
         rows, logits, computed = self._catch_up(calls, rows)
         guesses: list[list[int]] = [[] for _ in rows]
-        going, depth = list(range(len(rows))), 0
-        while going:
-            more = self._drawn(rows, guesses, going, logits, depth)
+        draws = self._draws(rows)
+        going, depth = np.arange(len(rows)), 0
+        while len(going):
+            more = self._drawn(rows, guesses, going, logits, draws, depth)
             began, before = time.perf_counter(), began
             if self.costs is not None:
                 self.costs.note(computed, began - before)
             depth += 1
-            if going := [n for n in more if depth < rows[n].most]:
-                logits = self._go_on(calls, rows, guesses, going)
+            going = np.array([n for n in more if depth < rows[n].most], np.intp)
+            if len(going):
+                logits = self._go_on(calls, rows, guesses, going, draws)
                 computed = len(going)
         return list(zip(rows, guesses, strict=True))
 
@@ -255,39 +268,43 @@ class DraftModel:
             self._computed(row, end)
         return rows[: int(np.count_nonzero(emit))], logits, len(tokens)
 
+    def _draws(self, rows: list[_Row]) -> _Draws:
+        of, length = np.array([row.seq.row for row in rows], np.intp), np.array([len(row.tokens) for row in rows])
+        u, k = None, max((row.most for row in rows), default=0)
+        if self._plain[of].all() and len(rows) * self._sampler.vocab_size <= FEW:
+            u = uniforms(self._seeds[of][:, None], length[:, None] + np.arange(k))
+            u[self._greedy[of]] = np.nan
+        return _Draws(of, length, self._warmth[of], u)
+
     def _drawn(
-        self, rows: list[_Row], guesses: list[list[int]], going: list[int], logits: Array, depth: int
+        self, rows: list[_Row], guesses: list[list[int]], going: Any, logits: Array, draws: _Draws, depth: int
     ) -> list[int]:
         """Draw the next guess of the rows `going`; returns those that were sure enough."""
-        of = np.array([rows[n].seq.row for n in going])
-        positions = np.array([len(rows[n].tokens) for n in going]) + depth
-        ids, odds, good = self._draw(logits, of, positions)
+        of, put, get = draws.rows[going], self.backend.put, self.backend.get
+        if draws.u is not None:
+            host = np.asarray(get(logits), np.float32)
+            ids, odds, good = drawn(host, draws.warmth[going], draws.u[going, depth])
+        else:
+            ids, good = self._sampler.choose(logits, of, draws.length[going] + depth)
+            odds = get(self.backend.program(likelihood)(logits, put(ids), put(draws.warmth[going])))
         sure = good & (odds >= self.sure)
-        for n, token, fine, goes in zip(going, ids.tolist(), good.tolist(), sure.tolist(), strict=True):
+        for n, token, fine, goes in zip(going.tolist(), ids.tolist(), good.tolist(), sure.tolist(), strict=True):
             if not fine:
                 rows[n].past.bad = True
                 guesses[n].clear()
             elif goes:
                 guesses[n].append(token)
-        return [n for n, goes in zip(going, sure.tolist(), strict=True) if goes]
+        found: list[int] = going[sure].tolist()
+        return found
 
-    def _draw(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray, HostArray]:
-        """Token ids [n], the probability of each, and which rows are finite: as the main model would draw."""
-        put, get, warmth = self.backend.put, self.backend.get, self._warmth[rows]
-        if self._plain[rows].all() and logits.shape[0] * logits.shape[1] <= FEW:
-            u = np.where(self._greedy[rows], np.float32(np.nan), uniforms(self._seeds[rows], positions))
-            return drawn(np.asarray(get(logits), np.float32), warmth, u)
-        ids, good = self._sampler.choose(logits, rows, positions)
-        return ids, get(self.backend.program(likelihood)(logits, put(ids), put(warmth))), good
-
-    def _go_on(self, calls: DraftCalls, rows: list[_Row], guesses: list[list[int]], going: list[int]) -> Array:
+    def _go_on(self, calls: DraftCalls, rows: list[_Row], guesses: list[list[int]], going: Any, draws: _Draws) -> Array:
         """The logits behind the newest guess of each of the rows `going`."""
-        tokens, pos = [guesses[n][-1] for n in going], []
-        for n, token in zip(going, tokens, strict=True):
-            row, at = rows[n], len(rows[n].tokens) + len(guesses[n]) - 1
+        tokens, pos = [], []
+        for n in going.tolist():
+            row, guess = rows[n], guesses[n]
+            at = len(row.tokens) + len(guess) - 1
+            tokens.append(guess[-1])
             pos.append(at)
             if at < row.room:
-                row.past.guess.append(token)
-        one = np.ones(len(going), np.int32)
-        of, start = np.array([rows[n].seq.row for n in going]), np.array(pos, np.int32)
-        return calls.run(of, start, one, one > 0, np.array(tokens, np.int32))
+                row.past.guess.append(guess[-1])
+        return calls.ahead(draws.rows[going], np.array(pos, np.int32), np.array(tokens, np.int32))
