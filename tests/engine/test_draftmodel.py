@@ -404,6 +404,7 @@ def test_its_pools_count_in_the_memory():
         alone = e.stats().blocks
     with engine(Guesser(), kv_cache_memory_bytes=40 * one, max_num_seqs=4) as e:
         both = e.stats().blocks
+        assert e.facts.remarks == ("a token takes 12 bytes of the cache, and 12 of the draft model's",)
     assert alone == 40 and both == (40 - 4) // 2
     with pytest.raises(ConfigError, match="the draft model 192 bytes of its own"):
         engine(Guesser(), kv_cache_memory_bytes=5 * one, max_num_seqs=4)
