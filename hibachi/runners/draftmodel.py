@@ -193,8 +193,8 @@ class DraftModel:
             return None
         room = self.calls.own(row, seq.blocks, anew=anew)
         past.keep(tokens, self._size)
-        # From here on, the block of the next position is written to.
-        self._stamps[seq.blocks[past.done // self._size :]] = 0
+        # From here on, its blocks are written to.
+        self._stamps[seq.blocks[past.done // self._size : (len(tokens) + most) // self._size + 1]] = 0
         return _Row(i, seq, past, tokens, most, room)
 
     def _enter(self, seq: Seq, tokens: Tokens) -> _Past:

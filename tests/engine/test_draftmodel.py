@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 
 import numpy as np
 import pytest
@@ -118,6 +119,23 @@ def test_a_guess_is_drawn_as_the_main_model_draws():
             for more in (dict(top_k=3), dict(top_p=0.7), dict(min_p=0.2), {}):
                 e.run([1, 2], SamplingParams(temperature=1.5, seed=seed, max_tokens=20, **more)).collect()
         assert drafted(e).accepted == drafted(e).proposed == 300
+
+
+class Slow(Guesser):
+    def step(self, params, cache, x):
+        time.sleep(0.1)
+        return super().step(params, cache, x)
+
+
+def test_with_auto_a_slow_one_is_hardly_asked_and_its_time_is_not_the_main_models():
+    draft = Slow()
+    config = {"model": draft, "num_speculative_tokens": 4, "auto": True}
+    with engine(None, speculative_config=config, deterministic=True) as e:
+        for _ in range(3):
+            assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
+        costs = e.core.drafting._how.costs
+        assert all(size.cost()[1] < 0.2 for size in costs._sizes.values())
+        assert 3 <= len(draft.sizes) <= 24  # until its time was known
 
 
 def test_it_stops_where_it_is_not_sure():
