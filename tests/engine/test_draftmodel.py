@@ -227,6 +227,15 @@ def test_blocks_with_the_same_tokens_are_shared_and_others_are_not():
     assert r.as_a_fresh_one((again, tokens)) == [9, 1, 1]
 
 
+def test_a_block_that_another_row_has_begun_to_write_to_is_not_found():
+    r = Rows()
+    tokens = answer([1, 2, 3], 6)
+    first = r.seq(0, [1, 2, 3, 4], 9)
+    assert r.ask((first, tokens))[1] == [9, 1, 1]
+    assert r.ask((r.seq(1, [2], 2), [8, 8]), most=1)[1] == [2]
+    assert r.as_a_fresh_one((r.seq(2, [1, 2, 5, 6], 9), tokens)) == [5, 1, 1]
+
+
 def test_a_row_that_was_preempted_finds_what_is_still_there():
     r = Rows()
     tokens = answer([1, 2, 3], 10)
