@@ -14,8 +14,8 @@ from typing import Any, Generic, overload
 import numpy as np
 from typing_extensions import TypeVar, Unpack
 
-from hibachi.draft.config import as_config
-from hibachi.engine import drafting
+from hibachi.draft.config import SpeculativeConfig, as_config
+from hibachi.engine import drafting, draftmodels
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
@@ -114,7 +114,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
     speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as
-    {"method": "ngram", "num_speculative_tokens": 4}. Level 2 without states. None and "off" mean no proposals.
+    {"method": "ngram", "num_speculative_tokens": 4}, or with a draft model, {"model": an object of level 2,
+    "num_speculative_tokens": 4}. Level 2 without states. None and "off" mean no proposals.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
@@ -174,7 +175,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -206,6 +207,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
         )
         _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
+        if self._speculation is not None and self._speculation.model is not None:
+            self._speculation = draftmodels.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
         if limit is None and (self._level == 2 or has_own_cache(model)):
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
@@ -222,6 +225,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             dtype=_own_dtype(model) if dtype is None else dtype,
             enable_prefix_caching=enable_prefix_caching,
             reserve_all=reserve_all,
+            draft=draftmodels.share(self._speculation),
         )
         self._policy = policy_of(scheduling_policy)
         self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop_rule}
@@ -475,8 +479,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if why is None and config.auto:
             why = self._proposals_differ
         if why is None:
-            assert built.facts.vocab_size is not None
-            engine.drafting = drafting.made(config, built.facts.vocab_size)
+            engine.drafting = drafting.made(config, built.facts, built.runner.backend)
             engine.waits = Waits(always=not config.auto)
         elif config.auto:
             log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)

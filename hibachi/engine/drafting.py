@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,16 +11,20 @@ from typing import Any
 import numpy as np
 
 from hibachi.draft.config import SpeculativeConfig
-from hibachi.draft.howmany import HowMany
+from hibachi.draft.howmany import Depth, HowMany
 from hibachi.draft.ngram import NgramDrafter
 from hibachi.draft.protocol import NOTHING, Drafter, Tokens, checked
+from hibachi.engine import draftmodels
+from hibachi.engine.batchengine import Facts
 from hibachi.guide.protocol import GuideFailed
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.draftmodel import DraftModel
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Drafted
 from hibachi.runners.runner import BaseRunner, Outcome
+from hibachi.tensor.array_backend import ArrayBackend
 
 FORCED = "forced"  # who proposes what a grammar leaves no choice about
 
@@ -44,13 +49,21 @@ class Drafting:
     """Sets the proposals of the running rows.
 
     drafter: proposes where nobody is surer; name: what metrics call it. k: the most of a row. how: chooses how many
-    pay; None means all.
+    pay; None means all. depth: of a draft model, chooses how many it makes; with `how` only.
     """
 
     def __init__(
-        self, drafter: Drafter, k: int, vocab_size: int, how: HowMany | None = None, name: str = "ngram"
+        self,
+        drafter: Drafter,
+        k: int,
+        vocab_size: int,
+        how: HowMany | None = None,
+        name: str = "ngram",
+        depth: Depth | None = None,
     ) -> None:
         self._drafter, self._k, self._vocab, self._how, self._name = drafter, k, vocab_size, how, name
+        self._depth = depth
+        self._seconds = 0.0  # that a draft model took before this step
         self.drafted = Drafted()
         self._rows: dict[Seq, Row] = {}  # with what was found for the step
 
@@ -102,13 +115,32 @@ class Drafting:
 
     def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
         """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""
-        if not rows or (self._how is not None and not self._how.worth(tokens, sum(row.most for row in rows))):
+        rows = [row for row in self._asked(rows, scheduler, tokens) if row.most]
+        if not rows:
             return
+        began = time.perf_counter()
         known = [runner.tokens_of(row.seq.row, int(scheduler.table.known[row.seq.row])) for row in rows]
         most = [row.most for row in rows]
         found = checked(self._drafter.propose([row.seq for row in rows], known, most), most, self._vocab).proposals
         for row, each in zip(rows, found, strict=True):
             row.found, row.by = each, self._name
+        if self._depth is not None:
+            self._seconds = time.perf_counter() - began
+            for row in rows:
+                self._depth.note(row.most, len(row.found))
+
+    def _asked(self, rows: Sequence[Row], scheduler: Scheduler, tokens: int) -> Sequence[Row]:
+        """The rows that the drafter is asked about; `most` of each says how many proposals could pay."""
+        if self._how is None or not rows:
+            return rows
+        if self._depth is None:
+            return rows if self._how.worth(tokens, sum(row.most for row in rows)) else ()
+        assert isinstance(self._drafter, DraftModel)
+        lacks = [self._drafter.lacks(row.seq, scheduler.known(row.seq)) for row in rows]
+        rates = [self._how.records.rate(row.seq, self._name) for row in rows]
+        for row, most in zip(rows, self._depth.choose(lacks, rates, [row.most for row in rows]), strict=True):
+            row.most = most
+        return rows
 
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
         """How many of its proposals each row computes."""
@@ -124,7 +156,10 @@ class Drafting:
         """A step is over, and took so long: which proposals were right."""
         draft, how = plan.draft, self._how
         if how is not None:
+            seconds, self._seconds = seconds - self._seconds, 0.0
             how.costs.note(int(plan.q.sum()) + (0 if draft is None else int(draft.sum())), seconds)
+            if self._depth is not None:
+                self._depth.took(seconds)
         for part in outcome.parts:
             if part.tokens is None or not self._rows:
                 continue
@@ -154,6 +189,12 @@ class Drafting:
             forget(seq)
 
 
-def made(config: SpeculativeConfig, vocab_size: int) -> Drafting:
-    drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Drafting(drafter, config.num_speculative_tokens, vocab_size, HowMany() if config.auto else None)
+def made(config: SpeculativeConfig, facts: Facts, backend: ArrayBackend) -> Drafting:
+    """backend: of the model. Raises UnsupportedOperation, and ConfigError."""
+    k, how = config.num_speculative_tokens, HowMany() if config.auto else None
+    assert facts.vocab_size is not None
+    if config.method == "draft_model":
+        depth = None if how is None else Depth(how)
+        drafter = draftmodels.made(config, facts, backend, depth)
+        return Drafting(drafter, k, facts.vocab_size, how, "draft_model", depth)
+    return Drafting(NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), k, facts.vocab_size, how)
