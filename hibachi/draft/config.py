@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hibachi.draft.find import check_drafter, installed
 from hibachi.draft.ngram import LENGTH
+from hibachi.draft.protocol import Drafter
 from hibachi.errors import ConfigError, shown
 
-METHODS = ("ngram",)
+METHODS = ("ngram",)  # our own
 MOST = 64  # proposals of a row in a step
 
 
@@ -18,11 +20,12 @@ MOST = 64  # proposals of a row in a step
 class SpeculativeConfig:
     """vLLM's names. auto: proposals are made where they pay only.
 
+    method: one of `METHODS`, the name of an installed drafter, or a drafter.
     num_speculative_tokens: the most proposals of a row in a step. prompt_lookup_min, prompt_lookup_max: lengths of the
     n-grams that are looked for.
     """
 
-    method: str = "ngram"
+    method: str | Drafter = "ngram"
     num_speculative_tokens: int = 8
     prompt_lookup_min: int = LENGTH
     prompt_lookup_max: int = LENGTH
@@ -53,8 +56,7 @@ def as_config(given: Any) -> SpeculativeConfig | None:
     named = {"auto": False, "num_speculative_tokens": None, **given}
     least, most = named.pop("prompt_lookup_min", None), named.pop("prompt_lookup_max", None)
     method, k, auto = named.pop("method", "ngram"), named.pop("num_speculative_tokens"), named.pop("auto")
-    if method not in METHODS:
-        raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}; got {shown(method)}.")
+    _check_method(method)
     # vLLM's rule: one of the two lengths alone stands for both.
     least, most = (least or most or LENGTH), (most or least or LENGTH)
     _check_int("num_speculative_tokens", 1 if k is None else k, 1, MOST)
@@ -65,6 +67,16 @@ def as_config(given: Any) -> SpeculativeConfig | None:
     if k is None:
         raise ConfigError(f"speculative_config must say num_speculative_tokens, from 1 to {MOST}; got {shown(given)}.")
     return SpeculativeConfig(method, k, least, most, auto)
+
+
+def _check_method(method: Any) -> None:
+    if not isinstance(method, str):
+        check_drafter(method, "speculative_config: method")
+    elif method not in METHODS and method not in (others := installed()):
+        raise ConfigError(
+            f"speculative_config: method must be one of {', '.join([*METHODS, *others])}, or a drafter; got "
+            f"{shown(method)}. Install the package that has it."
+        )
 
 
 def _check_int(name: str, value: Any, least: int, most: int) -> None:

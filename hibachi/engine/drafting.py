@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from hibachi.draft.config import SpeculativeConfig
+from hibachi.draft.aside import LATELY, Aside
+from hibachi.draft.config import METHODS, SpeculativeConfig
+from hibachi.draft.find import drafter_of
 from hibachi.draft.howmany import HowMany
 from hibachi.draft.ngram import NgramDrafter
 from hibachi.draft.protocol import NOTHING, Drafter, Tokens, checked
@@ -21,6 +24,9 @@ from hibachi.runners.meters import Drafted
 from hibachi.runners.runner import BaseRunner, Outcome
 
 FORCED = "forced"  # who proposes what a grammar leaves no choice about
+# Seconds that a step waits for a drafter in a thread of its own: a share of what steps take, within bounds.
+LEAST_WAIT, MOST_WAIT, SHARE = 0.002, 0.005, 0.25
+RETRY = 16  # where its guesses have not paid for the wait, such a drafter is asked in one step of so many
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +47,16 @@ class Row:
 class Drafting:
     """Sets the proposals of the running rows.
 
-    drafter: proposes where nobody is surer; name: what metrics call it. k: the most of a row. how: chooses how many
-    pay; None means all.
+    drafter: proposes where nobody is surer; name: what metrics call it. One `Aside` is waited for a few ms at most. k:
+    the most of a row. how: chooses how many pay; None means all.
     """
 
     def __init__(
-        self, drafter: Drafter, k: int, vocab_size: int, how: HowMany | None = None, name: str = "ngram"
+        self, drafter: Drafter | Aside, k: int, vocab_size: int, how: HowMany | None = None, name: str = "ngram"
     ) -> None:
+        self._usual = 0.0  # seconds that a step takes, without the wait for a drafter
+        self._waited = 0.0  # for the drafter, in this step
+        self._passed = 0  # steps in a row in which it could have been asked and was not
         self._drafter, self._k, self._vocab, self._how, self._name = drafter, k, vocab_size, how, name
         self.drafted = Drafted()
         self._by: dict[Seq, str] = {}  # who made the proposals of the step
@@ -57,6 +66,7 @@ class Drafting:
         """Returns the sequences, by number, that have proposals now, and how many."""
         self._by.clear()
         self._untried.clear()
+        self._waited = 0.0
         for seq in scheduler.order:
             seq.draft = 0
         rows = self._rows(scheduler)
@@ -94,13 +104,39 @@ class Drafting:
 
     def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
         """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""
-        if not rows or (self._how is not None and not self._how.worth(tokens, sum(row.most for row in rows))):
+        if not rows or not self._worth(rows, tokens):
             return
         known = [runner.tokens_of(row.seq.row, int(scheduler.table.known[row.seq.row])) for row in rows]
-        most = [row.most for row in rows]
-        found = checked(self._drafter.propose([row.seq for row in rows], known, most), most, self._vocab).proposals
-        for row, each in zip(rows, found, strict=True):
+        for row, each in zip(rows, self._asked(rows, known), strict=True):
             row.found, row.by = each, self._name
+
+    def _asked(self, rows: Sequence[Row], known: list[Tokens]) -> list[Tokens]:
+        """What the drafter proposes for rows with these tokens."""
+        most = [row.most for row in rows]
+        if not isinstance(self._drafter, Aside):
+            return checked(self._drafter.propose([row.seq for row in rows], known, most), most, self._vocab).proposals
+        began = time.perf_counter()
+        self._drafter.ask([row.seq.number for row in rows], known, most)
+        found = self._drafter.take(min(max(SHARE * self._usual, LEAST_WAIT), MOST_WAIT))
+        self._waited = time.perf_counter() - began
+        return [NOTHING] * len(rows) if found is None else found
+
+    def _worth(self, rows: Sequence[Row], tokens: int) -> bool:
+        """Whether to ask the drafter."""
+        drafter, how, most = self._drafter, self._how, [row.most for row in rows]
+        if isinstance(drafter, Aside) and drafter.off:
+            return False
+        if how is None:
+            return True
+        if not how.worth(tokens, sum(most)):
+            return False
+        self._passed += 1
+        if isinstance(drafter, Aside) and self._passed < RETRY:
+            rates = [how.records.rate(row.seq) for row in rows]
+            if not how.pays(tokens, most, rates, drafter.seconds):
+                return False
+        self._passed = 0
+        return True
 
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
         """How many of its proposals each row computes."""
@@ -113,6 +149,8 @@ class Drafting:
     def judge(self, plan: StepPlan, outcome: Outcome, seconds: float) -> None:
         """A step is over, and took so long: which proposals were right."""
         draft, how = plan.draft, self._how
+        seconds -= self._waited
+        self._usual += LATELY * (seconds - self._usual)
         if how is not None:
             how.costs.note(int(plan.q.sum()) + (0 if draft is None else int(draft.sum())), seconds)
         for part in outcome.parts:
@@ -135,10 +173,23 @@ class Drafting:
         if self._how is not None:
             self._how.records.forget(seq)
         self._untried.pop(seq, None)
-        if (forget := getattr(self._drafter, "forget", None)) is not None:
+        if isinstance(self._drafter, Aside):
+            self._drafter.forget(seq.number)
+        elif (forget := getattr(self._drafter, "forget", None)) is not None:
             forget(seq)
+
+    def close(self) -> None:
+        """No more proposals. A drafter that hangs is let go: its thread does not keep the process alive."""
+        if isinstance(self._drafter, Aside):
+            self._drafter.close()
 
 
 def made(config: SpeculativeConfig, vocab_size: int) -> Drafting:
-    drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Drafting(drafter, config.num_speculative_tokens, vocab_size, HowMany() if config.auto else None)
+    """Raises ConfigError or MissingExtra for a drafter of another package that cannot be made."""
+    method, how = config.method, HowMany() if config.auto else None
+    if isinstance(method, str) and method in METHODS:
+        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        return Drafting(drafter, config.num_speculative_tokens, vocab_size, how, method)
+    name = method if isinstance(method, str) else type(method).__name__
+    aside = Aside(drafter_of(method, vocab_size), vocab_size, name)
+    return Drafting(aside, config.num_speculative_tokens, vocab_size, how, name)

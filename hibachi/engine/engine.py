@@ -672,6 +672,8 @@ class Engine:
 
     def close(self) -> None:
         self._compiling.close()
+        if self.drafting is not None:
+            self.drafting.close()
         self.runner.close()
         self.recorder.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
@@ -33,6 +34,9 @@ def _started(name: str, model: str, options: TextOptions, feedforward: bool = Fa
     check_options(name, dict(options), OPTIONS)
     if "backend" in options and not isinstance(options["backend"], (str, type(None))):
         raise ConfigError("For an engine in another process a backend is given by its name.")
+    config = options.get("speculative_config")
+    if isinstance(config, Mapping) and not isinstance(config.get("method", ""), str):
+        raise ConfigError("For an engine in another process a drafter is given by its name: speculative_config method.")
     return RemoteEngine(model, feedforward=feedforward, **options)
 
 
