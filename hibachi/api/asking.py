@@ -72,6 +72,7 @@ _SAME = (  # fields of SamplingParams by the same name
     "prompt_logprobs",
     "stop",
     "skip_special_tokens",
+    "num_speculative_tokens",
 )
 
 

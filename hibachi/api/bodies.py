@@ -104,6 +104,7 @@ class _Generation(_Ignored, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
     skip_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None  # the tokenizers put no spaces there, whatever it says
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -89,7 +89,9 @@ class Drafting:
             at = seq.row
             if at < 0 or seq.paused or not table.emitted[at] or table.known[at] - table.computed[at] != 1:
                 continue
-            most = min(self._k, int(table.end[at] - table.known[at]) - 1)
+            most, asked = min(self._k, int(table.end[at] - table.known[at]) - 1), seq.owner.params
+            if asked is not None and asked.num_speculative_tokens is not None:
+                most = min(most, asked.num_speculative_tokens)
             if most > 0:
                 rows.append(Row(seq, most))
         return rows

@@ -348,6 +348,7 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "n": (1, 2, 3, 10),
         "best_of": (None, 1, 2, 4),
         "prompt_logprobs": WHOLE,
+        "num_speculative_tokens": (None, *WHOLE),
         "codebooks": (
             *((), [{}], [{}, {"temperature": 0}], [{"temperature": 0.5}] * 3, [{"top_k": 5, "top_p": 0.5}, {}]),
             *([{"seed": 1}, {}], [{"temperature": NAN}, {}], [{1: 2}, {}], [None, {}], "ab", {"temperature": 1}),

@@ -34,6 +34,7 @@ SERVER = SamplingParams(
     n=2,
     best_of=3,
     prompt_logprobs=4,
+    num_speculative_tokens=5,
 )
 PLAIN = SamplingParams()
 SMALL = Bounds(n=3, prompts=2, logprobs=5, stop=2, stop_length=4, bias=2, token_ids=2, messages=2)
@@ -125,6 +126,7 @@ PARAMETERS = {
     "best_of": [(2, "best_of", 2), (3, "best_of", 3)],
     "max_tokens": [(1, "max_tokens", 1), (2**31, "max_tokens", 2**31 - 1)],
     "min_tokens": [(0, "min_tokens", 0), (16, "min_tokens", 16)],
+    "num_speculative_tokens": [(n, "num_speculative_tokens", n) for n in (0, 3, 2**31 - 1)],
     "stop": [("x", "stop", ("x",)), ([], "stop", ()), (["x", "four"], "stop", ("x", "four"))],
     "bad_words": [([], "bad_words", ()), (["x", "four"], "bad_words", ("x", "four"))],
     "stop_token_ids": [([], "stop_token_ids", ()), ([0, 7], "stop_token_ids", (0, 7))],
@@ -190,6 +192,11 @@ WRONG = [
     ({"best_of": 4}, "best_of", "best_of must be at most 3; got 4."),
     ({"max_tokens": -1}, "max_tokens", "max_tokens must be an integer >= 1 (or None: no limit); got -1."),
     ({"min_tokens": -1}, "min_tokens", "min_tokens must be an integer >= 0; got -1."),
+    (
+        {"num_speculative_tokens": -1},
+        "num_speculative_tokens",
+        "num_speculative_tokens must be an integer >= 0 (or None: as many as the engine's); got -1.",
+    ),
     ({"min_tokens": 8, "max_tokens": 7}, "min_tokens", "min_tokens must be at most max_tokens, 7; got 8."),
     ({"stop": ""}, "stop", "stop must be non-empty strings; got ''."),
     ({"stop": ["a", ""]}, "stop", "stop must be non-empty strings; got ['a', '']."),

@@ -169,6 +169,7 @@ GENERATION = FREE | {
     "request_id": (TEXT, None),
     "return_tokens_as_token_ids": (BOOL, None),
     "skip_special_tokens": (BOOL, None),
+    "num_speculative_tokens": (INT, None),
     "spaces_between_special_tokens": (BOOL, None),
     "truncate_prompt_tokens": (INT, None),
     "truncation_side": (SIDE, None),
