@@ -500,6 +500,8 @@ class Request:
     grammar: a `hibachi.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
+    prediction: token ids of what the output may be, in a list or an array [m]: proposed where the engine speculates,
+    and where the output follows them. Those beyond the context are left out.
     """
 
     prompt: Any
@@ -516,3 +518,4 @@ class Request:
     kept: list[Any] | None = None
     inputs: Mapping[str, Any] | None = None
     grammar: Any = None
+    prediction: Any = None

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, overload
@@ -15,6 +16,7 @@ import numpy as np
 from typing_extensions import TypeVar, Unpack
 
 from hibachi.draft.config import as_config
+from hibachi.draft.prediction import Prediction
 from hibachi.engine import drafting
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
@@ -306,6 +308,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         include_stop: bool | None = None,
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
+        prediction: Sequence[int] | None = None,
         terms: Terms | None = None,
     ) -> ItemStream[Token]:
         """Queue a prompt (seq, *tok) and return its stream at once.
@@ -313,6 +316,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: (seq, hidden) floats in place of the prompt, which is None then: they replace the embeddings of
         tokens at the model's first layer. For models with an attribute `embed_size`, as our decoder has.
         inputs: {name: array}, what the model declares in its attribute `inputs`; the arrays stay with the request.
+        prediction: token ids of what the output may be. They save time where the engine speculates and the output
+        follows them, and change nothing else.
         params: how to sample (levels 1 and 2); None means SamplingParams(). Fields that need a tokenizer (stop,
         bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them. Models that return tokens
         take a seed and max_tokens, if they declare `draws`.
@@ -345,6 +350,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             include_stop=include_stop,
             embeds=prompt_embeds,
             inputs=inputs,
+            prediction=prediction,
             terms=Terms() if terms is None else terms,
         )
         return self.submit(self.check(request))
@@ -415,6 +421,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             unit=request.unit,
             kept=request.kept,
             inputs=dict(request.inputs) if request.inputs else None,
+            prediction=None if request.prediction is None else Prediction(request.prediction),
         )
         if begun is not None:
             job.kv = begun.kv
@@ -453,16 +460,18 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._backend = prompt_backend(prompt, self.model)
         return self._build(self._backend)
 
-    def _speculate(self, built: Built, engine: Engine) -> None:
+    def _speculate(self, built: Built, engine: Engine) -> bool:
+        """Let the engine propose tokens, where that is wanted; returns whether it does."""
         config = self._speculation
         if config is None:
-            return
+            return False
         why = cannot_speculate(built.runner)
         if why is None and config.auto and not self._deterministic:
             why = "proposals may change bits where deterministic is False"
         if why is None:
             assert built.facts.vocab_size is not None
             engine.drafting = drafting.made(config, built.facts.vocab_size)
+            return True
         elif config.auto:
             log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)
         else:
@@ -477,8 +486,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._check_open()
             built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self._deterministic)
             self._worker = self._serve(built.scheduler, built.runner)
-            self._speculate(built, self._worker.engine)
-            self._built = built
+            speculates = self._speculate(built, self._worker.engine)
+            self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))
             return built
 
 

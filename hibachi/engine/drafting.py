@@ -24,6 +24,7 @@ from hibachi.runners.meters import Drafted
 from hibachi.runners.runner import BaseRunner, Outcome
 
 FORCED = "forced"  # who proposes what a grammar leaves no choice about
+PREDICTED = "prediction"  # ... and what a caller expects
 # Seconds that a step waits for a drafter in a thread of its own: a share of what steps take, within bounds.
 LEAST_WAIT, MOST_WAIT, SHARE = 0.002, 0.005, 0.25
 RETRY = 16  # where its guesses have not paid for the wait, such a drafter is asked in one step of so many
@@ -73,6 +74,7 @@ class Drafting:
         if not rows:
             return []
         self._force(rows, scheduler)
+        self._follow([row for row in rows if not len(row.found)], scheduler, runner)
         self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
         for row, n in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             row.job.draft, row.seq.draft = row.found[:n], n
@@ -103,6 +105,13 @@ class Drafting:
             if guided is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len:
                 with suppress(GuideFailed):  # the draw will find out
                     row.found, row.by = np.array(guided.guide.forced(row.most), np.int32), FORCED
+
+    def _follow(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner) -> None:
+        """Find what callers expect."""
+        for row in rows:
+            if (prediction := row.job.prediction) is not None:
+                known = runner.tokens_of(row.seq.row, int(scheduler.table.known[row.seq.row]))
+                row.found, row.by = prediction.find(known[row.seq.prompt_len :], row.most), PREDICTED
 
     def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
         """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""
@@ -148,13 +157,19 @@ class Drafting:
         rates = [1.0 if row.by == FORCED else self._how.records.rate(row.seq) for row in rows]
         return self._how.choose(len(rows), counts, rates, budget)
 
-    def judge(self, plan: StepPlan, outcome: Outcome, seconds: float) -> None:
-        """A step is over, and took so long: which proposals were right."""
-        draft, how = plan.draft, self._how
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """A step is over, and took so long."""
         seconds -= self._waited
         self._usual += LATELY * (seconds - self._usual)
-        if how is not None:
-            how.costs.note(int(plan.q.sum()) + (0 if draft is None else int(draft.sum())), seconds)
+        if self._how is not None:
+            draft = 0 if plan.draft is None else int(plan.draft.sum())
+            self._how.costs.note(int(plan.q.sum()) + draft, seconds)
+
+    def judge(self, plan: StepPlan, outcome: Outcome) -> None:
+        """Which proposals of a step were right. Called before its tokens are delivered: whoever has seen the end of a
+        stream finds them counted.
+        """
+        draft, how = plan.draft, self._how
         for part in outcome.parts:
             if part.tokens is None or (draft is None and not self._untried):
                 continue
@@ -165,6 +180,8 @@ class Drafting:
                 if tried:
                     right = max(n - 1, 0)
                     self.drafted.note(tried, right)
+                    if self._by.get(seq) == PREDICTED and seq.owner is not None:
+                        seq.owner.channel.predicted(right, tried - right)
                 elif (guess := self._untried.get(seq)) is not None and n:
                     tried, right = 1, int(part.tokens[at] == guess[0])
                 if tried and how is not None and seq.owner is not None and self._by.get(seq) != FORCED:

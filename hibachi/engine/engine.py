@@ -315,6 +315,8 @@ class Engine:
         counts = self._counts
         counts.steps += 1
         counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
+        if self.drafting is not None:
+            self.drafting.judge(plan, outcome)
         self._settle(plan, outcome, began)
         # After `_settle`: a request that failed there has lost its row, and its state is not kept.
         if kept := [(row, slot) for seq, row, slot in plan.saves if seq.row == row]:
@@ -323,7 +325,7 @@ class Engine:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
         if self.drafting is not None and not self.runner.tally.compiles:
-            self.drafting.judge(plan, outcome, seconds)
+            self.drafting.took(plan, seconds)
         self._measure(plan, seconds)
         self.moved = time.monotonic()
         self.runner.tally.compiles = False
