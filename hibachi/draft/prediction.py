@@ -6,6 +6,7 @@ import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,8 @@ class Prediction:
         self._at, self._run = (place + 1, 1) if 0 <= place < self._left + NEAR else (-1, 0)
 
 
-def _hashes(tokens: Tokens) -> Tokens:
+def _hashes(tokens: Tokens) -> Any:
+    """Of each `LONG` tokens: int64."""
     n = max(0, len(tokens) - LONG + 1)
     found = np.zeros(n, np.int64)
     for i, factor in enumerate(_FACTORS):
@@ -109,7 +111,7 @@ def _hashes(tokens: Tokens) -> Tokens:
     return found & _MASK
 
 
-def _sorted(keys: Tokens, places: Tokens) -> array[int]:
+def _sorted(keys: Any, places: Any) -> array[int]:
     """Keys with their places, (key << 32) + place, in order."""
     return array("q", np.sort((keys << 32) + places).tobytes())
 

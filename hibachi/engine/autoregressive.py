@@ -472,12 +472,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             assert built.facts.vocab_size is not None
             engine.drafting = drafting.made(config, built.facts.vocab_size)
             return True
-        elif config.auto:
+        if config.auto:
             log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)
-        else:
-            raise UnsupportedOperation(
-                f"speculative_config cannot be used with {type(self.model).__name__}, as {why}. Leave it out."
-            )
+            return False
+        raise UnsupportedOperation(
+            f"speculative_config cannot be used with {type(self.model).__name__}, as {why}. Leave it out."
+        )
 
     def _build(self, backend: ArrayBackend | NineBackend) -> Built:
         with self._building:
