@@ -110,9 +110,8 @@ class Texts(Holding):
         prompts: each a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)}, which replace the
         embeddings of tokens at the first layer.
         params, terms: one for all, or one for each; None means `default_params`, and plain terms.
-        prediction: what the text may be, such as one that is to be changed: a text or token ids, for all, or a list with
-        one or None for each. It saves time where the engine speculates and the text follows it, and changes nothing
-        else.
+        prediction: what the text may be, such as one that is to be changed: a text or token ids for all, or a list with
+        one or None for each. It saves time where the engine speculates and the text follows it; no text changes.
         progress: show progress on standard error, by tqdm where that is installed.
 
         Without a max_tokens, in params or in `default_params`, a completion goes on to the end of the context.
@@ -252,8 +251,8 @@ class Texts(Holding):
         """Answer one conversation or several: lists of {"role": ..., "content": ...}, rendered by the model's chat
         template.
 
-        prediction, progress: see `generate`. variables: further variables of the template, such as tools. Raises InvalidRequest if
-        the model has no template.
+        prediction, progress: see `generate`. variables: further variables of the template, such as tools. Raises
+        InvalidRequest if the model has no template.
         """
         check_variables(f"{type(self).__name__}.chat", variables)
         texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]

@@ -613,11 +613,38 @@ def test_what_changes_nothing(ask):
     own = {"input": "a"} if ask is embedding else {}
     for field in (
         *("user", "store", "metadata", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction", "session_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "session_id"),
     ):
         assert ask(**own, **{field: {"a": 1}}) == ask(**own)
     if ask is chat:
         assert chat(parallel_tool_calls=False) == chat(parallel_tool_calls=True) == chat()
+
+
+@BOTH
+def test_what_an_answer_may_be(ask):
+    assert ask(prediction=None) == ask() and ask().prediction is None
+    assert ask(prediction={"type": "content", "content": "a b"}).prediction == "a b"
+    parts = [{"type": "text", "text": text} for text in ("a ", "", "b")]
+    assert ask(prediction={"type": "content", "content": parts}).prediction == "a b"
+    assert ask(prediction={"type": "content", "content": []}).prediction == ""
+    assert ask(prediction={"type": "content", "content": "a"}, n=2).params.n == 2
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "given, param",
+    [
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": "a", "more": 1}, "prediction.more"),
+        ({"type": "content", "content": [{"type": "image_url", "image_url": "a"}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0].text"),
+        ({"type": "content", "content": [{"text": "a"}]}, "prediction.content[0].type"),
+    ],
+)
+def test_a_prediction_that_is_none_is_refused_by_name(ask, given, param):
+    assert refused(ask, prediction=given)[1] == param
 
 
 def test_the_size_of_a_vector():
