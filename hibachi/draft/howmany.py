@@ -98,27 +98,32 @@ def _size_of(tokens: int) -> int:
 
 
 class Records:
-    """Of each request, how likely its next proposed token is right. A new one begins with what is common."""
+    """Of each request, how likely its next proposed token is right, by who proposes. A new one begins with what is
+    common.
+    """
 
     def __init__(self) -> None:
-        self._common = _Record(PRIOR)
-        self._each: dict[Hashable, _Record] = {}
+        self._common: dict[str, _Record] = {}
+        self._each: dict[Hashable, dict[str, _Record]] = {}
 
-    def rate(self, key: Hashable) -> float:
-        return min(self._each.get(key, self._common).rate, HIGHEST)
+    def rate(self, key: Hashable, by: str = "") -> float:
+        record = self._each.get(key, {}).get(by) or self._common.get(by)
+        return PRIOR if record is None else min(record.rate, HIGHEST)
 
-    def note(self, key: Hashable, tried: int, right: int) -> None:
+    def note(self, key: Hashable, tried: int, right: int, by: str = "") -> None:
         """Of `tried` proposals the first `right` were what came.
 
         A step that took none of a request's proposals can say whether the first would have been right: so a record
         gets better again without a step that costs more.
         """
-        record = self._each.get(key)
+        common = self._common.setdefault(by, _Record(PRIOR))
+        own = self._each.setdefault(key, {})
+        record = own.get(by)
         if record is None:
-            record = self._each[key] = _Record(self._common.rate)
+            record = own[by] = _Record(common.rate)
         seen = min(right + 1, tried)  # of those behind a wrong one, nothing is known
         record.note(seen, right, MEMORY)
-        self._common.note(seen, right, COMMON_MEMORY)
+        common.note(seen, right, COMMON_MEMORY)
 
     def forget(self, key: Hashable) -> None:
         self._each.pop(key, None)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class Row:
     seq: Seq
     most: int
     found: Tokens = field(default_factory=lambda: NOTHING)
+    sure: int = 0  # of these, how many at the beginning are certain
     by: str = ""  # who has found it
 
     @property
@@ -60,17 +62,15 @@ class Drafting:
         self._passed = 0  # steps in a row in which it could have been asked and was not
         self._drafter, self._k, self._vocab, self._how, self._name = drafter, k, vocab_size, how, name
         self.drafted = Drafted()
-        self._by: dict[Seq, str] = {}  # who made the proposals of the step
-        self._untried: dict[Seq, Tokens] = {}  # proposals that no row has computed: what comes judges them too
+        self._rows: dict[Seq, Row] = {}  # with what was found for the step
 
     def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
         """Returns the sequences, by number, that have proposals now, and how many."""
-        self._by.clear()
-        self._untried.clear()
+        self._rows.clear()
         self._waited = 0.0
         for seq in scheduler.order:
             seq.draft = 0
-        rows = self._rows(scheduler)
+        rows = self._open(scheduler)
         if not rows:
             return []
         self._force(rows, scheduler)
@@ -78,13 +78,12 @@ class Drafting:
         self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
         for row, n in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             row.job.draft, row.seq.draft = row.found[:n], n
-            if n:
-                self._by[row.seq] = row.by
-            elif len(row.found):
-                self._untried[row.seq] = row.found
+            row.job.sure = min(n, row.sure)
+            if row.by:
+                self._rows[row.seq] = row
         return [(row.seq.number, row.seq.draft) for row in rows if row.seq.draft]
 
-    def _rows(self, scheduler: Scheduler) -> list[Row]:
+    def _open(self, scheduler: Scheduler) -> list[Row]:
         """The rows that decode, have room for more than one token, and allow proposals."""
         table, rows = scheduler.table, []
         for seq in scheduler.order:
@@ -100,11 +99,19 @@ class Drafting:
 
     def _force(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
         """Find what the grammars of guided rows leave no choice about."""
-        for row in rows:
-            guided = row.job.guided
-            if guided is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len:
-                with suppress(GuideFailed):  # the draw will find out
-                    row.found, row.by = np.array(guided.guide.forced(row.most), np.int32), FORCED
+        guided = [
+            (row, guided)
+            for row in rows
+            if (guided := row.job.guided) is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len
+        ]
+        if not guided:
+            return
+        if (prepare := getattr(guided[0][1].guides, "prepare", None)) is not None:
+            prepare([each.guide for _, each in guided])
+        for row, each in guided:
+            with suppress(GuideFailed):  # the draw will find out
+                found, row.sure = each.guide.forced(row.most)
+                row.found, row.by = np.array(found, np.int32), FORCED
 
     def _follow(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner) -> None:
         """Find what callers expect."""
@@ -143,7 +150,7 @@ class Drafting:
             return False
         self._passed += 1
         if isinstance(drafter, Aside) and self._passed < RETRY:
-            rates = [how.records.rate(row.seq) for row in rows]
+            rates = [how.records.rate(row.seq, self._name) for row in rows]
             if not how.pays(tokens, most, rates, drafter.seconds):
                 return False
         self._passed = 0
@@ -151,11 +158,13 @@ class Drafting:
 
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
         """How many of its proposals each row computes."""
-        counts = [len(row.found) for row in rows]
         if self._how is None:
-            return counts
-        rates = [1.0 if row.by == FORCED else self._how.records.rate(row.seq) for row in rows]
-        return self._how.choose(len(rows), counts, rates, budget)
+            return [len(row.found) for row in rows]
+        sure = [row.sure for row in rows]
+        guesses = [len(row.found) - row.sure for row in rows]
+        rates = [self._how.records.rate(row.seq, row.by) for row in rows]
+        more = self._how.choose(len(rows) + sum(sure), guesses, rates, budget - sum(sure))
+        return [n + guess for n, guess in zip(sure, more, strict=True)]
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step is over, and took so long."""
@@ -169,29 +178,34 @@ class Drafting:
         """Which proposals of a step were right. Called before its tokens are delivered: whoever has seen the end of a
         stream finds them counted.
         """
-        draft, how = plan.draft, self._how
+        draft = plan.draft
         for part in outcome.parts:
-            if part.tokens is None or (draft is None and not self._untried):
+            if part.tokens is None or not self._rows:
                 continue
             counts = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
             first = np.cumsum(counts) - counts
             for i, n, at in zip(part.idx.tolist(), counts.tolist(), first.tolist(), strict=True):
-                seq, tried = plan.seqs[i], 0 if draft is None else int(draft[i])
-                if tried:
-                    right = max(n - 1, 0)
-                    self.drafted.note(tried, right)
-                    if self._by.get(seq) == PREDICTED and seq.owner is not None:
-                        seq.owner.channel.predicted(right, tried - right)
-                elif (guess := self._untried.get(seq)) is not None and n:
-                    tried, right = 1, int(part.tokens[at] == guess[0])
-                if tried and how is not None and seq.owner is not None and self._by.get(seq) != FORCED:
-                    how.records.note(seq, tried, right)
+                if (row := self._rows.get(plan.seqs[i])) is not None and n:
+                    self._judge(row, part.tokens[at : at + n], 0 if draft is None else int(draft[i]))
+
+    def _judge(self, row: Row, came: Any, tried: int) -> None:
+        """The first `tried` proposals of a row were computed, and these tokens came."""
+        right = len(came) - 1
+        if tried:
+            self.drafted.note(tried, right)
+            if row.by == PREDICTED and row.seq.owner is not None:
+                row.job.channel.predicted(right, tried - right)
+        guesses, right = tried - row.sure, right - row.sure
+        if guesses <= 0 <= right and len(row.found) > row.sure:  # no guess was computed: what came judges the first
+            guesses, right = 1, int(came[row.sure] == row.found[row.sure])
+        if guesses > 0 <= right and self._how is not None and row.seq.owner is not None:
+            self._how.records.note(row.seq, guesses, right, row.by)
 
     def forget(self, seq: Seq) -> None:
         """The request is over."""
         if self._how is not None:
             self._how.records.forget(seq)
-        self._untried.pop(seq, None)
+        self._rows.pop(seq, None)
         if isinstance(self._drafter, Aside):
             self._drafter.forget(seq.number)
         elif (forget := getattr(self._drafter, "forget", None)) is not None:

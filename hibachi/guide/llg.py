@@ -49,6 +49,7 @@ class LlguidanceGuides:
         self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
         self._checks = Checks(self._library, partial(set_up, vocabulary, self.eos_ids))
         self._tokenizer: Any = None
+        self._by_bytes: tuple[dict[bytes, int], int] | None = None  # the longest of them
         self._pool: Any = None
         self.forget()
         _living.add(self)
@@ -77,6 +78,7 @@ class LlguidanceGuides:
         """A new guide, ready for its first mask. Raises GuideFailed."""
         guide = LlguidanceGuide(self, grammar)
         guide.bits()
+        self.cut(b"", 1)  # its table is made here, beside the steps
         return guide
 
     def matcher(self, grammar: Grammar) -> Any:
@@ -119,6 +121,33 @@ class LlguidanceGuides:
             if failed[row] is None and not bits[row].any() and not own[row].complete:
                 failed[row] = GuideFailed(NO_WAY)
         return failed
+
+    def cut(self, text: bytes, most: int) -> list[int]:
+        """The longest tokens that a text begins with, one after the other, at most this many."""
+        if self._by_bytes is None:
+            words, special = words_of(self._vocabulary)
+            none = {*special, *self.eos_ids}
+            named = {t: i for i, t in enumerate(words) if t and i not in none}
+            self._by_bytes = named, max(map(len, named), default=0)
+        ids, longest = self._by_bytes
+        found, at = list[int](), 0
+        while at < len(text) and len(found) < most:
+            ends = range(min(len(text), at + longest), at, -1)
+            end = next((end for end in ends if text[at:end] in ids), None)
+            if end is None:
+                break
+            found.append(ids[text[at:end]])
+            at = end
+        return found
+
+    def prepare(self, guides: Sequence[Guide]) -> None:
+        """Compute the masks of several guides on all cores: asking for them, or for what is forced, is cheap then."""
+        own = [guide for guide in guides if isinstance(guide, LlguidanceGuide) and guide.known is None]
+        if len(own) > 1:
+            filled = np.empty((len(own), self.words), np.uint32)
+            self._fill(own, filled)
+            for guide, mask in zip(own, filled, strict=True):
+                guide.known = mask
 
     @property
     def words(self) -> int:
@@ -198,6 +227,8 @@ class LlguidanceGuide:
     """What may come next in one request. known: its mask, where it was computed before it was asked for."""
 
     known: npt.NDArray[np.uint32] | None = None
+    _ahead: tuple[int, int, npt.NDArray[np.uint32]] | None = None
+    """From so many tokens on some are forced; after so many, the mask behind them."""
 
     def __init__(self, guides: LlguidanceGuides, grammar: Grammar, tokens: Sequence[int] = ()) -> None:
         self._guides, self._grammar = guides, grammar
@@ -229,6 +260,8 @@ class LlguidanceGuide:
         if self._slow > MOST_SLOW:
             raise GuideFailed(COMPLEX)
         self._tokens += tokens[:n]
+        if self._ahead is not None and len(self._tokens) == self._ahead[1]:
+            self.known = self._ahead[2]
         rest = tokens[n:]
         if not self._matcher.is_stopped() or any(t not in self._guides.eos_ids for t in rest):
             return not rest
@@ -245,6 +278,8 @@ class LlguidanceGuide:
         behind = min(n, self._beyond)
         self._beyond -= behind
         kept = len(self._tokens) - n
+        if self._ahead is not None and kept < self._ahead[0]:
+            self._ahead = None
         del self._tokens[kept:]
         if n > behind and not self._matcher.rollback(n - behind):
             # Grammars with max_tokens or stop cannot go back.
@@ -272,17 +307,29 @@ class LlguidanceGuide:
         matcher = self._matcher
         return not matcher.is_error() and bool(matcher.is_stopped() or matcher.is_accepting())
 
-    def forced(self, most: int) -> list[int]:
-        """The tokens that must come next, at most this many. Each costs a mask."""
-        found: list[int] = []
-        while len(found) < most and not self.complete:
-            only = only_bit(self.bits())
-            if only is None or only >= self._guides.size or only in self._guides.eos_ids:
+    def forced(self, most: int) -> tuple[list[int], int]:
+        """The tokens that come next where nothing else may, at most this many; and how many of them are certain.
+
+        Each certain one costs a mask; the mask behind them is kept. The text behind them is cut into the longest tokens
+        that there are, as a model mostly does.
+        """
+        found, start = list[int](), len(self._tokens)
+        while not self.complete:
+            if self.known is None:
+                self.known = self.bits()[: self._guides.words]
+            only = only_bit(self.known)
+            if only is None or only >= self._guides.size or only in self._guides.eos_ids or len(found) == most:
                 break
             self.advance([only])
             found.append(only)
-        self.take_back(len(found))
-        return found
+        sure = len(found)
+        if sure < most and not self.complete:
+            found += self._guides.cut(self._matcher.compute_ff_bytes(), most - sure)
+        if sure:
+            behind = self.known
+            self.take_back(sure)
+            self._ahead = None if behind is None else (start, start + sure, behind)
+        return found, sure
 
     def fork(self) -> LlguidanceGuide:
         """A new guide of the same grammar, fed with the tokens so far.

@@ -87,8 +87,11 @@ class Guide(Protocol):
         """Nothing but an end token may come."""
         ...
 
-    def forced(self, most: int) -> list[int]:
-        """The tokens that must come next, at most this many."""
+    def forced(self, most: int) -> tuple[list[int], int]:
+        """The tokens that come next where nothing else may, at most this many; and how many of them are certain.
+
+        Behind those, only the text is: the same text in other tokens may come as well.
+        """
         ...
 
     def fork(self) -> Guide:

@@ -17,12 +17,12 @@ from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.beside import Beside, declared_by
 from hibachi.runners.checkedstep import CheckedStep
-from hibachi.runners.heads import Head, Outputs, Pooled
+from hibachi.runners.heads import Head, Outputs, Pooled, Sampled
 from hibachi.runners.inputs import Inputs
 from hibachi.runners.job import Job
 from hibachi.runners.memory import Memory, RecurrentStep
 from hibachi.runners.meters import Tally
-from hibachi.runners.proposals import proposed
+from hibachi.runners.proposals import place, proposed, sure
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -228,12 +228,15 @@ class CachedRunner(BaseRunner):
             return self._in_calls(plan, call, idx)
         if self.inputs.scores(rows, start).any():
             return self._scored(plan, call, idx, rows, start, q, emit)
-        draft = None
+        draft = proposals = None
         if plan.draft is not None and (mine := plan.draft[idx]).any():
-            draft = mine
-        x = self.inputs.packed(
-            rows, start, q, emit, draft=draft, proposals=None if draft is None else proposed(plan, idx)
-        )
+            assert isinstance(call.head, Sampled)
+            certain = sure(call.head.sampler, plan, idx)
+            if certain.any():  # the rest of the step does not tell them from others that are known
+                place(call.head.table, plan, idx, certain)
+                q = q + certain
+            draft, proposals = mine - certain, proposed(plan, idx, certain, mine)
+        x = self.inputs.packed(rows, start, q, emit, draft=draft, proposals=proposals)
         return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
 
     def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:

@@ -75,9 +75,10 @@ class Sampled:
 
     sampler: RowSampler | FrameSampler
     name: str
+    table: TokenTable
 
     def __init__(self, sampler: RowSampler | FrameSampler, table: TokenTable, tally: Tally, name: str) -> None:
-        self.sampler, self._table, self._tally, self.name = sampler, table, tally, f"{name}.step"
+        self.sampler, self.table, self._tally, self.name = sampler, table, tally, f"{name}.step"
 
     def step(self, model: Any) -> Callable[..., Any]:
         call: Callable[..., Any] = model.step
@@ -102,7 +103,7 @@ class Sampled:
         if plan.draft is not None and plan.draft[idx].any():
             assert isinstance(sampler, RowSampler)
             with self._tally:
-                return Along(sampler, self._table, plan, idx, out).run()
+                return Along(sampler, self.table, plan, idx, out).run()
         jobs = jobs_of(plan, idx)
         with self._tally:
             drawn = sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
@@ -122,7 +123,7 @@ class Sampled:
         places = np.delete(np.arange(ends[-1]), samples)
         position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
-        tokens[places] = self._table.packed(rows, start + 1, score, row, position)
+        tokens[places] = self.table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
         with self._tally:
             found = sampler.logprobs(out, tokens, wanted.tolist())

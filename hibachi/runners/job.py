@@ -44,6 +44,7 @@ class Job:
     inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
     prediction: Any = None  # of its output, a `hibachi.draft.prediction.Prediction`
     draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
+    sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
     grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
     guided: Guided | None = None
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past

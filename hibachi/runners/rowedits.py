@@ -130,6 +130,10 @@ class RowEdits:
         """Rows whose changes depend on the tokens before: bool [n]."""
         return self._looks[rows]
 
+    def only_guided(self, rows: Any, positions: Any) -> Any:
+        """Rows for whose logits nothing but a guide wants a change: bool [n]."""
+        return self._guided[rows] & ~self.wanted_at_once(rows, positions)
+
     def wanted_at_once(self, rows: Any, positions: Any) -> Any:
         """`wanted`, but for what a guide wants."""
         return self._always[rows] | (positions < self._until[rows])

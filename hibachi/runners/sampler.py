@@ -94,6 +94,13 @@ class RowSampler:
         """Which rows draw a token by what came before it, besides by its logits: bool [n]."""
         return self._edits.looks_back(rows)
 
+    def sure(self, jobs: Sequence[Job], rows: Any, positions: Any) -> Any:
+        """How many of their first proposals rows get without a look at logits, int32 [n]: those that a guide leaves no
+        choice about, where nothing else decides, and nobody wants their log-probabilities.
+        """
+        sure = np.array([job.sure if job.sampling.logprobs is None else 0 for job in jobs], np.int32)
+        return np.where(self._edits.only_guided(rows, positions), sure, 0) if sure.any() else sure
+
     def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
         """Whether `begin`, and `begin_late` where they are guided, can draw for these: not where the host must see
         logits or tokens before the draw is over.

@@ -201,17 +201,15 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
 
     aside = Aside(Right(), 10, "mine")
     aside.seconds = 1e-3
-    mine = Drafting(aside, 4, 10, how)
+    mine = Drafting(aside, 4, 10, how, "mine")
     row = drafting.Row(object(), 4)
-    how.records.note(row.seq, 100, 0)
-    how.records.note(row.seq, 100, 0)
     for _ in range(200):
-        how.records.note(row.seq, 1, 0)
+        how.records.note(row.seq, 1, 0, "mine")
     asked = [mine._worth([row], 1) for _ in range(2 * drafting.RETRY)]
     assert [i for i, yes in enumerate(asked) if yes] == [drafting.RETRY - 1, 2 * drafting.RETRY - 1]
     aside.seconds = 0.0
     for _ in range(200):
-        how.records.note(row.seq, 1, 1)
+        how.records.note(row.seq, 1, 1, "mine")
     assert mine._worth([row], 1)
 
 

@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from hibachi import AutoregressiveBatchInference, NumpyBackend, SamplingParams, StopRule
+from hibachi import AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams, StopRule
 from hibachi.draft.howmany import Costs
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumPaged, expected
 
-from ..guide.toyguides import ToyGuide, rule, toy_guides
+from ..guide.toyguides import rule, toy_guides
 
 
 class Oracle:
@@ -140,6 +140,70 @@ def test_stops_limits_and_pauses():
         assert e.run([1] * 60, SamplingParams(temperature=0)).collect() == expected([1] * 60, 4)
 
 
+class Outputs(SumPaged):
+    """Counts the outputs that are asked for."""
+
+    outputs = 0
+
+    def step(self, params, cache, x):
+        self.outputs += len(x.last)
+        return super().step(params, cache, x)
+
+
+FORCED = rule([3], [5], [1], range(4, 6), [7], [8], range(2, 9), most=14)
+FORCED_KINDS = [
+    {},
+    dict(temperature=2.0),
+    dict(logprobs=2),
+    dict(stop_token_ids=[5]),
+    dict(stop_token_ids=[8], min_tokens=6),
+    dict(temperature=2.0, presence_penalty=1.0, repetition_penalty=1.5),
+    dict(temperature=2.0, bad_words=["\x07\x08"]),
+    dict(logit_bias={5: -3.0}),
+    dict(max_tokens=2),
+    dict(max_tokens=9),
+    dict(structured_outputs=rule([3], [5], [1], most=3)),
+    dict(structured_outputs=rule([3], [5], [1], [2], [4], most=9, least=1)),
+    dict(structured_outputs=rule([3], [5], [1], most=9, fails=2)),
+    dict(structured_outputs=rule([3], [5], [1], range(2, 4), most=9, fails=4)),
+]
+
+
+def test_forced_tokens_are_taken_without_logits_and_answers_stay_the_same():
+    def all_of(e, kinds):
+        made = [
+            SamplingParams(**dict(temperature=0, max_tokens=20, structured_outputs=FORCED, seed=3) | k) for k in kinds
+        ]
+        streams = [e.run([i % 10, 1, 2], p, stop_rule=rule_of(i)) for i, p in enumerate(made)]
+        return [ended(s) for s in streams]
+
+    def rule_of(i):
+        return StopRule(where=lambda batch: batch == 7) if i == 1 else None
+
+    def ended(stream):
+        try:
+            got = stream.collect()
+        except InvalidRequest as e:
+            return str(e)
+        return got, stream.logprobs, stream.finish_reason, stream.stop_token
+
+    kinds = [k for k in FORCED_KINDS if "bad_words" not in k]
+    with engine(Random(), k=0, model=Outputs) as e:
+        want = all_of(e, kinds)
+        plain = e.model.outputs
+    with engine(Nothing(), k=8, model=Outputs) as e:
+        assert all_of(e, kinds) == want
+        assert e.core.drafting.drafted.accepted > 30
+        assert e.model.outputs < plain - 20
+        assert replay(e.dump())
+    assert any("cannot go on" in str(each) for each in want)
+
+
+class Nothing:
+    def propose(self, keys, tokens, most):
+        return [[] for _ in keys]
+
+
 class Never:
     """Lets nobody compute a proposal, and keeps the records."""
 
@@ -152,10 +216,10 @@ class Never:
     def choose(self, tokens, counts, rates, budget):
         return [0] * len(counts)
 
-    def rate(self, key):
-        return 1.0
+    def rate(self, key, by):
+        return 0.9
 
-    def note(self, key, tried, right):
+    def note(self, key, tried, right, by):
         self.noted.append((tried, right))
 
     def forget(self, key):
@@ -193,12 +257,7 @@ def test_a_request_may_ask_for_fewer_proposals_or_none(asked, most):
         assert len(e.core.drafting.drafted.by_position) == most
 
 
-def test_nothing_is_forced_on_a_request_that_wants_no_proposals(monkeypatch):
-    def forced(guide, most):
-        sets = guide.rule["sets"]
-        return [sets[n % len(sets)][0] for n in range(len(guide.had), guide.rule["most"])][:most]
-
-    monkeypatch.setattr(ToyGuide, "forced", forced)
+def test_nothing_is_forced_on_a_request_that_wants_no_proposals():
     form, steps = rule([1], [2], [3], most=6), []
     for asked in (None, 0):
         with engine(Random(), k=4) as e:

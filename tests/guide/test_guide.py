@@ -107,12 +107,12 @@ def test_it_goes_back_no_further_than_it_came(tiny, n):
 
 def test_forced_tokens_are_those_that_must_come(tiny):
     guide = tiny.guide(grammar="start: <[5]> <[7]> <[9]> (<[11]> | <[12]>)")
-    assert guide.forced(9) == [5, 7, 9] and guide.forced(2) == [5, 7] and guide.forced(0) == []
+    assert guide.forced(9) == ([5, 7, 9], 3) and guide.forced(2) == ([5, 7], 2) and guide.forced(0) == ([], 0)
     guide.advance([5])
-    assert guide.forced(9) == [7, 9]
+    assert guide.forced(9) == ([7, 9], 2)
     guide.advance([7, 9, 12])
-    assert guide.complete and guide.forced(9) == []
-    assert tiny.guide(regex="[ab]+").forced(9) == []
+    assert guide.complete and guide.forced(9) == ([], 0)
+    assert tiny.guide(regex="[ab]+").forced(9) == ([], 0)
 
 
 def test_a_complete_guide_may_begin_so(tiny):
@@ -120,3 +120,60 @@ def test_a_complete_guide_may_begin_so(tiny):
     from hibachi.guide.protocol import Grammar
 
     assert tiny.guides.compile(Grammar('start: ""')).complete
+
+
+@pytest.mark.parametrize(
+    "form", [{"choice": ["one two three", "one two four", "on"]}, {"regex": "(x=[0-9]{3};|y[0-9]==;|z+)+"}]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_looking_for_forced_tokens_changes_no_mask(tiny, form, seed):
+    """Also where fewer of them come than were found, or others come after going back."""
+    random_, guide, taken = random.Random(seed), tiny.guide(**form), list[int]()
+    for _ in range(40):
+        if random_.random() < 0.5:
+            tiny.guides.prepare([guide, tiny.guide(**form)])
+        found, sure = guide.forced(random_.randrange(6))
+        assert sure <= len(found) <= 5
+        del found[sure:]
+        fresh = tiny.guide(**form)
+        fresh.advance([*taken, *found])
+        here = tiny.guide(**form)
+        here.advance(taken)
+        assert tiny.allowed(guide) == tiny.allowed(here)
+        new = found[: random_.randrange(len(found) + 1)] or go(tiny, here, 1, seed)
+        guide.advance(new)
+        taken += new
+        back = random_.choice([0, 0, 1, len(taken)])
+        if back and back <= len(taken):
+            guide.take_back(back)
+            del taken[-back:]
+        here = tiny.guide(**form)
+        here.advance(taken)
+        assert tiny.allowed(guide) == tiny.allowed(here)
+        if guide.complete:
+            break
+    assert taken
+
+
+def test_the_mask_behind_forced_tokens_is_not_taken_for_another_one(tiny):
+    ids = {word: tiny.vocabulary.tokens.index(word.encode()) for word in "abcdef"}
+    guide = tiny.guide(regex="(ab[cd])|(ef[a])")
+    guide.advance([ids["a"]])
+    assert guide.forced(1) == ([ids["b"]], 1)
+    guide.take_back(1)
+    guide.advance([ids["e"], ids["f"]])
+    assert ids["a"] in tiny.allowed(guide)
+
+
+def test_behind_certain_tokens_come_those_that_the_text_is_mostly_cut_into(tiny):
+    """The grammar forces the text, but not in which tokens it comes."""
+    guide = tiny.guide(json={"type": "object", "properties": {"name": {"const": 1}}, "required": ["name"]})
+    text, found, sure = b"", *guide.forced(20)
+    assert sure < len(found)
+    text = b"".join(tiny.vocabulary.tokens[i] for i in found)
+    assert text.startswith(b'{"name"') and all(i not in tiny.ends for i in found)
+    before = tiny.allowed(guide)
+    guide.advance(found)
+    guide.take_back(len(found))
+    assert tiny.allowed(guide) == before
+    assert guide.forced(2)[0] == found[:2]

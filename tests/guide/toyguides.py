@@ -42,8 +42,15 @@ class ToyGuide:
         assert 0 < n <= len(self.had)
         del self.had[-n:]
 
-    def forced(self, most: int) -> list[int]:
-        return []
+    def forced(self, most: int) -> tuple[list[int], int]:
+        found: list[int] = []
+        while len(found) < most and len(only := self.allowed()) == 1 and only[0] not in self.eos_ids:
+            self.advance(only)
+            found += only
+        if found:
+            self.take_back(len(found))
+        sure = len(found)
+        return found + self.rule.get("likely", [])[: most - sure], sure
 
     def fork(self) -> "ToyGuide":
         new = ToyGuide(self.rule, self.eos_ids)
