@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hibachi import LLM, SamplingParams
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
@@ -145,7 +146,7 @@ def main(count: int, seed: int) -> bool:
             judge, began = Judge(answers), time.perf_counter()
             if isinstance(llm, LLM):
                 core = llm.engine.core
-                core.drafting = Drafting(Guesses(asked, answers, vocab, seed), K, vocab)
+                core.drafting = Drafting(Direct(Guesses(asked, answers, vocab, seed), vocab), K)
             run(llm.engine, asked, judge, leave=True)
             stats = until_calm(llm.engine)
             if isinstance(llm, LLM):

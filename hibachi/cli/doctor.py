@@ -12,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.bench.steps.speculating import ROOM, step_costs, told
 from hibachi.cli.options import deterministic_argument
-from hibachi.engine.autoregressive import AutoregressiveBatchInference, cannot_speculate
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
+from hibachi.engine.speculation import cannot_speculate
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.lm.llm import LLM, QUANTIZATIONS
 from hibachi.lm.own import is_own, open_own

@@ -160,12 +160,12 @@ def _table(memory: list[dict[str, Any]]) -> None:
 
 def _other_tokens(d: Description, draft: Description) -> str | None:
     """Why a model cannot guess for another; None means its tokens are the same."""
-    found = [
+    main, other = (
         vocabulary_of(open_files(one.path).tokenizer(vocab_size=one.vocab_size), one.vocab_size or 0, ())
         for one in (d, draft)
-    ]
+    )
     try:
-        check_same(*found, str(draft.path))
+        check_same(main, other, str(draft.path))
     except ConfigError as e:
         return str(e)
     return None

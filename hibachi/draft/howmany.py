@@ -188,6 +188,14 @@ class HowMany:
         speed = (tokens + HIGHEST * more) / self.costs.predict(tokens + more)
         return bool(speed.max() >= self._enough() * speed[0])
 
+    def pays(self, tokens: int, counts: Sequence[int], rates: Sequence[float], seconds: float) -> bool:
+        """As `worth`, for guesses as good as each row's were so far, by somebody who takes so many seconds for them."""
+        if not any(counts) or not self.costs.knows(tokens):
+            return False
+        alone = float(self.costs.predict(tokens))
+        _, gain = best(tokens, counts, rates, lambda n: self.costs.predict(n) + seconds, sum(counts))
+        return gain * alone >= self._enough() * (alone + seconds)
+
     def choose(self, tokens: int, counts: Sequence[int], rates: Sequence[float], budget: int) -> list[int]:
         """How many of its proposals each of n rows computes.
 

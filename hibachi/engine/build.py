@@ -141,8 +141,8 @@ def build(
             log.info("%s: %s", type(plan.model).__name__, remarks[-1])
             plan = replace(plan, enable_prefix_caching=False)
         if plan.draft is not None:
-            own = position_bytes(plan.model.cache_spec(), plan.dtype)
-            remarks.append(f"a token takes {own} bytes of the cache, and {plan.draft.position} of the draft model's")
+            main = position_bytes(plan.model.cache_spec(), plan.dtype)
+            remarks.append(f"a token takes {main} bytes of the cache, and {plan.draft.position} of the draft model's")
         size = plan.block_size or backend.block_size
         scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
         runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype, beside)

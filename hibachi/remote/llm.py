@@ -36,7 +36,7 @@ def _started(name: str, model: str, options: TextOptions, feedforward: bool = Fa
     if "backend" in options and not isinstance(options["backend"], (str, type(None))):
         raise ConfigError("For an engine in another process a backend is given by its name.")
     speculation = as_config(options.get("speculative_config"))
-    for what in ("model", "backend"):
+    for what in ("model", "backend", "method"):
         given = getattr(speculation, what, None)
         if not isinstance(given, (str, os.PathLike, type(None))):
             raise ConfigError(

@@ -114,7 +114,7 @@ def test_answers_are_those_without(wrong):
 def test_a_guess_is_drawn_as_the_main_model_draws():
     """A model that is its own draft model guesses right at any temperature: the same number for the same position."""
     with engine(Guesser()) as e:
-        e.core.drafting._drafter.sure = 0
+        e.core.drafting.asker.model.sure = 0
         for seed in range(5):
             for more in (dict(top_k=3), dict(top_p=0.7), dict(min_p=0.2), {}):
                 e.run([1, 2], SamplingParams(temperature=1.5, seed=seed, max_tokens=20, **more)).collect()
@@ -133,7 +133,7 @@ def test_with_auto_a_slow_one_is_hardly_asked_and_its_time_is_not_the_main_model
     with engine(None, speculative_config=config, deterministic=True) as e:
         for _ in range(3):
             assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
-        costs = e.core.drafting._how.costs
+        costs = e.core.drafting.how.costs
         assert all(size.cost()[1] < 0.2 for size in costs._sizes.values())
         assert 3 <= len(draft.sizes) <= 24  # until its time was known
 
@@ -141,7 +141,7 @@ def test_with_auto_a_slow_one_is_hardly_asked_and_its_time_is_not_the_main_model
 def test_it_stops_where_it_is_not_sure():
     draft = Guesser()
     with engine(draft) as e:
-        e.core.drafting._drafter.sure = 0.99  # at a high temperature no token is that likely
+        e.core.drafting.asker.model.sure = 0.99  # at a high temperature no token is that likely
         assert e.run([1, 2], SamplingParams(temperature=9.0, seed=1, max_tokens=8)).collect()
         assert not drafted(e).proposed
         assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
@@ -333,7 +333,7 @@ def test_a_model_that_fails_is_off_after_three_times_and_the_log_says_so_once(wh
     with caplog.at_level(logging.WARNING, "hibachi.draft"), engine(draft) as e:
         assert many(e) == many(e)
         assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
-        assert e.core.drafting._drafter.off
+        assert e.core.drafting.asker.model.off
     assert draft.calls == 6 + 3
     assert [r.message.count("is off, as it failed 3 times") for r in caplog.records if r.name == "hibachi.draft"] == [1]
 
@@ -345,7 +345,7 @@ def test_outputs_that_are_not_finite_propose_nothing_for_their_row():
     draft = Broken(spoilt)
     with engine(draft) as e:
         assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
-        assert draft.calls == 1 and not drafted(e).proposed and not e.core.drafting._drafter.off
+        assert draft.calls == 1 and not drafted(e).proposed and not e.core.drafting.asker.model.off
 
     def first(logits):
         logits[0] = np.inf

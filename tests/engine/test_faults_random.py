@@ -16,6 +16,7 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
@@ -93,7 +94,7 @@ def test_whatever_happens_each_gets_its_own_tokens(serve, kind, seed):
         scheduling_policy="fair",
     )  # fmt: skip
     if kind == SPECULATES:
-        engine._worker.engine.drafting = Drafting(Guesses(seed), 4, 10)
+        engine._worker.engine.drafting = Drafting(Direct(Guesses(seed), 10), 4)
     ended, n = [], 60
 
     def client(k):

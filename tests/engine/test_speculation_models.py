@@ -4,6 +4,7 @@ import pytest
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams, UnsupportedOperation
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
@@ -29,7 +30,7 @@ def engine(model, drafter, k=4, backend=None, **options):
     options = {"max_model_len": 64, "overlap": False, "deterministic": False} | options
     found = AutoregressiveBatchInference(model, backend=backend, **options)
     toy_guides(found)
-    found.core.drafting = Drafting(drafter, k, 10)
+    found.core.drafting = Drafting(Direct(drafter, 10), k)
     return found
 
 
@@ -156,7 +157,7 @@ def test_no_program_is_compiled_for_proposals(jax):
             for stream in [e.run([i % 10, 2], GREEDY) for i in range(n)]:
                 stream.collect()
         before = len(e.model.programs)
-        e.core.drafting = Drafting(Oracle(), 7, 10)
+        e.core.drafting = Drafting(Direct(Oracle(), 10), 7)
         for n in (1, 2):
             streams = [e.run([i, 2], GREEDY) for i in range(n)]
             assert [s.collect() for s in streams] == [expected([i, 2], 20) for i in range(n)]

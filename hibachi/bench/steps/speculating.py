@@ -46,13 +46,19 @@ class _Sized(Drafting):
             seq.owner.draft = np.zeros(seq.draft, np.int32)  # mostly wrong, which costs the same
         return [(seq.number, seq.draft) for seq in seqs]
 
-    def judge(self, plan: StepPlan, outcome: Outcome, seconds: float) -> None:
+    def took(self, plan: StepPlan, seconds: float) -> None:
         if int(plan.q.max()) == 1:
             tokens = int(plan.q.sum()) + (0 if plan.draft is None else int(plan.draft.sum()))
             self.seconds.setdefault(tokens, []).append(seconds)
 
+    def judge(self, plan: StepPlan, outcome: Outcome) -> None:
+        """Right or wrong, they cost the same."""
+
     def forget(self, seq: Seq) -> None:
-        pass
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def step_costs(engine: AutoregressiveBatchInference) -> dict[int, float]:
