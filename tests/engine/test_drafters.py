@@ -91,7 +91,7 @@ def test_an_installed_one_is_made_for_each_engine(patient, monkeypatch):
             assert answers(e) == WANT
             assert e.core.drafting.drafted.accepted
         assert len(made) == n
-    with pytest.raises(ConfigError, match="method must be one of ngram, right"):
+    with pytest.raises(ConfigError, match="method must be one of ngram, draft_model, right"):
         engine("left")
 
 
@@ -213,7 +213,7 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
 
 
 def test_an_engine_in_another_process_takes_names_only():
-    with pytest.raises(ConfigError, match="a drafter is given by its name"):
+    with pytest.raises(ConfigError, match="the method of speculative_config is given by its name"):
         RemoteLLM("tiny", speculative_config={"method": Right(), "num_speculative_tokens": 2})
 
 
