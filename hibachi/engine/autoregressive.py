@@ -114,7 +114,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
     speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as
-    {"method": "ngram", "num_speculative_tokens": 4}. Level 2 without states. None and "off" mean no proposals.
+    {"method": "ngram", "num_speculative_tokens": 4}. Levels 1 and 2 with logits. None and "off" mean no proposals.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
