@@ -203,6 +203,12 @@ def _codebooks(p: SamplingParams) -> None:
     object.__setattr__(p, "codebooks", tuple(found))
 
 
+def _speculation(p: SamplingParams) -> None:
+    n, expected = p.num_speculative_tokens, "an integer >= 0 (or None: as many as the engine's)"
+    _check(n is None or (_is_int(n) and n >= 0), "num_speculative_tokens", expected, n)
+    _clip_ints(p, "num_speculative_tokens")
+
+
 def _structured(p: SamplingParams) -> None:
     object.__setattr__(p, "structured_outputs", as_structured(p.structured_outputs))
 
@@ -236,6 +242,7 @@ _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _processors: ("logits_processors",),
     _codebooks: ("codebooks",),
     _structured: ("structured_outputs",),
+    _speculation: ("num_speculative_tokens",),
 }
 _CHECK_OF = {name: check for check, names in _CHECKS.items() for name in names}
 _values = operator.attrgetter(*_CHECK_OF)
@@ -291,6 +298,9 @@ class SamplingParams:
     token only where it may end. A form that is complete ends the request, whatever min_tokens and ignore_eos say. At
     max_tokens the output is cut in the midst of it.
 
+    num_speculative_tokens: the most tokens that are proposed for this request in a step, where its engine does so; 0
+    means none, None and larger numbers mean as many as for others. It decides about time only.
+
     Numbers beyond a useful range are clipped without changing their meaning: integers to 2^31 - 1, temperature and
     repetition_penalty to between 1e-30 and 1e30. Raises InvalidRequest for a value out of its range.
     """
@@ -321,6 +331,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     codebooks: Sequence[Mapping[str, float]] = ()
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -489,6 +500,8 @@ class Request:
     grammar: a `hibachi.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
+    prediction: token ids of what the output may be, in a list or an array [m]: proposed where the engine speculates,
+    and where the output follows them. Those beyond the context are left out.
     """
 
     prompt: Any
@@ -505,3 +518,4 @@ class Request:
     kept: list[Any] | None = None
     inputs: Mapping[str, Any] | None = None
     grammar: Any = None
+    prediction: Any = None

@@ -36,7 +36,7 @@ RULES = {
     "hibachi/structured.py": Rule("errors", third_party=""),
     "hibachi/request.py": Rule("errors structured", third_party=""),
     "hibachi/guide": Rule("errors structured installed guide", third_party="numpy llguidance"),
-    "hibachi/draft": Rule("errors draft"),
+    "hibachi/draft": Rule("errors installed draft"),
     "hibachi/options.py": Rule("errors request", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),

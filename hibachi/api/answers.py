@@ -33,10 +33,16 @@ class Usage(Struct, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
 
 
-def usage(prompt: int, new: int, cached: int | None = None) -> Usage:
-    return Usage(prompt, new, prompt + new, None if cached is None else {"cached_tokens": cached})
+def usage(prompt: int, new: int, cached: int | None = None, predicted: tuple[int, int] | None = None) -> Usage:
+    """predicted: tokens of a prediction that were proposed, and were drawn or were not; None means there was none."""
+    used = Usage(prompt, new, prompt + new, None if cached is None else {"cached_tokens": cached})
+    if predicted is not None:
+        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        used.completion_tokens_details = dict(zip(names, predicted, strict=True))
+    return used
 
 
 class Vocabulary:

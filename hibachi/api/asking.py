@@ -72,6 +72,7 @@ _SAME = (  # fields of SamplingParams by the same name
     "prompt_logprobs",
     "stop",
     "skip_special_tokens",
+    "num_speculative_tokens",
 )
 
 
@@ -97,6 +98,8 @@ class Asked:
     open_end: bool = False  # the last message of a chat goes on
     prompt_scores: bool = False  # tell the log-probabilities of the prompt apart
     unwritten: bool = False  # no new token is wanted: the one that is generated anyway is left out
+    prediction: str | None = None  # what the answer may be
+    predicted: list[int] | None = None  # in tokens, where the engine makes use of it
     form: str | None = None  # the field of the request that says what form the answer must have
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
@@ -281,6 +284,7 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         logprobs=logprobs,
         id=request_id(body.request_id),
         named_ids=bool(body.return_tokens_as_token_ids),
+        prediction=None if body.prediction is None else body.prediction.text,
         form=None if form is None else form[0],
     )
 

@@ -28,7 +28,6 @@ IGNORED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "prompt_cache_options",
-    "prediction",
     "session_id",
 )
 """Fields of OpenAI's and vLLM's APIs that may be sent and change nothing."""
@@ -56,6 +55,22 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | UnsetType = UNSET
 
 
+class TextPart(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Struct, forbid_unknown_fields=True):
+    """What an answer may be: OpenAI's predicted outputs."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class _Ignored(Struct, kw_only=True):
     user: Anything = UNSET
     store: Anything = UNSET
@@ -65,7 +80,6 @@ class _Ignored(Struct, kw_only=True):
     prompt_cache_key: Anything = UNSET
     prompt_cache_retention: Anything = UNSET
     prompt_cache_options: Anything = UNSET
-    prediction: Anything = UNSET
     session_id: Anything = UNSET
 
 
@@ -104,6 +118,8 @@ class _Generation(_Ignored, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
     skip_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = None
+    prediction: Prediction | None = None
     spaces_between_special_tokens: bool | None = None  # the tokenizers put no spaces there, whatever it says
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None

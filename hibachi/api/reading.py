@@ -78,6 +78,12 @@ class Reading:
         """Token ids of texts of any length. Raises Refused if too much is being read already, InvalidRequest."""
         return await self._tokenizing.run(sum(map(len, texts)), partial(self._cut, texts, special), tenant)
 
+    async def predicted(self, text: str, tenant: str = "") -> list[int]:
+        """Token ids of a text that an answer may be; what cannot fit into the context is cut off. Raises Refused if too
+        much is being read already, InvalidRequest.
+        """
+        return await self._tokenizing.run(len(text), partial(self.prompts.predicted, text), tenant)
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -32,7 +32,8 @@ class Writer:
     """Writes the answer to one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
 
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
-    cached: report how many tokens were found in the cache, which depends on other requests. each: `piece` wants every
+    cached: report how many tokens were found in the cache, or were predicted and proposed, which depends on other
+    requests. each: `piece` wants every
     token alone, also one without text.
     """
 
@@ -71,7 +72,11 @@ class Writer:
         """Token usage of what has been read so far."""
         new = sum(len(c.token_ids) for s in self.streams for c in s.choices)
         cached = sum(s.tokens.reused for s in self.streams) if self.cached else None
-        return answers.usage(sum(map(len, self.ids)), 0 if self.asked.unwritten else new, cached)
+        predicted = None
+        if self.asked.prediction is not None and self.cached:
+            each = [c.tokens.predicted for s in self.streams for c in s.choices]
+            predicted = sum(accepted for accepted, _ in each), sum(rejected for _, rejected in each)
+        return answers.usage(sum(map(len, self.ids)), 0 if self.asked.unwritten else new, cached, predicted)
 
     def prompt_of(self, index: int) -> int:
         """The index of the prompt that a choice belongs to."""

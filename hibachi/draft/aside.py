@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from hibachi.errors import text_of
 log: logging.Logger = logging.getLogger("hibachi.draft")
 
 PATIENCE = 3  # failures in a row after which a drafter is off
+LATELY = 0.2  # how much of `Aside.seconds` is the last question's
 
 
 class _Question(NamedTuple):
@@ -34,6 +36,9 @@ class Aside:
     drafter is off, and the log says so once. name: what the log calls it.
     """
 
+    off: bool
+    seconds: float  # that `take` has waited lately; 0 before the first
+
     def __init__(self, drafter: Drafter, vocab_size: int, name: str) -> None:
         self._drafter, self._vocab_size, self._name = drafter, vocab_size, name
         self._work: SimpleQueue[_Question | _Over | None] = SimpleQueue()
@@ -43,7 +48,9 @@ class Aside:
         self._busy = False  # an answer is to come
         self._new = False  # ... to the newest question
         self._failures = 0
+        self._forgets = callable(getattr(drafter, "forget", None))
         self.off = False
+        self.seconds = 0.0
 
     def ask(self, keys: Sequence[Hashable], tokens: Sequence[Tokens], most: Sequence[int]) -> None:
         """Ask for proposals, as `Drafter.propose`; the tokens are copied. While it is busy with an earlier question, it
@@ -71,7 +78,9 @@ class Aside:
         if not self._due:
             return None
         self._due = False
+        began = time.perf_counter()
         answer = self._answer(wait) if self._new else None
+        self.seconds += LATELY * (time.perf_counter() - began - self.seconds)
         wrong = f"no answer within {wait * 1000:.3g} ms" if answer is None else answer.wrong
         if wrong is None:
             self._failures = 0
@@ -81,7 +90,7 @@ class Aside:
 
     def forget(self, key: Hashable) -> None:
         """A request is over."""
-        if self._thread is not None and not self.off and hasattr(self._drafter, "forget"):
+        if self._thread is not None and not self.off and self._forgets:
             self._work.put(_Over(key))
 
     def close(self) -> None:

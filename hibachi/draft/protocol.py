@@ -1,7 +1,7 @@
 """Who proposes tokens: the protocol of a drafter, and what is left of its proposals once they are checked.
 
 A proposal decides about time only: a row keeps it if it is the token that the row draws anyhow. So a drafter may guess
-as it likes.
+as it likes. A package offers its own by an entry point: `hibachi.draft.find`.
 """
 
 from __future__ import annotations

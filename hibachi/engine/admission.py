@@ -82,6 +82,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
     end = facts.limits.fit(n, limit)
     checked_kept(request, facts)
     terms, begun = as_terms(request.terms), checked_begun(request, params, n, end, facts)
+    prediction = _predicted(request.prediction, facts)
     grammar = request.grammar  # checked on the other side of the pipe
     if grammar is None and params is not None and params.structured_outputs is not None:
         grammar = (forms or Forms()).check(params)
@@ -95,7 +96,31 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
         begun=begun,
         inputs=given,
         grammar=grammar,
+        prediction=prediction,
     )
+
+
+def _predicted(given: Any, facts: Facts) -> HostArray | None:
+    """What the output may be, int32 [m], m at most the context; None where nothing would be made of it. Raises
+    InvalidRequest.
+    """
+    if given is None:
+        return None
+    vocab = facts.vocab_size
+    if vocab is None or facts.codebooks is not None:
+        raise InvalidRequest("prediction is for models that return logits of single ids. Leave it out.")
+    try:
+        ids = np.asarray(given[: facts.limits.max_model_len])
+    except Exception as e:  # no list, or an array of another library
+        raise InvalidRequest(f"prediction must be token ids in a list or an array [m]; got {shown(given)}.") from e
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise InvalidRequest(f"prediction must be token ids in a list or an array [m]; got {shown(given)}.")
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
+        raise InvalidRequest(
+            f"prediction must hold token ids from 0 to {vocab - 1} (the model's vocabulary); got {ids.min()} to "
+            f"{ids.max()}. Is this the tokenizer of this model?"
+        )
+    return ids.astype(np.int32) if len(ids) and facts.speculates else None
 
 
 def _seeded(given: Any, seeded: bool) -> SamplingParams | None:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, overload
@@ -14,8 +15,9 @@ from typing import Any, Generic, overload
 import numpy as np
 from typing_extensions import TypeVar, Unpack
 
-from hibachi.draft.config import as_config
-from hibachi.engine import drafting
+from hibachi.draft.config import SpeculativeConfig, as_config
+from hibachi.draft.prediction import Prediction
+from hibachi.engine import draftmodels, speculation
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
@@ -33,13 +35,12 @@ from hibachi.engine.build import (
     limit_of,
     returns_ids,
 )
-from hibachi.engine.engine import Engine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
 from hibachi.engine.waits import Waits
-from hibachi.errors import ConfigError, EngineError, InvalidRequest, UnsupportedOperation, shown
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.guide.protocol import Vocabulary
 from hibachi.model import ladder
 from hibachi.model.text.own import OwnTokenizer
@@ -49,13 +50,9 @@ from hibachi.plan.policy import Policy
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
-from hibachi.runners.frames import FrameSampler
-from hibachi.runners.groups import Alone
-from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.selfcheck import selfcheck
+from hibachi.runners.selfcheck import ProposalsDiffer, selfcheck
 from hibachi.runners.trial import telling
 from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
@@ -114,7 +111,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
     speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as
-    {"method": "ngram", "num_speculative_tokens": 4}. Levels 1 and 2 with logits. None and "off" mean no proposals.
+    {"method": "ngram", "num_speculative_tokens": 4}. The method: "ngram", an installed drafter's name, a `Drafter`; or
+    in its place "model", a draft model of level 2. None and "off" mean no proposals.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
@@ -174,7 +172,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -188,6 +186,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         )
         self.model = model
         self._speculation = as_config(speculative_config)
+        self._proposals_differ: str | None = None  # how the bits of a step with proposals differ from those of others
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
         limit = max_model_len if max_model_len is not None else limit_of(model)
@@ -205,6 +204,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
         )
         _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
+        if self._speculation is not None and self._speculation.model is not None:
+            self._speculation = draftmodels.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
         if limit is None and (self._level == 2 or has_own_cache(model)):
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
@@ -221,6 +222,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             dtype=_own_dtype(model) if dtype is None else dtype,
             enable_prefix_caching=enable_prefix_caching,
             reserve_all=reserve_all,
+            draft=draftmodels.share(self._speculation),
         )
         self._policy = policy_of(scheduling_policy)
         self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop_rule}
@@ -271,9 +273,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         too.
         """
         if self._deterministic:
+            speculated = self._speculation is not None and speculation.cannot_speculate(runner) is None
             try:
                 with telling(runner.name):
-                    selfcheck(runner, unused=True)
+                    selfcheck(runner, unused=True, speculated=speculated)
+            except ProposalsDiffer as e:
+                self._proposals_differ = str(e)
+                if self._speculation is not None and not self._speculation.auto:
+                    self._deterministic = False
+                    log.warning("deterministic=False, as speculative_config may change bits: %s", e)
             except Exception as e:
                 if self._asked:
                     raise
@@ -283,7 +291,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self.deterministic
 
     def selfcheck(self) -> int:
-        """Compute a few prompts alone and beside others; returns how many outputs agreed in every bit.
+        """Compute a few prompts alone, beside others, and with proposed tokens where these are possible; returns how
+        many outputs agreed in every bit.
 
         It may be called at any time: it uses a cache of its own, or at levels 0 and 1 the trial from before the first
         step. A deterministic engine runs it when it is made. 0 means there was nothing to compare: no request has come,
@@ -293,7 +302,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.selfcheck()
-        return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
+        if not isinstance(runner, CachedRunner):
+            return 0
+        return selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -308,6 +319,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         include_stop: bool | None = None,
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
+        prediction: Sequence[int] | None = None,
         terms: Terms | None = None,
     ) -> ItemStream[Token]:
         """Queue a prompt (seq, *tok) and return its stream at once.
@@ -315,6 +327,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: (seq, hidden) floats in place of the prompt, which is None then: they replace the embeddings of
         tokens at the model's first layer. For models with an attribute `embed_size`, as our decoder has.
         inputs: {name: array}, what the model declares in its attribute `inputs`; the arrays stay with the request.
+        prediction: token ids of what the output may be. They save time where the engine speculates and the output
+        follows them, and change nothing else.
         params: how to sample (levels 1 and 2); None means SamplingParams(). Fields that need a tokenizer (stop,
         bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them. Models that return tokens
         take a seed and max_tokens, if they declare `draws`.
@@ -347,6 +361,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             include_stop=include_stop,
             embeds=prompt_embeds,
             inputs=inputs,
+            prediction=prediction,
             terms=Terms() if terms is None else terms,
         )
         return self.submit(self.check(request))
@@ -417,6 +432,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             unit=request.unit,
             kept=request.kept,
             inputs=dict(request.inputs) if request.inputs else None,
+            prediction=None if request.prediction is None else Prediction(request.prediction),
         )
         if begun is not None:
             job.kv = begun.kv
@@ -455,24 +471,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._backend = prompt_backend(prompt, self.model)
         return self._build(self._backend)
 
-    def _speculate(self, built: Built, engine: Engine) -> None:
-        config = self._speculation
-        if config is None:
-            return
-        why = cannot_speculate(built.runner)
-        if why is None and config.auto:
-            why = cannot_gain(built.runner, built.facts.deterministic)
-        if why is None:
-            assert built.facts.vocab_size is not None
-            engine.drafting = drafting.made(config, built.facts.vocab_size)
-            engine.waits = Waits(always=not config.auto)
-        elif config.auto:
-            log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)
-        else:
-            raise UnsupportedOperation(
-                f"speculative_config cannot be used with {type(self.model).__name__}, as {why}. Leave it out."
-            )
-
     def _build(self, backend: ArrayBackend | NineBackend) -> Built:
         with self._building:
             if self._built is not None:
@@ -480,42 +478,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._check_open()
             built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self._deterministic)
             self._worker = self._serve(built.scheduler, built.runner)
-            self._speculate(built, self._worker.engine)
-            self._built = built
+            engine, config = self._worker.engine, self._speculation
+            engine.drafting = speculation.made(config, built, type(self.model).__name__, self._proposals_differ)
+            engine.waits = None if config is None else Waits(always=not config.auto)
+            speculates = engine.drafting is not None
+            self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))
             return built
-
-
-def cannot_speculate(runner: Any) -> str | None:
-    """Why no tokens can be proposed to it; None means they can."""
-    sampler = sampler_of(runner)
-    if isinstance(sampler, FrameSampler):
-        return "its tokens have several codebooks"
-    if sampler is None:
-        return "it returns tokens, not logits"
-    if isinstance(runner, OwnCacheRunner) and (why := runner.cannot_take_back()[0]):
-        return why
-    if isinstance(runner, CachedRunner) and runner.memory.states and runner.backend.shapes.compiled:
-        return "it has a state, and its backend compiles each shape of a call"
-    if isinstance(runner, WholeRunner) and runner.backend.shapes.compiled:
-        return "it keeps no cache, and its backend compiles each shape of a call"
-    return None
-
-
-def cannot_gain(runner: Any, deterministic: bool) -> str | None:
-    """Why proposals, which can be made, are not worth it; None means they may be."""
-    if isinstance(runner, WholeRunner) and isinstance(runner.grouping.known, Alone):
-        return "each of its calls has one row"
-    if isinstance(runner, OwnCacheRunner):
-        deterministic = deterministic and runner.cannot_take_back()[1]
-    return None if deterministic else "proposals may change bits where deterministic is False"
-
-
-def sampler_of(runner: Any) -> RowSampler | FrameSampler | None:
-    """What draws its tokens; None means that the model returns them."""
-    if isinstance(runner, WholeRunner):
-        return runner.sampler
-    head = runner.main.head if isinstance(runner, CachedRunner) else getattr(runner, "head", None)
-    return head.sampler if isinstance(head, Sampled) else None
 
 
 def _vocabulary(model: Any) -> Vocabulary:

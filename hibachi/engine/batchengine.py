@@ -38,6 +38,7 @@ class Facts:
     eos_ids: for a model that returns logits, token ids that end a request, unless its parameters say ignore_eos.
     codebooks: of a token that is sampled; None means it is one id. seeded: the model draws itself, from a request's
     seed. inputs: arrays that come with each request.
+    speculates: tokens are proposed, so a prediction of the output is of use.
     remarks: what was found when the engine was made, in words.
     """
 
@@ -63,6 +64,7 @@ class Facts:
     codebooks: int | None = None
     seeded: bool = False
     inputs: Mapping[str, Input] = field(default_factory=dict)
+    speculates: bool = False
     remarks: tuple[str, ...] = ()
 
     @property

@@ -4,53 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hibachi.draft.config import SpeculativeConfig
 from hibachi.draft.howmany import HowMany
-from hibachi.draft.ngram import NgramDrafter
-from hibachi.draft.protocol import NOTHING, Drafter, Tokens, checked
+from hibachi.engine.askers import Asker, Row
 from hibachi.guide.protocol import GuideFailed
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.runners.job import Job
 from hibachi.runners.meters import Drafted
 from hibachi.runners.runner import BaseRunner, Outcome
 
 FORCED = "forced"  # who proposes what a grammar leaves no choice about
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A row that may have proposals in the next step, and what was found for it. most: proposals that it may have."""
-
-    seq: Seq
-    most: int
-    found: Tokens = field(default_factory=lambda: NOTHING)
-    sure: int = 0  # of these, how many at the beginning are certain
-    by: str = ""  # who has found it
-
-    @property
-    def job(self) -> Job:
-        job: Job = self.seq.owner
-        return job
+PREDICTED = "prediction"  # ... and what a caller expects
 
 
 class Drafting:
     """Sets the proposals of the running rows.
 
-    drafter: proposes where nobody is surer; name: what metrics call it. k: the most of a row. how: chooses how many
-    pay; None means all.
+    asker: of somebody who guesses where nobody is surer. k: the most proposals of a row. how: chooses how many pay;
+    None means all.
     """
 
-    def __init__(
-        self, drafter: Drafter, k: int, vocab_size: int, how: HowMany | None = None, name: str = "ngram"
-    ) -> None:
-        self._drafter, self._k, self._vocab, self._how, self._name = drafter, k, vocab_size, how, name
+    asker: Asker
+    how: HowMany | None
+
+    def __init__(self, asker: Asker, k: int, how: HowMany | None = None) -> None:
+        self.asker, self._k, self.how = asker, k, how
         self.drafted = Drafted()
         self._rows: dict[Seq, Row] = {}  # with what was found for the step
 
@@ -62,8 +44,16 @@ class Drafting:
         rows = self._open(scheduler)
         if not rows:
             return []
-        self._force(rows, scheduler)
-        self._guess([row for row in rows if not len(row.found)], scheduler, runner, len(rows))
+
+        def read(row: Row) -> Any:
+            return runner.tokens_of(row.seq.row, row.known)
+
+        _force([row for row in rows if row.job.guided is not None])
+        for row in rows:
+            if row.job.prediction is not None and not len(row.found):
+                row.found, row.by = row.job.prediction.find(read(row)[row.seq.prompt_len :], row.most), PREDICTED
+        if others := [row for row in rows if not len(row.found)]:
+            self.asker.ask(others, read, len(rows))
         for row, wanted in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             n = runner.fitting(wanted)
             row.job.draft, row.seq.draft = row.found[:n], n
@@ -79,52 +69,37 @@ class Drafting:
             at = seq.row
             if at < 0 or seq.paused or not table.emitted[at] or table.known[at] - table.computed[at] != 1:
                 continue
-            most = min(self._k, int(table.end[at] - table.known[at]) - 1)
+            known, params = int(table.known[at]), seq.owner.params
+            most = min(self._k, int(table.end[at]) - known - 1)
+            if params is not None and params.num_speculative_tokens is not None:
+                most = min(most, params.num_speculative_tokens)
             if most > 0:
-                rows.append(Row(seq, most))
+                rows.append(Row(seq, most, known))
         return rows
 
-    def _force(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
-        """Find what the grammars of guided rows leave no choice about."""
-        guided = [
-            (row, guided)
-            for row in rows
-            if (guided := row.job.guided) is not None and guided.seen == scheduler.known(row.seq) - row.seq.prompt_len
-        ]
-        if not guided:
-            return
-        if (prepare := getattr(guided[0][1].guides, "prepare", None)) is not None:
-            prepare([each.guide for _, each in guided])
-        for row, each in guided:
-            with suppress(GuideFailed):  # the draw will find out
-                found, row.sure = each.guide.forced(row.most)
-                row.found, row.by = np.array(found, np.int32), FORCED
-
-    def _guess(self, rows: Sequence[Row], scheduler: Scheduler, runner: BaseRunner, tokens: int) -> None:
-        """Ask the drafter, if its proposals could pay. tokens: of the step without proposals."""
-        if not rows or (self._how is not None and not self._how.worth(tokens, sum(row.most for row in rows))):
-            return
-        known = [runner.tokens_of(row.seq.row, int(scheduler.table.known[row.seq.row])) for row in rows]
-        most = [row.most for row in rows]
-        found = checked(self._drafter.propose([row.seq for row in rows], known, most), most, self._vocab).proposals
-        for row, each in zip(rows, found, strict=True):
-            row.found, row.by = each, self._name
-
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
-        """How many of its proposals each row computes."""
-        if self._how is None:
+        """How many of its proposals each row computes: all that are certain, and the guesses that pay."""
+        if self.how is None:
             return [len(row.found) for row in rows]
         sure = [row.sure for row in rows]
         guesses = [len(row.found) - row.sure for row in rows]
-        rates = [self._how.records.rate(row.seq, row.by) for row in rows]
-        more = self._how.choose(len(rows) + sum(sure), guesses, rates, budget - sum(sure))
+        rates = [self.how.records.rate(row.seq, row.by) for row in rows]
+        more = self.how.choose(len(rows) + sum(sure), guesses, rates, budget - sum(sure))
         return [n + guess for n, guess in zip(sure, more, strict=True)]
 
-    def judge(self, plan: StepPlan, outcome: Outcome, seconds: float) -> None:
-        """A step is over, and took so long: which proposals were right."""
-        draft, how = plan.draft, self._how
-        if how is not None:
-            how.costs.note(int(plan.q.sum()) + (0 if draft is None else int(draft.sum())), seconds)
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """A step is over, and took so long, asking included."""
+        seconds -= self.asker.seconds
+        self.asker.took(seconds)
+        if self.how is not None:
+            draft = 0 if plan.draft is None else int(plan.draft.sum())
+            self.how.costs.note(int(plan.q.sum()) + draft, seconds)
+
+    def judge(self, plan: StepPlan, outcome: Outcome) -> None:
+        """Which proposals of a step were right. Called before its tokens are delivered: whoever has seen the end of a
+        stream finds them counted.
+        """
+        draft = plan.draft
         for part in outcome.parts:
             if part.tokens is None or not self._rows:
                 continue
@@ -133,27 +108,42 @@ class Drafting:
             for i, n, at in zip(part.idx.tolist(), counts.tolist(), first.tolist(), strict=True):
                 if (row := self._rows.get(plan.seqs[i])) is not None and n:
                     self._judge(row, part.tokens[at : at + n], 0 if draft is None else int(draft[i]))
+        self._rows.clear()
 
     def _judge(self, row: Row, came: Any, tried: int) -> None:
         """The first `tried` proposals of a row were computed, and these tokens came."""
         right = len(came) - 1
         if tried:
-            self.drafted.note(tried, right)
+            self.drafted.note(row.by, tried, right)
+            if row.by == PREDICTED and row.seq.owner is not None:
+                row.job.channel.predicted(right, tried - right)
         guesses, right = tried - row.sure, right - row.sure
         if guesses <= 0 <= right and len(row.found) > row.sure:  # no guess was computed: what came judges the first
             guesses, right = 1, int(came[row.sure] == row.found[row.sure])
-        if guesses > 0 <= right and self._how is not None and row.seq.owner is not None:
-            self._how.records.note(row.seq, guesses, right, row.by)
+        if guesses > 0 <= right and self.how is not None and row.seq.owner is not None:
+            self.how.records.note(row.seq, guesses, right, row.by)
 
     def forget(self, seq: Seq) -> None:
         """The request is over."""
-        if self._how is not None:
-            self._how.records.forget(seq)
+        if self.how is not None:
+            self.how.records.forget(seq)
         self._rows.pop(seq, None)
-        if (forget := getattr(self._drafter, "forget", None)) is not None:
-            forget(seq)
+        self.asker.forget(seq)
+
+    def close(self) -> None:
+        """No more proposals."""
+        self.asker.close()
 
 
-def made(config: SpeculativeConfig, vocab_size: int) -> Drafting:
-    drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Drafting(drafter, config.num_speculative_tokens, vocab_size, HowMany() if config.auto else None)
+def _force(rows: Sequence[Row]) -> None:
+    """Find what the grammars of guided rows leave no choice about."""
+    guided = [(row, row.job.guided) for row in rows]
+    ready = [(row, each) for row, each in guided if each is not None and each.seen == row.known - row.seq.prompt_len]
+    if not ready:
+        return
+    if (prepare := getattr(ready[0][1].guides, "prepare", None)) is not None:
+        prepare([each.guide for _, each in ready])
+    for row, each in ready:
+        with suppress(GuideFailed):  # the draw will find out
+            found, row.sure = each.guide.forced(row.most)
+            row.found, row.by = np.array(found, np.int32), FORCED

@@ -331,6 +331,8 @@ class Engine:
         counts = self._counts
         counts.steps += 1
         counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
+        if self.drafting is not None:
+            self.drafting.judge(plan, outcome)
         self._settle(plan, outcome, began)
         # After `_settle`: a request that failed there has lost its row, and its state is not kept.
         if kept := [(row, slot) for seq, row, slot in plan.saves if seq.row == row]:
@@ -339,18 +341,18 @@ class Engine:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
         if self.drafting is not None and not self.runner.tally.compiles:
-            self._judge(self.drafting, plan, outcome, seconds, steady)
+            self._took(self.drafting, plan, outcome, seconds, steady)
         self._measure(plan, seconds)
         self.moved = time.monotonic()
         self.runner.tally.compiles = False
         self._look_at(plan, outcome)
 
-    def _judge(self, drafting: Drafting, plan: StepPlan, outcome: Outcome, seconds: float, steady: bool | None) -> None:
-        """What a step says about proposals. steady: as of `_finish`."""
+    def _took(self, drafting: Drafting, plan: StepPlan, outcome: Outcome, seconds: float, steady: bool | None) -> None:
+        """What a step's time says about proposals. steady: as of `_finish`."""
         rows = len(plan.rows)
         decodes = self.waits is not None and int(np.add.reduce(plan.q)) == rows
         if steady is None:
-            drafting.judge(plan, outcome, seconds)
+            drafting.took(plan, seconds)
             if decodes and self.waits is not None:
                 tokens = sum(len(p.idx) if p.counts is None else int(p.counts.sum()) for p in outcome.parts)
                 self.waits.note_waited(rows, tokens, seconds)
@@ -711,6 +713,8 @@ class Engine:
 
     def close(self) -> None:
         self._compiling.close()
+        if self.drafting is not None:
+            self.drafting.close()
         self.runner.close()
         self.recorder.close()
 

@@ -15,6 +15,7 @@ from hibachi.engine.forms import vocabulary_of
 from hibachi.errors import InvalidRequest, shown
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
+from hibachi.lm.predictions import Predictions, for_each
 from hibachi.lm.progress import counted, watch
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.model.text import Detokenizer
@@ -58,11 +59,19 @@ class Texts(Holding):
             engine.forms.vocabulary = partial(vocabulary_of, tokenizer, vocab_size, self.eos_ids)
 
     @spelled
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | Sequence[int] | None = None,
+        terms: Terms | None = None,
+    ) -> TextStream:
         """Stream the text of one prompt piece by piece: iterate with `for` or `async for`.
 
-        params: None means `default_params`. terms: priority, tenant, deadlines, cache salt. Raises InvalidRequest or
-        PromptTooLong, also for best_of > n: which continuations are best is known only at the end.
+        params: None means `default_params`. prediction: see `generate`. terms: priority, tenant, deadlines, cache salt.
+        Raises InvalidRequest or PromptTooLong, also for best_of > n: which continuations are best is known only at the
+        end.
         """
         params = as_params(params, self.default_params)
         if params.runs > params.n:
@@ -70,20 +79,21 @@ class Texts(Holding):
                 f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
                 f"generate."
             )
-        return self._start([prompt], [self.prompts.given(prompt)], [params], terms)[0]
+        return self._start([prompt], [self.prompts.given(prompt)], [params], terms, prediction)[0]
 
     def submit(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
     ) -> list[TextStream]:
         """Queue all prompts, after all have been checked, and return a stream for each. See `generate`.
 
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed; then nothing is queued.
         """
-        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms)
+        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction)
 
     @spelled
     def generate(
@@ -91,6 +101,7 @@ class Texts(Holding):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
@@ -99,6 +110,8 @@ class Texts(Holding):
         prompts: each a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)}, which replace the
         embeddings of tokens at the first layer.
         params, terms: one for all, or one for each; None means `default_params`, and plain terms.
+        prediction: what the text may be, such as one that is to be changed: a text or token ids for all, or a list with
+        one or None for each. It saves time where the engine speculates and the text follows it; no text changes.
         progress: show progress on standard error, by tqdm where that is installed.
 
         Without a max_tokens, in params or in `default_params`, a completion goes on to the end of the context.
@@ -107,7 +120,9 @@ class Texts(Holding):
         EngineClosed or EngineFailed; else the first error of a request that fails while it runs.
         """
         prompts = listed(prompts)
-        return _finish(self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms), progress)
+        return _finish(
+            self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction), progress
+        )
 
     @spelled
     async def agenerate(
@@ -115,11 +130,12 @@ class Texts(Holding):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio and trio."""
         prompts = listed(prompts)
-        streams = self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms)
+        streams = self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction)
         try:
             choices = [c for s in streams for c in s.choices]
             await give_way()
@@ -227,6 +243,7 @@ class Texts(Holding):
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
         progress: bool = False,
         **variables: Any,
@@ -234,13 +251,13 @@ class Texts(Holding):
         """Answer one conversation or several: lists of {"role": ..., "content": ...}, rendered by the model's chat
         template.
 
-        progress: see `generate`. variables: further variables of the template, such as tools. Raises InvalidRequest if
-        the model has no template.
+        prediction, progress: see `generate`. variables: further variables of the template, such as tools. Raises
+        InvalidRequest if the model has no template.
         """
         check_variables(f"{type(self).__name__}.chat", variables)
         texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
-        return _finish(self._start(texts, ids, params, terms), progress)
+        return _finish(self._start(texts, ids, params, terms, prediction), progress)
 
     def embed(
         self,
@@ -310,7 +327,12 @@ class Texts(Holding):
             self.engine.check_room(tenant, n)
 
     def _start(
-        self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any, terms: Any = None
+        self,
+        prompts: Sequence[Prompt],
+        ids: list[list[int]],
+        params: Any,
+        terms: Any = None,
+        prediction: Predictions = None,
     ) -> list[TextStream]:
         """Queue requests, after all of them have been checked."""
         each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
@@ -319,7 +341,11 @@ class Texts(Holding):
         for p, t in zip(each, served, strict=True):
             wanted[t.tenant] += p.runs
         self._check_room(wanted)  # before anything is made of them
-        ready = [self._ready(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
+        expected = for_each(prediction, len(prompts), self.prompts.predicted if self.engine.facts.speculates else None)
+        ready = [
+            self._ready(prompt, own, p, t, guess)
+            for prompt, own, p, t, guess in zip(prompts, ids, each, served, expected, strict=True)
+        ]
         streams = [
             TextStream(
                 prompt,
@@ -344,7 +370,9 @@ class Texts(Holding):
                 choice.each = True
         return streams
 
-    def _ready(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms) -> list[Any]:
+    def _ready(
+        self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms, prediction: Any = None
+    ) -> list[Any]:
         """The checked requests for one prompt: one for each continuation."""
         if (p.stop or p.bad_words) and isinstance(self.tokenizer, NoTokenizer):
             name = "stop" if p.stop else "bad_words"
@@ -367,7 +395,15 @@ class Texts(Holding):
             if i and (i == 1 or p.seed is not None):
                 seed = None if p.seed is None else fork(p.seed, i)
                 run = run.with_(seed=seed, prompt_logprobs=None)
-            request = Request(host, run, include_stop=bool(p.include_stop), bad_words=words, embeds=embeds, terms=terms)
+            request = Request(
+                host,
+                run,
+                include_stop=bool(p.include_stop),
+                bad_words=words,
+                embeds=embeds,
+                terms=terms,
+                prediction=prediction,
+            )
             ready.append(self.engine.check(request))
         return ready
 

@@ -3,8 +3,9 @@
     parent -> child    ("run", number) ("ask", call, what), each followed by the pickled rest of the request;
                        ("cancel" | "pause" | "resume", number) ("stop",)
     child -> parent    ("ready", Ready) ("failed", error) ("beat", health, stats, meters) ("answer", call, fine, value)
-                       ("log", logger, level, message, traceback, time) ("step", starts, tokens, ends, *headings),
-                       followed by an array for each heading: see `hibachi.remote.rows`
+                       ("log", logger, level, message, traceback, time)
+                       ("step", starts, tokens, guesses, ends, *headings), followed by an array for each heading: see
+                       `hibachi.remote.rows`
 
 All that a step brings goes in one message. The child ends when the parent does, as nobody holds the other end then.
 """
@@ -69,6 +70,7 @@ class Outbox:
         self._lock = threading.Lock()  # no destructor sends anything
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
+        self.guesses: dict[int, tuple[int, int]] = {}  # of predictions, by request: all so far, right and wrong
         self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, float]]] = []
         self.rows = Gathered(sendable, self._no_row)
         self.beat: Callable[[], None] = lambda: None  # tells how the engine is
@@ -92,11 +94,11 @@ class Outbox:
 
     def run_sync_soon(self, *_: Any) -> None:
         rows = self.rows.taken()  # first: what cannot come to the host is an end
-        starts, tokens, ends = self.starts, self.tokens, self.ends
-        self.starts, self.tokens, self.ends = [], [], []
+        starts, tokens, guesses, ends = self.starts, self.tokens, self.guesses, self.ends
+        self.starts, self.tokens, self.guesses, self.ends = [], [], {}, []
         if any(isinstance(error, EngineFailed) for _, _, error, _ in ends):
             self.beat()  # first: a caller that learns that the engine has failed finds it so
-        self.send("step", starts, tokens, ends, *headings(rows), arrays=rows)
+        self.send("step", starts, tokens, guesses, ends, *headings(rows), arrays=rows)
 
     def _no_row(self, number: int, error: BaseException) -> None:
         self.drop(number)
@@ -132,6 +134,10 @@ class OutChannel(Channel[Any]):
         else:
             self._outbox.tokens.append((self._number, token, scores))
 
+    def predicted(self, accepted: int, rejected: int) -> None:
+        super().predicted(accepted, rejected)
+        self._outbox.guesses[self._number] = self.accepted, self.rejected
+
     def _opening(self) -> list[tuple[int, float | None, int, Any]]:
         """What the parent must hear before the first token or the end; [] if it has."""
         began, self._began = self._began, True
@@ -143,7 +149,7 @@ class OutChannel(Channel[Any]):
         self._forget(self._number)
         end = (self._number, reason, _portable(error), (self.stop_token, self.stop_logprob))
         if wakeups is None:  # not of a step, so perhaps in another thread than the engine's
-            self._outbox.send("step", self._opening(), [], [end])
+            self._outbox.send("step", self._opening(), [], {}, [end])
         else:
             self._outbox.starts += self._opening()
             self._outbox.ends.append(end)

@@ -127,7 +127,10 @@ class RemoteEngine(Closing):
     def _hear(self, wakeups: Wakeups, word: str, *said: Any) -> None:
         self._heard = time.monotonic()
         if word == "step":
-            starts, tokens, ends, *told = said
+            starts, tokens, guesses, ends, *told = said
+            for number, counts in guesses.items():
+                if (channel := self._channels.get(number)) is not None:
+                    channel.accepted, channel.rejected = counts
             self._deliver(starts, tokens, ends, wakeups, receive(self._process.pipe, told))
             wakeups.post()
         elif word == "beat":

@@ -11,7 +11,7 @@ from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.guide.protocol import Guide, GuideFailed, Guides
 from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import HostArray
-from hibachi.tensor.masks import words
+from hibachi.tensor.masks import ALL, forbid, words
 
 
 class Guided:
@@ -50,7 +50,7 @@ def allowed(
     """What may come next of guided jobs [n]: bits as in `Guides.masks`, uint32 [n, ceil(vocab_size / 32)], and errors
     by place, whose bits are all ones. rows, positions [n]: of the tokens that are to be drawn.
     """
-    bits = np.full((len(jobs), words(vocab_size)), 0xFFFFFFFF, np.uint32)
+    bits = np.full((len(jobs), words(vocab_size)), ALL, np.uint32)
     faults: dict[int, HibachiError] = {}
     ready = []
     for i, (job, row, position) in enumerate(zip(jobs, rows.tolist(), positions.tolist(), strict=True)):
@@ -74,10 +74,9 @@ def allowed(
             bits[ready] = into
         for i, failure in zip(ready, failed, strict=True):
             if failure is not None:
-                bits[i] = 0xFFFFFFFF
+                bits[i] = ALL
                 faults[i] = stuck(failure)
-            for token in jobs[i].guided.closed:
-                bits[i, token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+            forbid(bits[i], jobs[i].guided.closed)
     return bits, faults
 
 

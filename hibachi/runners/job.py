@@ -42,6 +42,7 @@ class Job:
     kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
     kept: list[Any] | None = None  # see `Request`
     inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
+    prediction: Any = None  # of its output, a `hibachi.draft.prediction.Prediction`
     draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
     sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
     grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it

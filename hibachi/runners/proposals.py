@@ -169,7 +169,13 @@ class Along:
         return part, right
 
     def _keep(self, i: int, part: Part, last: int, count: int) -> None:
-        """Row i keeps `count` tokens; the last of them is number `last` of those drawn."""
+        """Row i keeps `count` tokens; the last of them is number `last` of those drawn. One that failed behind others
+        is not kept: the next step draws it again, so that these come as they do without proposals.
+        """
+        failed = last in part.faults or (part.bad is not None and bool(part.bad[last]))
+        if failed and count + self._sure[i] > 1:
+            self.counts[i] = count - 1
+            return
         self.counts[i], self.stopped[i] = count, part.stopped[last]
         if part.whole is not None:
             self.whole[i] = part.whole[last]

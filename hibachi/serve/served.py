@@ -204,11 +204,16 @@ class Served:
         return self._text
 
     @contextmanager
-    def submit(self, ids: list[list[int]], params: SamplingParams, terms: Terms) -> Iterator[list[TextStream]]:
-        """Queue prompts; they count as the tenant's for as long as the `with` block lasts."""
+    def submit(
+        self, ids: list[list[int]], params: SamplingParams, terms: Terms, prediction: list[int] | None = None
+    ) -> Iterator[list[TextStream]]:
+        """Queue prompts; they count as the tenant's for as long as the `with` block lasts.
+
+        prediction: what each answer may be.
+        """
         self.check_open()
         with self._counted(terms.tenant, len(ids) * params.runs):
-            yield self.texts.submit(ids, params, terms=terms)
+            yield self.texts.submit(ids, params, terms=terms, prediction=prediction)
 
     @contextmanager
     def submit_vectors(self, ids: list[list[int]], terms: Terms) -> Iterator[list[Item[HostArray]]]:

@@ -30,11 +30,13 @@ async def answer_text(
     asked = writer.asked
     for own in ids:
         served.reading.check_length(own, asked.limit)
+    if asked.prediction and served.texts.engine.facts.speculates:
+        asked.predicted = await served.reading.predicted(asked.prediction, x.tenant)
     await served.check_form(asked.params, x.tenant, asked.form)
     with (
         said_by(asked.form),
         served.record(x, asked.params, ids) as record,
-        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant)) as writer.streams,
+        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant), asked.predicted) as writer.streams,
     ):
         writer.ids = ids
         text = _one(writer.streams, asked.params.n)

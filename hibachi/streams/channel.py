@@ -60,6 +60,7 @@ class Channel(Generic[T]):
         "_at_end",
         "_ending",
         "_waiters",
+        "accepted",
         "buffer",
         "drained",
         "error",
@@ -67,6 +68,7 @@ class Channel(Generic[T]):
         "logprobs",
         "pause_after",
         "prompt_logprobs",
+        "rejected",
         "reused",
         "started",
         "stop_logprob",
@@ -85,6 +87,9 @@ class Channel(Generic[T]):
         self.stop_token: int | None = None
         self.started: float | None = None  # when it joined the batch, by time.monotonic()
         self.reused: int = 0  # tokens of the prompt that were found in the cache then
+        # tokens of its prediction that were proposed, and were drawn or were not
+        self.accepted: int = 0
+        self.rejected: int = 0
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self.tenant: Hashable = ""  # the tenant of the request
@@ -95,6 +100,11 @@ class Channel(Generic[T]):
         self.drained: deque[Callable[[], None]] = (
             deque()
         )  # while paused, the one call to make; the thread that pops it makes it
+
+    def predicted(self, accepted: int, rejected: int) -> None:
+        """So many more tokens of its prediction were right, and so many wrong."""
+        self.accepted += accepted
+        self.rejected += rejected
 
     def push(self, item: T, wakeups: Wakeups) -> None:
         self.buffer.append(item)

@@ -85,6 +85,11 @@ class ItemStream(Closing, Generic[T]):
         """Tokens of the prompt whose keys and values were found in the cache."""
         return self.channel.reused
 
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens of its prediction that were proposed so far: how many were drawn, and how many were not."""
+        return self.channel.accepted, self.channel.rejected
+
     def logprobs_from(self, start: int, end: int) -> list[dict[int, float] | None]:
         """The part of `logprobs` from an index on, without copying the whole."""
         return self.channel.logprobs[start:end]

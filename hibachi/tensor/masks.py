@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 WORD = 32  # tokens of a word
+ALL = np.uint32(0xFFFFFFFF)  # a word whose tokens may all come
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
@@ -35,6 +36,12 @@ def packed(ids: Iterable[int], vocab_size: int) -> HostArray:
     may = np.zeros(words(vocab_size) * WORD, bool)
     may[list(ids)] = True
     return np.packbits(may, bitorder="little").view("<u4").astype(np.uint32, copy=False)
+
+
+def forbid(row: HostArray, ids: Iterable[int]) -> None:
+    """These tokens may not come: clears their bits of a row, uint32 [words]."""
+    for token in ids:
+        row[token // WORD] &= ~(np.uint32(1) << np.uint32(token % WORD))
 
 
 def checked(bits: HostArray, shape: Sequence[int]) -> HostArray:

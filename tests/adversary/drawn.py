@@ -348,6 +348,7 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "n": (1, 2, 3, 10),
         "best_of": (None, 1, 2, 4),
         "prompt_logprobs": WHOLE,
+        "num_speculative_tokens": (None, *WHOLE),
         "codebooks": (
             *((), [{}], [{}, {"temperature": 0}], [{"temperature": 0.5}] * 3, [{"top_k": 5, "top_p": 0.5}, {}]),
             *([{"seed": 1}, {}], [{"temperature": NAN}, {}], [{1: 2}, {}], [None, {}], "ab", {"temperature": 1}),
@@ -528,6 +529,26 @@ INPUTS = (None, {}, [], (), "ab", 3, [("speaker", [1, 2])], {1: 2}, {"unknown": 
 
 # What `run` takes; "prompt", "params", "terms" and "prompt_embeds" are drawn from what stands above.
 RUN: dict[str, tuple[Any, ...]] = {
+    "prediction": (
+        *(
+            None,
+            [],
+            [1, 2, 3],
+            range(WORDS),
+            [WORDS],
+            [-1],
+            [1.5],
+            [True],
+            [[1]],
+            [2**70],
+            [None],
+            LONG,
+            SURROGATES,
+            {1: 2},
+        ),
+        *(np.array([1, 2], np.uint64), np.zeros((2, 2), int), np.array(3), [1] * MANY, Unread(), Unreadable(), 7),
+        *(Spoilt(ValueError("planted")), Spoilt(np.array([1]))),
+    ),
     "prompt": (),
     "params": (),
     "max_tokens": (*WHOLE, np.int64(3)),

@@ -73,10 +73,10 @@ class Puppet:
         return (*message, pickle.loads(self.pipe.recv_bytes())) if message[0] in ("run", "ask") else message
 
     def tokens(self, number, *tokens):
-        self.say("step", [], [(number, token, None) for token in tokens], [])
+        self.say("step", [], [(number, token, None) for token in tokens], {}, [])
 
     def finish(self, number):
-        self.say("step", [], [], [(number, Finish.LENGTH, None, (None, 0.0))])
+        self.say("step", [], [], {}, [(number, Finish.LENGTH, None, (None, 0.0))])
 
     def beat(self, state="running"):
         self.say("beat", Health(state, f"It is {state}."), Stats(), Meters(limit=4))
@@ -213,7 +213,7 @@ class Kept:
         self.sent.append(pickle.loads(pickle.dumps(message)))
 
     def tokens(self, number):
-        return [token for _, _, tokens, _ in self.sent for n, token, _ in tokens if n == number]
+        return [token for _, _, tokens, *_ in self.sent for n, token, _ in tokens if n == number]
 
     def ends(self):
         return {number: (reason, error) for *_, ends in self.sent for number, reason, error, _ in ends}
@@ -650,7 +650,7 @@ def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
     own = stage(restart="on_failure")
     stream, first = own.stream(), own.puppet
     number = first.hear()[1]
-    first.say("step", [], [], [(number, Finish.ERROR, EngineFailed("The loop failed."), (None, 0.0))])
+    first.say("step", [], [], {}, [(number, Finish.ERROR, EngineFailed("The loop failed."), (None, 0.0))])
     first.beat("failed")
     with pytest.raises(EngineFailed, match="loop"):
         stream.collect()

@@ -34,6 +34,7 @@ SERVER = SamplingParams(
     n=2,
     best_of=3,
     prompt_logprobs=4,
+    num_speculative_tokens=5,
 )
 PLAIN = SamplingParams()
 SMALL = Bounds(n=3, prompts=2, logprobs=5, stop=2, stop_length=4, bias=2, token_ids=2, messages=2)
@@ -125,6 +126,7 @@ PARAMETERS = {
     "best_of": [(2, "best_of", 2), (3, "best_of", 3)],
     "max_tokens": [(1, "max_tokens", 1), (2**31, "max_tokens", 2**31 - 1)],
     "min_tokens": [(0, "min_tokens", 0), (16, "min_tokens", 16)],
+    "num_speculative_tokens": [(n, "num_speculative_tokens", n) for n in (0, 3, 2**31 - 1)],
     "stop": [("x", "stop", ("x",)), ([], "stop", ()), (["x", "four"], "stop", ("x", "four"))],
     "bad_words": [([], "bad_words", ()), (["x", "four"], "bad_words", ("x", "four"))],
     "stop_token_ids": [([], "stop_token_ids", ()), ([0, 7], "stop_token_ids", (0, 7))],
@@ -190,6 +192,11 @@ WRONG = [
     ({"best_of": 4}, "best_of", "best_of must be at most 3; got 4."),
     ({"max_tokens": -1}, "max_tokens", "max_tokens must be an integer >= 1 (or None: no limit); got -1."),
     ({"min_tokens": -1}, "min_tokens", "min_tokens must be an integer >= 0; got -1."),
+    (
+        {"num_speculative_tokens": -1},
+        "num_speculative_tokens",
+        "num_speculative_tokens must be an integer >= 0 (or None: as many as the engine's); got -1.",
+    ),
     ({"min_tokens": 8, "max_tokens": 7}, "min_tokens", "min_tokens must be at most max_tokens, 7; got 8."),
     ({"stop": ""}, "stop", "stop must be non-empty strings; got ''."),
     ({"stop": ["a", ""]}, "stop", "stop must be non-empty strings; got ['a', '']."),
@@ -606,11 +613,38 @@ def test_what_changes_nothing(ask):
     own = {"input": "a"} if ask is embedding else {}
     for field in (
         *("user", "store", "metadata", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction", "session_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "session_id"),
     ):
         assert ask(**own, **{field: {"a": 1}}) == ask(**own)
     if ask is chat:
         assert chat(parallel_tool_calls=False) == chat(parallel_tool_calls=True) == chat()
+
+
+@BOTH
+def test_what_an_answer_may_be(ask):
+    assert ask(prediction=None) == ask() and ask().prediction is None
+    assert ask(prediction={"type": "content", "content": "a b"}).prediction == "a b"
+    parts = [{"type": "text", "text": text} for text in ("a ", "", "b")]
+    assert ask(prediction={"type": "content", "content": parts}).prediction == "a b"
+    assert ask(prediction={"type": "content", "content": []}).prediction == ""
+    assert ask(prediction={"type": "content", "content": "a"}, n=2).params.n == 2
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "given, param",
+    [
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": "a", "more": 1}, "prediction.more"),
+        ({"type": "content", "content": [{"type": "image_url", "image_url": "a"}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0].text"),
+        ({"type": "content", "content": [{"text": "a"}]}, "prediction.content[0].type"),
+    ],
+)
+def test_a_prediction_that_is_none_is_refused_by_name(ask, given, param):
+    assert refused(ask, prediction=given)[1] == param
 
 
 def test_the_size_of_a_vector():

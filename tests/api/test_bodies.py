@@ -17,9 +17,11 @@ from hibachi.api.bodies import (
     DetokenizeBody,
     Document,
     EmbeddingBody,
+    Prediction,
     RerankBody,
     ScoreBody,
     StreamOptions,
+    TextPart,
     TokenizeBody,
     WarmBody,
     read,
@@ -131,6 +133,23 @@ STRUCTURED = (
         '{"one_of_as_any_of": "no"}': ".one_of_as_any_of str",
     },
 )
+PREDICTION = (
+    {
+        '{"type": "content", "content": "a"}': Prediction("content", "a"),
+        '{"type": "content", "content": []}': Prediction("content", []),
+        '{"type": "content", "content": [{"type": "text", "text": "a"}]}': Prediction(
+            "content", [TextPart("text", "a")]
+        ),
+    },
+    {
+        "[]": "array",
+        '"a"': "str",
+        '{"type": "content", "content": 7}': ".content int",
+        '{"type": "content", "content": null}': ".content null",
+        '{"type": "content", "content": ["a"]}': ".content[0] str",
+        '{"type": "content", "content": [{"type": "text", "text": null}]}': ".content[0].text null",
+    },
+)
 ANY = {"7": 7, '"a"': "a", "[null]": [None], '{"a": 1}': {"a": 1}}, {}
 NEEDED = object()
 
@@ -169,6 +188,8 @@ GENERATION = FREE | {
     "request_id": (TEXT, None),
     "return_tokens_as_token_ids": (BOOL, None),
     "skip_special_tokens": (BOOL, None),
+    "num_speculative_tokens": (INT, None),
+    "prediction": (PREDICTION, None),
     "spaces_between_special_tokens": (BOOL, None),
     "truncate_prompt_tokens": (INT, None),
     "truncation_side": (SIDE, None),

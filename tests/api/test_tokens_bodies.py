@@ -144,7 +144,8 @@ def test_the_operator_s_limit_of_new_tokens():
     assert asked(bounds=Bounds(new=5), max_tokens=2).limit == 2
 
 
-SAMPLING = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 0, "ignore_eos": True}
+SAMPLING = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 0, "ignore_eos": True,
+            "num_speculative_tokens": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -15,6 +15,9 @@ def test_words_mappings_and_json():
     given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     assert as_config(given) == as_config('{"num_speculative_tokens": 4, "prompt_lookup_max": 3, "method": "ngram"}')
     assert as_config(given) == SpeculativeConfig("ngram", 4, 3, 3, auto=False)
+    found = as_config('{"model": "org/name", "num_speculative_tokens": 3, "auto": true, "dtype": "float32"}')
+    assert (found.method, found.model, found.auto, found.dtype) == ("draft_model", "org/name", True, "float32")
+    assert as_config(found) is found
     assert as_config({"num_speculative_tokens": 2}) == SpeculativeConfig("ngram", 2, 5, 5, auto=False)  # V: defaults
 
 
@@ -31,6 +34,11 @@ def test_words_mappings_and_json():
         ({"num_speculative_tokens": True}, "from 1 to 64"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max"),
         ({"num_speculative_tokens": 2, "auto": "yes"}, "auto"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs .model."),
+        ({"method": "ngram", "model": "tiny", "num_speculative_tokens": 2}, "no other method has one"),
+        ({"model": "tiny"}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 2, "dtype": "float32"}, "dtype is of the draft model"),
+        ({"num_speculative_tokens": 2, "same": True}, "no field 'same'"),
         ({"num_speculative_tokens": 2, "disable_by_batch_size": 4}, "disable_by_batch_size"),
     ],
 )

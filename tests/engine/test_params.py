@@ -37,6 +37,7 @@ RANGES = {
     "logit_bias": ("{token id: number}", [3, [1], ["ab"]]),
     "logits_processors": ("callables", [3, [print, None]]),
     "include_stop": ("True, False or None", [1, "yes"]),
+    "num_speculative_tokens": ("an integer >= 0 (or None: as many as the engine's)", [-1, 1.0, "2", True, NAN]),
 }
 
 
@@ -131,6 +132,7 @@ OTHERS = {
     "allowed_token_ids": [1, 2], "bad_words": ["y"], "logits_processors": [print], "min_tokens": 3,
     "include_stop": True, "best_of": 4, "prompt_logprobs": 2, "skip_special_tokens": False,
     "codebooks": [{"temperature": 0}, {"top_k": 2**40}], "structured_outputs": {"choice": ["a", "b"]},
+    "num_speculative_tokens": 2**40,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hibachi import AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams, StopRule
 from hibachi.draft.howmany import Costs
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumPaged, expected
@@ -56,7 +57,7 @@ def engine(drafter, k=4, model=SumPaged, **options):
         model(NumpyBackend()), **{"max_model_len": 64, "overlap": False, "deterministic": False} | options
     )
     toy_guides(found)
-    found.core.drafting = Drafting(drafter, k, 10)
+    found.core.drafting = Drafting(Direct(drafter, 10), k)
     return found
 
 
@@ -231,10 +232,40 @@ def test_what_comes_judges_proposals_that_no_row_has_computed(wrong, right):
     """So a request whose proposals were bad is tried again when they have become good."""
     never = Never()
     with engine(Oracle(wrong)) as e:
-        e.core.drafting = Drafting(Oracle(wrong), 4, 10, never)
+        e.core.drafting = Drafting(Direct(Oracle(wrong), 10, never), 4, never)
         tokens = e.run([1, 2], GREEDY).collect()
     assert tokens == expected([1, 2], 20)
     assert len(never.noted) >= 15 and set(never.noted) == {(1, right)}
+
+
+class Most:
+    """Notes how many may be proposed."""
+
+    def __init__(self):
+        self.most = set()
+
+    def propose(self, keys, tokens, most):
+        self.most |= set(most)
+        return Oracle().propose(keys, tokens, most)
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 4), (0, 0), (1, 1), (3, 3), (4, 4), (64, 4), (10**12, 4)])
+def test_a_request_may_ask_for_fewer_proposals_or_none(asked, most):
+    drafter = Most()
+    with engine(drafter) as e:
+        assert e.run([1, 2], GREEDY.with_(num_speculative_tokens=asked)).collect() == expected([1, 2], 20)
+        assert max(drafter.most, default=0) == most
+        assert len(e.core.drafting.drafted.by_position) == most
+
+
+def test_nothing_is_forced_on_a_request_that_wants_no_proposals():
+    form, steps = rule([1], [2], [3], most=6), []
+    for asked in (None, 0):
+        with engine(Random(), k=4) as e:
+            stream = e.run([1, 2], SamplingParams(structured_outputs=form, num_speculative_tokens=asked))
+            assert stream.collect() == [1, 2, 3, 1, 2, 3]
+            steps.append((e.stats().steps, e.core.drafting.drafted.proposed))
+    assert steps == [(2, 4), (6, 0)]
 
 
 class Strange:

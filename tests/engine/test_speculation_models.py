@@ -3,12 +3,16 @@
 import random
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams, UnsupportedOperation
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
+from hibachi.runners.ahead import Ahead
+from hibachi.runners.runner import Part
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 
@@ -33,7 +37,7 @@ def engine(model, drafter, k=4, backend=None, **options):
     options = {"max_model_len": 64, "overlap": False, "deterministic": False} | options
     found = AutoregressiveBatchInference(model, backend=backend, **options)
     toy_guides(found)
-    found.core.drafting = Drafting(drafter, k, 10)
+    found.core.drafting = Drafting(Direct(drafter, 10), k)
     return found
 
 
@@ -160,7 +164,7 @@ def test_no_program_is_compiled_for_proposals(jax):
             for stream in [e.run([i % 10, 2], GREEDY) for i in range(n)]:
                 stream.collect()
         before = len(e.model.programs)
-        e.core.drafting = Drafting(Oracle(), 7, 10)
+        e.core.drafting = Drafting(Direct(Oracle(), 10), 7)
         for n in (1, 2):
             streams = [e.run([i, 2], GREEDY) for i in range(n)]
             assert [s.collect() for s in streams] == [expected([i, 2], 20) for i in range(n)]
@@ -343,3 +347,17 @@ def test_failures_cancels_and_preemption_change_no_answer_and_leave_nothing_behi
         e.core.scheduler.check()
         if pool := e.core.scheduler.pool:
             assert e.stats().preemptions and pool.free == pool.usable
+
+
+def test_a_row_may_keep_fewer_tokens_than_those_that_came_for_sure():
+    """Two for sure, behind ten, and three guesses; the draw behind the two failed, so it is drawn again."""
+    ahead = Ahead(np.array([12]), np.array([True]), np.array([3], np.int32), np.array([5, 6, 7], np.int32))
+    for count, kept, tokens in ((2, 11, []), (3, 12, []), (4, 13, [5]), (6, 15, None)):
+        part = Part(np.zeros(1, int), np.zeros(count, np.int32), None, np.zeros(1, bool), counts=np.array([count]))
+        assert ahead.kept(part, np.array([10])).tolist() == [kept]
+        again = ahead.wrong(part, np.array([10]))
+        assert again.ahead.end.tolist() == ([] if tokens is None else [kept])
+        if tokens is not None:
+            n = np.array([kept - 10])
+            piece = again.ahead.piece(np.array([0]), np.array([10]), n)
+            assert piece.proposals.tolist() == tokens and piece.own.tolist() == [kept - 10 - len(tokens)]

@@ -7,6 +7,7 @@ import pytest
 from hibachi import SamplingParams
 from hibachi.draft.howmany import HowMany
 from hibachi.draft.ngram import NgramDrafter
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.engine.waits import REST, WINDOW, Waits
 from hibachi.testing.toys import expected
@@ -61,7 +62,8 @@ def test_proposals_asked_for_by_name_are_waited_for(serve):
 def test_auto_begins_steps_ahead_and_waits_now_and_then(serve):
     backend = Late()
     engine = served(serve, backend)
-    engine.core.drafting, engine.core.waits = Drafting(NgramDrafter(2, 4), 4, 10, HowMany()), Waits()
+    how = HowMany()
+    engine.core.drafting, engine.core.waits = Drafting(Direct(NgramDrafter(2, 4), 10, how), 4, how), Waits()
     assert list(engine.run([1, 2], GREEDY, max_tokens=400)) == expected([1, 2], 400)
     assert backend.ahead >= 64 and engine.meters().drafted.proposed
     finish(engine)
@@ -95,7 +97,7 @@ def test_answers_are_the_same_whichever_steps_are_waited_for(serve, drafter):
     want = answers(served(serve, Late(), overlap=False))
     for options in ({}, {"cache_tokens": 96, "max_num_seqs": 6}):
         engine = served(serve, backend := Late(), **options)
-        engine.core.drafting, engine.core.waits = Drafting(drafter(), 4, 10), AtRandom()
+        engine.core.drafting, engine.core.waits = Drafting(Direct(drafter(), 10), 4), AtRandom()
         assert answers(engine) == want
         assert engine.core.drafting.drafted.proposed and backend.ahead
         assert engine.core.waits.waited and engine.core.waits.ahead

@@ -406,3 +406,9 @@ def test_embeddings(runs):
     assert rows[0]["embedding"] == [float(x) for x in own.embedding] and rows[0]["prompt_tokens"] == 2
     assert rows[1]["embedding"] is None and "line 3" in rows[1]["error"]
     assert runs({"in.csv": given}, "--task", "embed", "--temperature", "1") == 1 and "not sampled" in runs.told
+
+
+def test_how_many_proposals_a_row_may_have_is_a_column():
+    """A column of integers with gaps is one of floats to many programs."""
+    assert value_of("num_speculative_tokens", 3.0) == 3 and value_of("num_speculative_tokens", "0") == 0
+    assert type(value_of("num_speculative_tokens", 3.0)) is int

@@ -314,6 +314,7 @@ def completion(*texts, **more):
         "completion_tokens": 3,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0, "accepted_prediction_tokens": 2},
     }
     return {"id": "cmpl-x", "created": 5, "model": "m", "choices": choices, "usage": usage, **more}
 
@@ -778,6 +779,7 @@ def test_answers_to_lines_hold_nothing_of_time_and_company():
     body = found[0]["response"]["body"]
     assert body["created"] == 1234 and body["model"] == "alias" and body["id"].startswith("chatcmpl-")
     assert "timings" not in body and "prompt_tokens_details" not in body["usage"]
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     ids = [c["id"] for c in body["choices"][0]["message"]["tool_calls"]]
     assert all(i.startswith("call_") for i in ids) and ids[0] != ids[1]
 

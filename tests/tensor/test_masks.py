@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import ArrayBackend, NumpyBackend, load_backend
-from hibachi.tensor.masks import checked, forbidden, packed, words
+from hibachi.tensor.masks import ALL, checked, forbid, forbidden, packed, words
 
 
 @pytest.mark.parametrize("size", (1, 31, 32, 33, 64, 1000))
@@ -15,6 +15,13 @@ def test_a_token_has_its_bit_and_no_other(size):
     assert [t for t in range(size) if bits[t // 32] >> np.uint32(t % 32) & 1] == ids
     assert np.bitwise_count(bits).sum() == len(ids)
     assert np.flatnonzero(~forbidden(bits[None], (1, size))[0]).tolist() == ids
+
+
+def test_tokens_are_forbidden_in_place_and_no_others():
+    bits = np.full((2, words(70)), ALL, np.uint32)
+    forbid(bits[1], (0, 31, 32, 69, 31))
+    found = forbidden(bits, (2, 70))
+    assert np.flatnonzero(found[1]).tolist() == [0, 31, 32, 69] and not found[0].any()
 
 
 @pytest.mark.parametrize("name", ("numpy", "torch", "jax"))

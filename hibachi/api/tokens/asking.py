@@ -28,6 +28,7 @@ _SAME = (  # fields of SamplingParams by the same name
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "num_speculative_tokens",
 )
 _SAMPLING = ("seed", "logit_bias", "codebooks", "structured_outputs", *_SAME)
 _GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)

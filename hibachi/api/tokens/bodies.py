@@ -53,6 +53,7 @@ class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     logprobs: int | None = None
     structured_outputs: Structured | None = None
+    num_speculative_tokens: int | None = None
     # Where its tokens have several codebooks; where the model declares inputs.
     codebooks: list[dict[str, int | float]] | None = None
     inputs: dict[str, Raw] | None = None

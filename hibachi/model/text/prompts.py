@@ -77,6 +77,11 @@ class Prompts:
             raise InvalidRequest(f"A prompt must hold at least one token; got {_shown(prompt)}. Write something in it.")
         return list(map(int, ids))
 
+    def predicted(self, text: str) -> list[int]:
+        """The tokens of a text that an output may be. What cannot fit into the context is cut off before it is read."""
+        ids: list[int] = self.tokenizer.encode(text[: self.context * SOMEWHAT_LONG], add_special_tokens=False)
+        return ids[: self.context]
+
     def joined(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
         """The tokens of a prompt and of its continuation."""
         before = self.encode(prompt)
@@ -108,17 +113,17 @@ def listed(prompts: Any) -> list[Prompt]:
             f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {_shown(prompts)}."
         )
     prompts = list(prompts)
-    return [prompts] if prompts and all(map(_is_id, prompts)) else prompts
+    return [prompts] if prompts and all(map(is_id, prompts)) else prompts
 
 
-def _is_id(x: Any) -> bool:
+def is_id(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _are_ids(x: Any) -> bool:
     if type(x) is list and set(map(type, x)) == {int}:  # soon said, also of a long prompt
         return True
-    return isinstance(x, Sequence) and not isinstance(x, (bytes, bytearray)) and all(map(_is_id, x))
+    return isinstance(x, Sequence) and not isinstance(x, (bytes, bytearray)) and all(map(is_id, x))
 
 
 def conversations(messages: Any) -> list[Any]:

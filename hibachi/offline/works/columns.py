@@ -17,7 +17,8 @@ from hibachi.request import SamplingParams
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named
 PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
 NEW_TOKENS = 16  # of a row for which nothing says a limit, as of a completion over HTTP
-_INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs")
+_INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs",
+             "num_speculative_tokens")  # fmt: skip
 _TEXTS = ("stop", "bad_words")
 _LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks", "structured_outputs")
 _FLAGS = {"true": True, "false": False}  # as JSON, Python and spreadsheets write them

@@ -198,7 +198,9 @@ class OpenAIWork(Watching[Texts]):
                 asked = ready.writer.asked
                 terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
                 with said_by(asked.form):
-                    ready.writer.streams = self.texts.submit(ready.ids, asked.params, terms=terms)
+                    ready.writer.streams = self.texts.submit(
+                        ready.ids, asked.params, terms=terms, prediction=asked.prediction
+                    )
                 ready.writer.ids = ready.ids
                 streams = [c.tokens for s in ready.streams for c in s.choices]
                 ready.feeding = Feeding(ready.streams)

@@ -106,7 +106,7 @@ class UrlLines(UrlWork):
                 self._name_calls(number, choice)
         used = used_of(answer)
         if isinstance(answer.get("usage"), dict):
-            answer["usage"].pop("prompt_tokens_details", None)
+            _same_each_time(answer["usage"])
         for name in _OF_COMPANY:
             answer.pop(name, None)
         if "id" in answer:
@@ -136,3 +136,13 @@ def _limit(body: Mapping[str, Any]) -> int:
         if isinstance(n, (int, float)) and math.isfinite(n) and 0 < n < 2**31:
             return int(n)
     return 0
+
+
+def _same_each_time(usage: dict[str, Any]) -> None:
+    """Leave out what depends on other requests."""
+    usage.pop("prompt_tokens_details", None)
+    if isinstance(details := usage.get("completion_tokens_details"), dict):
+        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+            details.pop(name, None)
+        if not details:
+            usage.pop("completion_tokens_details")

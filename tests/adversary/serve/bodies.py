@@ -73,6 +73,15 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0, 1, 8, 40, 500, 511, 512),
     "max_completion_tokens": (0, 1, 8, 40, 511, 512),
     "min_tokens": (0, 1, 30, 600),
+    "prediction": (
+        *(
+            {"type": "content", "content": text}
+            for text in (WORDS, "", "a" * 9000, [], [{"type": "text", "text": "a"}])
+        ),
+        *({"type": "text", "content": "a"}, {"type": "content"}, {"type": "content", "content": [{"type": "image"}]}),
+        *({"type": "content", "content": odd} for odd in (None, 1, {}, [None], [{"type": "text", "text": None}])),
+    ),
+    "num_speculative_tokens": (0, 1, 65, True, 0.5, -1, 10**6),
     "n": (1, 2, 5, 8, 30, 31, 33, 128, 129),
     "best_of": (1, 2, 8, 129),
     "logprobs": (0, 1, 5, 20, 21, True),
