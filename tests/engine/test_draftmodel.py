@@ -230,7 +230,7 @@ def test_blocks_with_the_same_tokens_are_shared_and_others_are_not():
 def test_a_row_that_was_cut_and_went_on_otherwise_shares_what_it_has_now():
     r = Rows()
     tokens = answer([1, 2, 3], 6)
-    others = [*tokens[:3], 7, *tokens[4:]]
+    others = [*tokens[:3], 0, *tokens[4:]]
     seq = r.seq(0, [1, 2, 3, 4], 9)
     assert r.ask((seq, tokens))[1] == [9, 1, 1]
     assert r.as_a_fresh_one((seq, tokens[:3])) == [1, 1, 1]
