@@ -35,6 +35,8 @@ def made(config: SpeculativeConfig | None, built: Built, name: str, differ: str 
     if config is None:
         return None
     why = cannot_speculate(built.runner)
+    if why is None and config.model is not None and not built.facts.limits.blocks:
+        why = "a draft model needs one that keeps its cache in blocks"
     if why is None and config.auto:
         why = _cannot_gain(built.runner, built.facts.deterministic) or differ
     if why is None:

@@ -75,6 +75,14 @@ def test_models_that_cannot_have_proposals_refuse_by_name_and_auto_leaves_them_a
         assert e.core.drafting is None
 
 
+@pytest.mark.parametrize("model", [SumState, SumLogits])
+def test_a_draft_model_needs_blocks(model):
+    backend = NumpyBackend()
+    config = {"model": SumPaged(backend), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedOperation, match="keeps its cache in blocks"):
+        AutoregressiveBatchInference(model(backend), max_model_len=64, speculative_config=config)
+
+
 def test_auto_is_off_where_each_call_has_one_row_and_a_name_is_not():
     def engine(rows, config):
         model = SumLogits(NumpyBackend())
