@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -169,8 +170,10 @@ class CachedRunner(BaseRunner):
     def _run(self, plan: StepPlan, idx: Any, call: Call) -> Outcome:
         """`run` for some rows of a plan: places in it, the writer of a block before the rows that share it."""
         self.advanced = False
+        bare = plan if plan.draft is None else replace(plan, draft=None)
+        tries = chain([plan], repeat(bare))  # what fails is tried again without proposals: no row fails for them
         try:
-            return isolate(lambda idx: self._forward(plan, idx, call), idx, self.backend, self.theirs)
+            return isolate(lambda idx: self._forward(next(tries), idx, call), idx, self.backend, self.theirs)
         except StepFailed as e:
             # Unlike keys and values, states cannot go back: rows that were run apart are one step further.
             e.cache_lost |= self.advanced

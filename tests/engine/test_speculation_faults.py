@@ -5,7 +5,7 @@ import pytest
 
 from hibachi import InvalidRequest, ModelError, NonFiniteOutput
 from hibachi.recording.replay import ReplayDiffers, read, replay
-from hibachi.testing.toys import SumPaged, expected
+from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
 from ..guide.toyguides import rule
 from .test_speculation import GREEDY, Oracle, Random, engine
@@ -90,3 +90,28 @@ def test_a_recording_with_proposals_can_be_played_again(tmp_path):
     without = [event for event in recorded["events"] if event["event"] != "draft"]
     with pytest.raises(ReplayDiffers):
         replay({**recorded, "events": without})
+
+
+class Sevens:
+    def propose(self, keys, tokens, most):
+        return [[7] * n for n in most]
+
+
+@pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth], ids=lambda toy: toy.__name__)
+@pytest.mark.parametrize("why", ["a token", "memory"])
+def test_no_request_fails_for_its_proposals(toy, why):
+    """The model raises for a token that nobody is given unless it is proposed; it has memory for two tokens a row."""
+
+    class Fails(toy):
+        def step(self, params, cache, x):
+            if why == "a token" and (x.tok == 7).any():
+                raise ValueError("no such token")
+            if why == "memory" and len(x.tok) > 2 * len(x.row):
+                raise MemoryError("no more")
+            return super().step(params, cache, x)
+
+    with engine(Sevens() if why == "a token" else Oracle(), model=Fails) as e:
+        streams = [e.run([i, 2 - i], GREEDY) for i in range(3)]
+        assert [stream.collect() for stream in streams] == [expected([i, 2 - i], 20) for i in range(3)]
+        assert e.core.drafting.drafted.proposed
+        e.core.scheduler.check()
