@@ -167,7 +167,7 @@ def test_one_that_hangs_is_waited_for_once_and_closing_does_not_wait(monkeypatch
     try:
         with engine(mine) as e:
             assert answers(e) == WANT
-            assert mine.calls == 1 and len(waits) == 3 and max(waits) <= drafting.MOST_WAIT
+            assert mine.calls == 1 and len(waits) == 3 and max(waits) <= 0.005
         assert [r.getMessage() for r in caplog.records if "is off" in r.getMessage()]
     finally:
         gate.set()
