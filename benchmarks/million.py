@@ -1,4 +1,5 @@
-"""A million requests through the scheduler: random arrivals, cancels, priorities, deadlines, faults; nothing may break.
+"""A million requests through the scheduler: random arrivals, cancels, priorities, deadlines, proposals, faults; nothing
+may break.
 
 The world of tests/plan/world.py: a fake device stores token ids as keys and values, so every stream is compared with
 its solo run. Every row's output is judged in every step; all other invariants after every call of a few, `--every`.
@@ -18,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hibachi.plan.limits import Limits
 from tests.plan.world import POLICIES, World, drive, random_request
 
-KINDS = "requests", "steps", "preemptions", "hits", "evictions", "pause", "rollback", "cache lost", "memory short"
+KINDS = (
+    *("requests", "steps", "proposed", "accepted", "preemptions", "hits", "evictions"),
+    *("pause", "rollback", "cache lost", "memory short"),
+)
 ENDS = "stop", "length", "cancelled", "error", "late", "refused"
 
 
@@ -40,7 +44,8 @@ def era(seed: int, requests: int, every: int) -> tuple[str, Counter[str]]:
     )
     depth = rng.choice((1, 1, 2, 3))
     policy = POLICIES[seed % len(POLICIES)]()
-    world = World(limits, policy, depth, strict=depth == 1, every=every)
+    proposals = random.Random(seed) if seed % 3 else None  # in two lives of three
+    world = World(limits, policy, depth, strict=depth == 1, every=every, proposals=proposals)
     happened = drive(
         world,
         (random_request(i, rng, limits) for i in range(requests)),
@@ -49,6 +54,7 @@ def era(seed: int, requests: int, every: int) -> tuple[str, Counter[str]]:
         crowd=200,
     )
     what = f"{type(policy).__name__}, {rows} rows, {limits.blocks} blocks of {block_size}, depth {depth}"
+    what += ", proposals" if proposals else ""
     return what, happened
 
 

@@ -111,10 +111,12 @@ def compare(plain: LLM, other: LLM, work: Work, rows: int, turns: int) -> None:
     same = all(a.answers == b.answers for a, b in pairs)
     m = statistics.median
     print(
-        f"rows {rows:3d}: plain {m(a.tokens / a.seconds for a, _ in pairs):7.1f} tokens/s, with proposals "
-        f"{m(b.tokens / b.seconds for _, b in pairs):7.1f}; clock {spread([a.seconds / b.seconds for a, b in pairs])}x, "
+        f"rows {rows:3d}: plain {m(a.tokens / a.seconds for a, _ in pairs):7.1f} tokens/s, with them "
+        f"{m(b.tokens / b.seconds for _, b in pairs):7.1f}; "
+        f"clock {spread([a.seconds / b.seconds for a, b in pairs])}x, "
         f"processor time {spread([b.cpu / a.cpu for a, b in pairs])}x, steps a token "
-        f"{m(b.steps * min(rows, len(work)) / b.tokens for _, b in pairs):.2f}; answers {'equal' if same else 'DIFFER'}",
+        f"{m(b.steps * min(rows, len(work)) / b.tokens for _, b in pairs):.2f}; "
+        f"answers {'equal' if same else 'DIFFER'}",
         flush=True,
     )
 
@@ -147,11 +149,13 @@ def main() -> None:
             n = a.requests or max(4, 3 * rows)
             compare(plain, other, KINDS[a.kind](plain, a, n), rows, a.turns)
             found = other.engine.meters().drafted
-            how = other.engine.core.drafting._how  # type: ignore[attr-defined]  # figures for a benchmark only
+            how = other.engine.core.drafting.how  # type: ignore[attr-defined]  # figures for a benchmark only
             if how is not None:
                 sizes = sorted(each.cost() for each in how.costs._sizes.values())
                 print("          steps of " + ", ".join(f"{n:.0f}: {s * 1e3:.1f} ms" for n, s in sizes))
-            print(f"          proposed {found.proposed}, right {found.accepted}; by place {np.array(found.by_position)}")
+            print(
+                f"          proposed {found.proposed}, right {found.accepted}; by place {np.array(found.by_position)}"
+            )
 
 
 if __name__ == "__main__":

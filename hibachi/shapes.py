@@ -89,16 +89,25 @@ class CallShapes:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def step(
-        self, real: StepShape, *, longest: int, rows: int, blocks: int, state: bool = False, scored: bool = False
+        self,
+        real: StepShape,
+        *,
+        longest: int,
+        rows: int,
+        blocks: int,
+        state: bool = False,
+        scored: bool = False,
+        ahead: bool = False,
     ) -> StepShape | None:
         """The shape that a step is padded to; None means it is not padded.
 
         real: the step's own shape. longest: tokens of the longest row. rows, blocks: the most there can be. state: rows
         keep a `State`, so all have `longest` tokens, and padding inside a row would change it. scored: outputs of more
-        than the last tokens are wanted.
+        than the last tokens are wanted. ahead: rows have one token and proposals behind it, of all of which outputs are
+        wanted; such a step has the shape of one of as many rows with one token.
         """
-        decode = longest == 1
-        if not (self.compiled or (decode and self.few == "decode")):
+        decode = longest == 1 or ahead
+        if not (self.compiled or (longest == 1 and self.few == "decode")):
             return self._filled(real, longest if state else None)
         if self.sizes:
             each = longest if state else 1
@@ -109,11 +118,12 @@ class CallShapes:
             rows = row_bucket(real.rows, rows)
             tokens = rows * longest
         elif decode:
-            rows = tokens = min(self.decode_rows(real.rows), max(2, rows))
+            tokens = self.decode_rows(real.tokens)
+            rows = tokens = tokens if real.tokens > max(2, rows) else min(tokens, max(2, rows))
         else:
             tokens = self.prompt_tokens(real.tokens)
         width = blocks if self.any_width else min(next_power(real.blocks, 4), blocks)
-        return fixed(tokens, rows, width, tile, tokens if scored else rows)
+        return fixed(tokens, rows, width, tile, tokens if scored or real.outputs > rows else rows)
 
     def _filled(self, real: StepShape, each: int | None) -> StepShape | None:
         """Tokens, rows and outputs, rounded up to multiples. each: tokens of every row, if that number is fixed."""

@@ -10,12 +10,14 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 
+from hibachi.bench.steps.speculating import ROOM, step_costs, told
 from hibachi.cli.options import deterministic_argument
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
+from hibachi.engine.speculation import cannot_speculate
 from hibachi.errors import ConfigError, UnsupportedOperation
-from hibachi.lm.llm import QUANTIZATIONS
+from hibachi.lm.llm import LLM, QUANTIZATIONS
 from hibachi.lm.own import is_own, open_own
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
@@ -117,7 +119,28 @@ def _model(args: argparse.Namespace) -> int:
         table(choice.trials)
         or "Nothing was measured: there is nothing to choose from with the same bits (see --kernels)."
     )
+    _steps(args, choice.backend, choice.dtype)
     return 0
+
+
+def _steps(args: argparse.Namespace, backend: ArrayBackend, dtype: str) -> None:
+    """What its steps cost, and what proposals would bring."""
+    with LLM(
+        args.model,
+        backend=backend,
+        dtype=dtype,
+        quantization=args.quantization,
+        deterministic=args.deterministic,
+        max_num_seqs=1,
+        cache_tokens=ROOM,
+        overlap=False,
+        autotune="off",
+    ) as llm:
+        core = llm.engine.core
+        assert core is not None
+        why = cannot_speculate(core.runner)
+        said = told(step_costs(llm.engine)) if why is None else f"speculative_config: no proposals, as {why}"
+    print(f"\n{said}")
 
 
 def _own(args: argparse.Namespace) -> int:

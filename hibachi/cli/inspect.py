@@ -13,9 +13,12 @@ import math
 from typing import Any
 
 from hibachi.engine.build import codebooks_of, has_own_cache, level_of, level_told
+from hibachi.engine.draftmodels import check_same
+from hibachi.engine.forms import vocabulary_of
+from hibachi.errors import ConfigError
 from hibachi.lm.named import model_named
 from hibachi.model.describe import Description, as_json, describe
-from hibachi.model.files import locate
+from hibachi.model.files import locate, open_files
 from hibachi.model.registry import architectures
 from hibachi.named import is_named, place
 from hibachi.phases import phase
@@ -29,6 +32,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL")
+    parser.add_argument("--draft", metavar="MODEL", help="a draft model beside it: are its tokens the same?")
     parser.add_argument("--json", action="store_true", help="write JSON, for programs")
 
 
@@ -39,8 +43,15 @@ def run(args: argparse.Namespace) -> int:
         return _own(args.model, args.json)
     with phase(f"reading {args.model}"):
         d = describe(locate(args.model))
+    draft = None
+    if args.draft is not None:
+        with phase(f"reading {args.draft}"):
+            draft = describe(locate(args.draft))
     with phase("starting the backends"):
         facts = as_json(d) | {"memory": _memory(d)}
+        if draft is not None:
+            facts |= {"draft": as_json(draft) | {"memory": _memory(draft)}}
+            facts["problem"] = facts["problem"] or draft.problem or _other_tokens(d, draft)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -131,12 +142,33 @@ def _show(d: Description, facts: dict[str, Any]) -> None:
     _line("chat template", d.template or "none")
     if facts["memory"]:
         print("\nmemory        dtype         weights      a token   full context")
-        for m in facts["memory"]:
-            full = _bytes(m["full_context"]) if m["full_context"] else "-"
-            token = _bytes(m["cache_per_token"]) if m["cache_per_token"] else "-"
-            print(f"{m['backend']:13} {m['dtype']:9} {_bytes(m['weights']):>11} {token:>12} {full:>14}")
+        _table(facts["memory"])
+    if draft := facts.get("draft"):
+        stored = ", ".join(f"{dtype} {_count(n)}" for dtype, n in draft["stored"].items())
+        print(f"\nfor its draft model {draft['path']}, besides:\n{_count(draft['parameters'])} parameters ({stored})")
+        _table(draft["memory"])
     if facts["problem"]:
         print(f"\n{facts['problem']}")
+
+
+def _table(memory: list[dict[str, Any]]) -> None:
+    for m in memory:
+        full = _bytes(m["full_context"]) if m["full_context"] else "-"
+        token = _bytes(m["cache_per_token"]) if m["cache_per_token"] else "-"
+        print(f"{m['backend']:13} {m['dtype']:9} {_bytes(m['weights']):>11} {token:>12} {full:>14}")
+
+
+def _other_tokens(d: Description, draft: Description) -> str | None:
+    """Why a model cannot guess for another; None means its tokens are the same."""
+    main, other = (
+        vocabulary_of(open_files(one.path).tokenizer(vocab_size=one.vocab_size), one.vocab_size or 0, ())
+        for one in (d, draft)
+    )
+    try:
+        check_same(main, other, str(draft.path))
+    except ConfigError as e:
+        return str(e)
+    return None
 
 
 def _memory(d: Description) -> list[dict[str, Any]]:

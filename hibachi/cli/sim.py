@@ -24,6 +24,7 @@ from hibachi.errors import ConfigError
 from hibachi.plan.policies import SHIPPED, policy_of
 from hibachi.plan.policy import Policy
 from hibachi.sim.feed import ORDERS, WINDOW
+from hibachi.sim.guesses import Guesses
 from hibachi.sim.plot import check_format, plot, seconds
 from hibachi.sim.simulate import Run, Setup, simulate
 from hibachi.sim.steptime import StepTime, read_step_time
@@ -116,6 +117,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group(
         "--step-time", metavar="FILE", help="step times from `hibachi bench fit` (default: an 8B model on a large GPU)"
     )
+    group("--speculate", type=int, metavar="N", help="propose N tokens for each row in each step (default: none)")
+    group("--right", type=float, metavar="P", help="how likely a proposed token is right (default: 0.8)")
     group = parser.add_argument_group("a run offline").add_argument
     group("--order", choices=ORDERS, help="put all requests in the queue at the start, in this order")
     group("--window", type=int, metavar="N", help=f"compose the order out of the next N (default: {WINDOW:,})")
@@ -131,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
     for file in filter(None, (args.json, args.plot)):  # fail now, not after an hour
         Path(file).open("ab").close()
     trace = _trace(args)
+    if args.right is not None and args.speculate is None:
+        args.parser.error("--right goes with --speculate")
+    guesses = None
+    if args.speculate is not None:
+        guesses = Guesses(args.speculate, 0.8 if args.right is None else args.right, seed=args.seed)
     setups = [
         Setup(
             scheduling_policy=policy,
@@ -145,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
             enable_prefix_caching=args.enable_prefix_caching,
             order=args.order,
             window=WINDOW if args.window is None else args.window,
+            guesses=guesses,
         )
         for policy, rows, blocks in product(policies, args.max_num_seqs, args.num_blocks)
     ]
@@ -274,5 +283,7 @@ def _notes(runs: Sequence[Run]) -> list[str]:
             if 1 < len(groups) <= 8:
                 each = ", ".join(f"{name} {seconds(spread['p99'])}" for name, spread in groups.items())
                 out.append(f"{label}: TTFT p99 by {'tenant' if kind == 'tenants' else 'priority'}: {each}")
+        if proposed := data["proposed_tokens"]:
+            out.append(f"{label}: {proposed:,} tokens proposed, {data['accepted_tokens'] / proposed:.0%} of them kept")
         out += [f"{label}: {n:,} refused: {cause}" for cause, n in data["refused"].items()]
     return out

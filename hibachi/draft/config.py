@@ -12,7 +12,7 @@ from hibachi.draft.ngram import LENGTH
 from hibachi.draft.protocol import Drafter
 from hibachi.errors import ConfigError, shown
 
-METHODS = ("ngram",)  # our own
+METHODS = ("ngram", "draft_model")  # our own
 MOST = 64  # proposals of a row in a step
 
 
@@ -22,7 +22,9 @@ class SpeculativeConfig:
 
     method: one of `METHODS`, the name of an installed drafter, or a drafter.
     num_speculative_tokens: the most proposals of a row in a step. prompt_lookup_min, prompt_lookup_max: lengths of the
-    n-grams that are looked for.
+    n-grams that are looked for. model: of the method "draft_model", an object with `step` and `cache_spec`, or its name
+    or path. dtype, backend: of that model; None means as the main model's. same: its vocabulary
+    was compared with the main model's; nobody says that.
     """
 
     method: str | Drafter = "ngram"
@@ -30,12 +32,18 @@ class SpeculativeConfig:
     prompt_lookup_min: int = LENGTH
     prompt_lookup_max: int = LENGTH
     auto: bool = True
+    model: Any = None
+    dtype: str | None = None
+    backend: Any = None
+    same: bool = False
 
 
 def as_config(given: Any) -> SpeculativeConfig | None:
     """given: "auto", "off" or None, a mapping with vLLM's names, or its JSON. None means no proposals. Raises
     ConfigError.
     """
+    if isinstance(given, SpeculativeConfig):
+        return given
     if given is None or given == "off":
         return None
     if given == "auto":
@@ -50,12 +58,14 @@ def as_config(given: Any) -> SpeculativeConfig | None:
             'speculative_config must be "auto", "off" (or None), or a mapping such as {"method": "ngram", '
             f'"num_speculative_tokens": 4}}; got {shown(given)}.'
         )
-    known = [f.name for f in fields(SpeculativeConfig)]
+    known = [f.name for f in fields(SpeculativeConfig) if f.name != "same"]
     if others := [name for name in given if name not in known]:
         raise ConfigError(f"speculative_config has no field {shown(others[0])}; it has {', '.join(known)}.")
     named = {"auto": False, "num_speculative_tokens": None, **given}
     least, most = named.pop("prompt_lookup_min", None), named.pop("prompt_lookup_max", None)
-    method, k, auto = named.pop("method", "ngram"), named.pop("num_speculative_tokens"), named.pop("auto")
+    model, dtype, backend = named.pop("model", None), named.pop("dtype", None), named.pop("backend", None)
+    method = named.pop("method", "ngram" if model is None else "draft_model")
+    k, auto = named.pop("num_speculative_tokens"), named.pop("auto")
     _check_method(method)
     # vLLM's rule: one of the two lengths alone stands for both.
     least, most = (least or most or LENGTH), (most or least or LENGTH)
@@ -66,7 +76,17 @@ def as_config(given: Any) -> SpeculativeConfig | None:
         raise ConfigError(f"speculative_config: auto must be True or False; got {shown(auto)}.")
     if k is None:
         raise ConfigError(f"speculative_config must say num_speculative_tokens, from 1 to {MOST}; got {shown(given)}.")
-    return SpeculativeConfig(method, k, least, most, auto)
+    if (method == "draft_model") != (model is not None):
+        raise ConfigError(
+            'speculative_config: {"method": "draft_model"} needs "model": its name or path, or an object with `step` '
+            f"and `cache_spec`; and no other method has one. Got method={shown(method)}, model={shown(model)}."
+        )
+    for name, value in (("dtype", dtype), ("backend", backend)):
+        if value is not None and model is None:
+            raise ConfigError(
+                f"speculative_config: {name} is of the draft model, and there is none; got {shown(value)}."
+            )
+    return SpeculativeConfig(method, k, least, most, auto, model, dtype, backend)
 
 
 def _check_method(method: Any) -> None:

@@ -19,6 +19,9 @@ HIGHEST = 0.98  # no guess is certain, however long the record
 WEIGHT = 3.0  # what a record begins with counts as so many proposals
 MEMORY, COMMON_MEMORY = 0.95, 0.99  # how much of a record counts still after a step
 START, STAY = 1.08, 1.04  # gains from which a step has guesses: after a step without any, after one with some
+PROBE = 0.01  # of the time of all steps, how much a draft model may take to find out whether it pays by now
+SAVED = 0.05  # seconds of that which are kept for later at most
+LASTS = 32  # steps among which the time is shared that a draft model takes to get up to a row's newest token
 
 
 class Costs:
@@ -58,6 +61,12 @@ class Costs:
         if self._curve is None:
             self._curve = self._corners()
         return np.interp(tokens, *self._curve)
+
+    def expect(self, tokens: float) -> float:
+        """`predict` as a number; 0 as long as no size is known, so that it becomes known."""
+        if not any(self._is_known(size) for size in self._sizes.values()):
+            return 0.0
+        return float(self.predict(tokens))
 
     def _is_known(self, size: _Size) -> bool:
         return len(size.steps) >= TRIALS and self._steps - size.last <= AGE
@@ -214,3 +223,80 @@ class HowMany:
 
     def _enough(self) -> float:
         return STAY if self._some else START
+
+
+class Depth:
+    """How many guesses of each row a draft model makes in a step, before it makes them. Its own time counts.
+
+    costs: of its calls, by their tokens; it notes them itself. how: of the main model.
+    """
+
+    def __init__(self, how: HowMany) -> None:
+        self.costs, self._how = Costs(), how
+        self._goes = _Record(1.0)  # of the guesses that it was asked for, how many it was sure enough to make
+        self._saved, self._probes = 0.0, 0
+        self._some = False
+
+    def choose(self, lacks: Sequence[int], rates: Sequence[float], most: Sequence[int]) -> list[int]:
+        """How many guesses to ask for, for each of n rows that would compute one token each.
+
+        lacks: tokens of each row that the draft model must compute before its first guess; 0 means it makes none.
+        rates: as `Records.rate`. most: the most guesses of each row, >= 1.
+
+        All zero where none pays; now and then one row gets one guess then, so that its record can get better.
+        """
+        n = len(most)
+        asked = [i for i in range(n) if lacks[i]]
+        if not asked or not self._how.costs.knows(n):
+            return [0] * n
+        k, gain = deepest(
+            n,
+            [rates[i] for i in asked],
+            self._goes.rate,
+            max(most[i] for i in asked),
+            self._how.costs.predict,
+            self.costs.expect,
+            len(asked) + (sum(lacks[i] for i in asked) - len(asked)) / LASTS,
+        )
+        self._some = gain >= (STAY if self._some else START)
+        if self._some:
+            return [min(k, most[i]) if lacks[i] else 0 for i in range(n)]
+        probe = asked[self._probes % len(asked)]
+        if self._saved < min(SAVED, cost := self.costs.expect(lacks[probe])):
+            return [0] * n
+        self._probes += 1
+        self._saved -= cost
+        return [1 if i == probe else 0 for i in range(n)]
+
+    def note(self, asked: int, made: int) -> None:
+        """Of a row's guesses that it was asked for, it made the first `made`."""
+        self._goes.note(min(made + 1, asked), made, COMMON_MEMORY)
+
+    def took(self, seconds: float) -> None:
+        """A step of the main model has taken so long."""
+        self._saved = min(SAVED, self._saved + PROBE * seconds)
+
+
+def deepest(
+    tokens: int,
+    rates: Sequence[float],
+    goes: float,
+    most: int,
+    seconds: Callable[[Any], Any],
+    draft: Callable[[float], float],
+    lack: float,
+) -> tuple[int, float]:
+    """How many guesses of each of n rows to make, and the expected gain in tokens per second, the draft model's time
+    included.
+
+    tokens: of the step without guesses. rates: how likely a row's next guess is right. goes: how likely it is made.
+    seconds, draft: what calls of so many tokens cost. lack: tokens that the draft model computes before.
+    """
+    depth = np.arange(1, most + 1)
+    right = (np.asarray(rates, np.float64)[:, None] * goes) ** depth  # [rows, depth]
+    made = len(rates) * goes**depth
+    speed = (tokens + np.cumsum(right.sum(axis=0))) / (
+        seconds(tokens + np.cumsum(made)) + draft(lack) + (depth - 1) * draft(len(rates))
+    )
+    best_of = int(np.argmax(speed))
+    return best_of + 1, float(speed[best_of] * seconds(tokens) / tokens)

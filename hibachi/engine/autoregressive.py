@@ -15,9 +15,9 @@ from typing import Any, Generic, overload
 import numpy as np
 from typing_extensions import TypeVar, Unpack
 
-from hibachi.draft.config import as_config
+from hibachi.draft.config import SpeculativeConfig, as_config
 from hibachi.draft.prediction import Prediction
-from hibachi.engine import drafting
+from hibachi.engine import draftmodels, speculation
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
@@ -35,12 +35,12 @@ from hibachi.engine.build import (
     limit_of,
     returns_ids,
 )
-from hibachi.engine.engine import Engine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
-from hibachi.errors import ConfigError, EngineError, InvalidRequest, UnsupportedOperation, shown
+from hibachi.engine.waits import Waits
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.guide.protocol import Vocabulary
 from hibachi.model import ladder
 from hibachi.model.text.own import OwnTokenizer
@@ -50,11 +50,9 @@ from hibachi.plan.policy import Policy
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
-from hibachi.runners.frames import FrameSampler
-from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
-from hibachi.runners.selfcheck import selfcheck
+from hibachi.runners.selfcheck import ProposalsDiffer, selfcheck
 from hibachi.runners.trial import telling
 from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
@@ -113,8 +111,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
     speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as
-    {"method": "ngram", "num_speculative_tokens": 4}. The method: "ngram", an installed drafter's name, a `Drafter`.
-    Level 2 without states. None and "off" mean no proposals.
+    {"method": "ngram", "num_speculative_tokens": 4}. The method: "ngram", an installed drafter's name, a `Drafter`; or
+    in its place "model", a draft model of level 2. None and "off" mean no proposals.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
@@ -174,7 +172,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -188,6 +186,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         )
         self.model = model
         self._speculation = as_config(speculative_config)
+        self._proposals_differ: str | None = None  # how the bits of a step with proposals differ from those of others
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
         limit = max_model_len if max_model_len is not None else limit_of(model)
@@ -205,6 +204,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
         )
         _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
+        if self._speculation is not None and self._speculation.model is not None:
+            self._speculation = draftmodels.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
         if limit is None and (self._level == 2 or has_own_cache(model)):
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
@@ -221,6 +222,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             dtype=_own_dtype(model) if dtype is None else dtype,
             enable_prefix_caching=enable_prefix_caching,
             reserve_all=reserve_all,
+            draft=draftmodels.share(self._speculation),
         )
         self._policy = policy_of(scheduling_policy)
         self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop_rule}
@@ -271,9 +273,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         too.
         """
         if self._deterministic:
+            speculated = self._speculation is not None and speculation.cannot_speculate(runner) is None
             try:
                 with telling(runner.name):
-                    selfcheck(runner, unused=True)
+                    selfcheck(runner, unused=True, speculated=speculated)
+            except ProposalsDiffer as e:
+                self._proposals_differ = str(e)
+                if self._speculation is not None and not self._speculation.auto:
+                    self._deterministic = False
+                    log.warning("deterministic=False, as speculative_config may change bits: %s", e)
             except Exception as e:
                 if self._asked:
                     raise
@@ -283,7 +291,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self.deterministic
 
     def selfcheck(self) -> int:
-        """Compute a few prompts alone and beside others; returns how many outputs agreed in every bit.
+        """Compute a few prompts alone, beside others, and with proposed tokens where these are possible; returns how
+        many outputs agreed in every bit.
 
         It may be called at any time: it uses a cache of its own, or at levels 0 and 1 the trial from before the first
         step. A deterministic engine runs it when it is made. 0 means there was nothing to compare: no request has come,
@@ -293,7 +302,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.selfcheck()
-        return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
+        if not isinstance(runner, CachedRunner):
+            return 0
+        return selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -460,25 +471,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._backend = prompt_backend(prompt, self.model)
         return self._build(self._backend)
 
-    def _speculate(self, built: Built, engine: Engine) -> bool:
-        """Let the engine propose tokens, where that is wanted; returns whether it does."""
-        config = self._speculation
-        if config is None:
-            return False
-        why = cannot_speculate(built.runner)
-        if why is None and config.auto and not self._deterministic:
-            why = "proposals may change bits where deterministic is False"
-        if why is None:
-            assert built.facts.vocab_size is not None
-            engine.drafting = drafting.made(config, built.facts.vocab_size)
-            return True
-        if config.auto:
-            log.info("speculative_config: off for %s, as %s", type(self.model).__name__, why)
-            return False
-        raise UnsupportedOperation(
-            f"speculative_config cannot be used with {type(self.model).__name__}, as {why}. Leave it out."
-        )
-
     def _build(self, backend: ArrayBackend | NineBackend) -> Built:
         with self._building:
             if self._built is not None:
@@ -486,22 +478,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._check_open()
             built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self._deterministic)
             self._worker = self._serve(built.scheduler, built.runner)
-            speculates = self._speculate(built, self._worker.engine)
+            engine, config = self._worker.engine, self._speculation
+            engine.drafting = speculation.made(config, built, type(self.model).__name__, self._proposals_differ)
+            engine.waits = None if config is None else Waits(always=not config.auto)
+            speculates = engine.drafting is not None
             self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))
             return built
-
-
-def cannot_speculate(runner: Any) -> str | None:
-    """Why no tokens can be proposed to it; None means they can."""
-    if not isinstance(runner, CachedRunner) or not isinstance(runner.main.head, Sampled):
-        return "it is no model of level 2 that returns logits"
-    if isinstance(runner.main.head.sampler, FrameSampler):
-        return "its tokens have several codebooks"
-    if runner.memory.states:
-        return "it has a state, which cannot go back"
-    if runner.inputs.shapes.sizes:
-        return "its backend compiles each shape of a call"
-    return None
 
 
 def _vocabulary(model: Any) -> Vocabulary:

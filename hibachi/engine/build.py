@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from hibachi.runners.cached import CachedRunner
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.groups import Alone, Grouping, bucket
 from hibachi.runners.heads import Head, Sampled, Tokens
+from hibachi.runners.memory import position_bytes
 from hibachi.runners.meters import Tally
 from hibachi.runners.nine import NineRunner
 from hibachi.runners.overlapping import OverlappingRunner
@@ -38,7 +39,7 @@ from hibachi.runners.tokentable import IDS, Kind, Tables
 from hibachi.runners.uncached import WholeRunner, takes_lengths
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.layout import OwnCache, Paged, State
+from hibachi.tensor.layout import OwnCache, State
 from hibachi.tensor.library import Library
 from hibachi.tensor.nine import NineBackend
 
@@ -52,9 +53,18 @@ STATES_AT_ONCE = 64  # rows of a call of a recurrent model where calls have few 
 CHECKPOINT_TOKENS = 256  # tokens of a prompt from one checkpoint to the next
 
 
+class Share(NamedTuple):
+    """Memory of a draft model's pools: bytes of a position; of each row, positions besides those of its blocks."""
+
+    position: int
+    more: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of an engine, as given to `AutoregressiveBatchInference`. level: of the model, see `level_of`."""
+    """The settings of an engine, as given to `AutoregressiveBatchInference`. level: of the model, see `level_of`.
+    draft: None means there is no draft model.
+    """
 
     model: Any
     level: int
@@ -68,6 +78,7 @@ class Plan:
     dtype: str
     enable_prefix_caching: bool
     reserve_all: bool
+    draft: Share | None = None
 
     @property
     def vocab_size(self) -> int | None:
@@ -129,6 +140,9 @@ def build(
             remarks.append(f"no prefix is shared, as what it caches may depend on {' and '.join(sorted(knows))}")
             log.info("%s: %s", type(plan.model).__name__, remarks[-1])
             plan = replace(plan, enable_prefix_caching=False)
+        if plan.draft is not None:
+            main = position_bytes(plan.model.cache_spec(), plan.dtype)
+            remarks.append(f"a token takes {main} bytes of the cache, and {plan.draft.position} of the draft model's")
         size = plan.block_size or backend.block_size
         scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
         runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype, beside)
@@ -342,9 +356,8 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
     block.
     """
     spec = plan.model.cache_spec()
-    paged = [s for s in spec if isinstance(s, Paged)]
-    position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or plan.dtype) for s in paged)
-    blocks = _blocks(plan, backend, position, size) if paged else 0
+    position = position_bytes(spec, plan.dtype)
+    blocks = _blocks(plan, backend, position, size) if position else 0
     states = plan.enable_prefix_caching and any(isinstance(s, State) for s in spec)
     return replace(
         _limits(plan, blocks, size),
@@ -376,19 +389,24 @@ def _blocks(plan: Plan, backend: ArrayBackend, position: int, size: int) -> int:
     """Blocks for a full batch of the longest requests, if memory allows; at least for one. position: bytes of one;
     size: positions of a block.
     """
-    allowed = plan.kv_cache_memory_bytes
+    allowed, more = plan.kv_cache_memory_bytes, 0
+    if plan.draft is not None:
+        position += plan.draft.position
+        more = plan.rows * -(-plan.draft.more // size) * size * plan.draft.position
     if allowed is None:
-        memory, one = backend.memory(), position * (plan.longest + size)
+        memory, one = backend.memory(), position * (plan.longest + size) + more
         allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
         if memory is None and one <= _physical_memory():
             allowed = max(allowed, one)
+    allowed -= more
     blocks = min(plan.rows * -(-plan.longest // size), allowed // (position * size)) + 1
     if plan.cache_tokens is not None:
         blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
     if blocks < 2:
         raise ConfigError(
-            f"A cache block needs {position * size} bytes; got kv_cache_memory_bytes={allowed}. Allow more, or make "
-            f"block_size smaller."
+            f"A cache block needs {position * size} bytes"
+            + (f", and the draft model {more} bytes of its own" if more else "")
+            + f"; got kv_cache_memory_bytes={allowed + more}. Allow more, or make block_size smaller."
         )
     return blocks
 
@@ -406,10 +424,6 @@ def _physical_memory() -> float:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return math.inf
-
-
-def _bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)
 
 
 def level_of(model: Any) -> int:

@@ -19,6 +19,7 @@ from hibachi.engine.budget import TokenBudget, guilty_of
 from hibachi.engine.compiling import Compiling
 from hibachi.engine.drafting import Drafting
 from hibachi.engine.stats import Counts, Stats
+from hibachi.engine.waits import Waits
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.guide.protocol import GuideFailed
 from hibachi.plan.policy import Policy
@@ -90,6 +91,9 @@ class Engine:
         self._calm = False  # the next step is waited for
         self._compiling = Compiling(self._made)
         self.drafting: Drafting | None = None
+        self.waits: Waits | None = None  # where steps may begin before the last one is read; None means that all do
+        self._waiting = False  # this step is waited for, as it may have proposals then
+        self._alone = False  # the last step needed what the host learns from the one before
         self._shares = TimeShares(getattr(scheduler.policy, "weight", lambda tenant: 1.0))
 
     def stats(self) -> Stats:
@@ -213,7 +217,14 @@ class Engine:
 
     def step(self) -> bool:
         """Take one step; False if there was nothing to compute."""
-        began, now = self._begin(), time.monotonic()
+        began = self._begin()
+        self._waiting = self.drafting is not None and self.waits is not None and self.waits.waiting
+        if self._waiting and self._flight is not None:
+            before, self._flight = self._flight, None
+            if not self._land(before, None, began):
+                return True
+            began = self._begin()
+        now = time.monotonic()
         self._expire(now)
         # requests that ended while they waited are dropped then
         looks = self.scheduler.shares_rows and self.scheduler.waiting
@@ -242,7 +253,8 @@ class Engine:
             return True
         launched, failed = self._launch(plan, flight)
         if flight is not None:
-            if not self._land(flight, plan, began, cache_lost=failed is not None and failed.cache_lost):
+            lost = failed is not None and failed.cache_lost
+            if not self._land(flight, plan, began, steady=launched is not None, cache_lost=lost):
                 return True
             began = self._begin()
         if failed is not None:
@@ -258,7 +270,9 @@ class Engine:
 
     def _plan(self, now: float) -> StepPlan | None:
         drafts = None
-        if self.drafting is not None and self._flight is None:
+        # Proposals go on from the last token, and cost a step that begins before that is read.
+        waits = self._launcher is None or self._waiting or self._alone
+        if self.drafting is not None and self._flight is None and waits:
             assert isinstance(self.runner, BaseRunner)
             drafts = self.drafting.propose(self.scheduler, self.runner)
         if drafts:
@@ -308,8 +322,10 @@ class Engine:
             return
         self._finish(plan, outcome, began)
 
-    def _finish(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
-        """Process the results of a computed step."""
+    def _finish(self, plan: StepPlan, outcome: Outcome, began: float, *, steady: bool | None = None) -> None:
+        """Process the results of a computed step. steady: it was in flight, and the step after it has begun; None means
+        that it was waited for.
+        """
         self._budget.adapt(int(plan.q.sum()) if outcome.short else 0)
         # Counted before it is delivered, so a consumer that has seen the end of its stream finds it in `stats` too.
         counts = self._counts
@@ -325,11 +341,23 @@ class Engine:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
         if self.drafting is not None and not self.runner.tally.compiles:
-            self.drafting.took(plan, seconds)
+            self._took(self.drafting, plan, outcome, seconds, steady)
         self._measure(plan, seconds)
         self.moved = time.monotonic()
         self.runner.tally.compiles = False
         self._look_at(plan, outcome)
+
+    def _took(self, drafting: Drafting, plan: StepPlan, outcome: Outcome, seconds: float, steady: bool | None) -> None:
+        """What a step's time says about proposals. steady: as of `_finish`."""
+        rows = len(plan.rows)
+        decodes = self.waits is not None and int(np.add.reduce(plan.q)) == rows
+        if steady is None:
+            drafting.took(plan, seconds)
+            if decodes and self.waits is not None:
+                tokens = sum(len(p.idx) if p.counts is None else int(p.counts.sum()) for p in outcome.parts)
+                self.waits.note_waited(rows, tokens, seconds)
+        elif steady and decodes and self.waits is not None:
+            self.waits.note_ahead(rows, seconds)
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
@@ -352,7 +380,10 @@ class Engine:
         whole.
         """
         runner = self._launcher
-        if runner is None or self._calm or not runner.can_launch(plan):
+        if runner is None or self._calm:
+            return None, None
+        self._alone = not runner.can_launch(plan)
+        if self._alone or self._waiting or plan.draft is not None:
             return None, None
         try:
             self._prepare(plan)
@@ -362,11 +393,19 @@ class Engine:
         except Exception:  # it is run again by itself, where the request at fault is found
             return None, None
 
-    def _land(self, flight: Flight, plan: StepPlan | None, began: float, *, cache_lost: bool = False) -> bool:
+    def _land(
+        self,
+        flight: Flight,
+        plan: StepPlan | None,
+        began: float,
+        *,
+        steady: bool = False,
+        cache_lost: bool = False,
+    ) -> bool:
         """Read the tokens of a step in flight. False means that it failed, and so `plan`, the step after it, did not
         happen.
 
-        cache_lost: by the step after it.
+        steady: the step after it has begun. cache_lost: by the step after it.
         """
         assert self._launcher is not None
         try:
@@ -379,7 +418,7 @@ class Engine:
             self._recover(e, flight.plan)
             self.moved = time.monotonic()
             return False
-        self._finish(flight.plan, outcome, began)
+        self._finish(flight.plan, outcome, began, steady=steady)
         return True
 
     def _roll_back(self, plan: StepPlan, why: str) -> None:

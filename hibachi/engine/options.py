@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from hibachi.draft.config import SpeculativeConfig
 from hibachi.plan.policy import Policy
 from hibachi.tensor.protocol import Backend
 
@@ -29,7 +30,7 @@ class EngineOptions(TypedDict, total=False):
     stall_after: float | None
     record: str | Path | None
     overlap: bool | None
-    speculative_config: Mapping[str, Any] | str | None
+    speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None
 
 
 class BatchOptions(EngineOptions, total=False):

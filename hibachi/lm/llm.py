@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hibachi.draft.config import SpeculativeConfig
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.errors import ConfigError
+from hibachi.lm.drafts import resolved
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
@@ -90,7 +93,7 @@ class LLM(Texts):
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
@@ -109,6 +112,13 @@ class LLM(Texts):
         dtype = choice.dtype
         self.backend = _quantized(choice.backend, quantization, dtype)
         self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
+        speculation = resolved(
+            speculative_config,
+            choice.backend,
+            self.model.dtype,
+            lambda: vocabulary_of(tokenizer, self.model.vocab_size, self.model.eos_ids),
+        )
         engine = AutoregressiveBatchInference(
             self.model,
             max_num_seqs=max_num_seqs,
@@ -130,11 +140,11 @@ class LLM(Texts):
             stall_after=stall_after,
             record=record,
             overlap=overlap,
-            speculative_config=speculative_config,
+            speculative_config=speculation,
         )
         super().__init__(
             engine,
-            files.tokenizer(vocab_size=self.model.vocab_size),
+            tokenizer,
             vocab_size=self.model.vocab_size,
             eos_ids=self.model.eos_ids,
             default_params=SamplingParams(**generation_defaults(self.path)),

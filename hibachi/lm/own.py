@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, Unpack
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import UNSTATED, codebooks_of, level_of, limit_of, returns_ids
+from hibachi.engine.draftmodels import own_vocabulary
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
+from hibachi.lm.drafts import resolved
 from hibachi.lm.llm import LLM
 from hibachi.lm.named import model_named, own_params, own_stop
 from hibachi.lm.options import OPTIONS, TextOptions
@@ -140,6 +143,9 @@ def _engine(
     others |= {name: getattr(made, name, None) for name in _KIND}
     others |= {"max_model_len": max_model_len, "stop_rule": stop_rule, "deterministic": options.get("deterministic")}
     library = _library(made, options)
+    others["speculative_config"] = resolved(
+        options.get("speculative_config"), library, options.get("dtype"), partial(own_vocabulary, made)
+    )
     try:
         return AutoregressiveBatchInference(made, backend=library, dtype=options.get("dtype"), **others)
     except InvalidRequest as e:  # of its own stop tokens and padding, where its tokens' kind is known

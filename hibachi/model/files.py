@@ -20,6 +20,7 @@ from hibachi.model.weights import Checkpoint, Tensors
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TINY = Path(__file__).parent.parent / "data" / "tiny"
+SHIPPED = {"tiny": TINY, "tiny-draft": TINY.with_name("tiny-draft")}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ModelFiles:
 
 
 def locate(model: str | Path) -> Path:
-    """Where a model is: "tiny", which ships; a folder or a file; or "org/name" on the Hugging Face Hub.
+    """Where a model is: "tiny" or "tiny-draft", which ship; a folder or a file; or "org/name" on the Hugging Face Hub.
 
     A name is looked up in the local cache, and downloaded if the extra 'hf' is installed and the network allows.
     Raises InvalidModelFiles, and ConfigError for what is neither a path nor a name.
@@ -78,8 +79,8 @@ def locate(model: str | Path) -> Path:
             f"model must be a path or a name; got an object of the class {type(model).__qualname__}. A model of your "
             f"own goes into AutoregressiveBatchInference(model) instead (docs/models.md)."
         )
-    if model == "tiny":
-        return TINY
+    if isinstance(model, str) and model in SHIPPED:
+        return SHIPPED[model]
     path = Path(model).expanduser()
     if path.exists():
         return path

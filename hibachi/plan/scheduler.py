@@ -335,6 +335,9 @@ class Scheduler:
         table = self.table
         self.steps += 1
         self.preempted = []
+        drafts = {seq: seq.draft for seq in self.order if seq.draft}
+        for seq in drafts:  # they are for this step, whatever becomes of it
+            seq.draft = 0
         # Growing may preempt a row, which leaves budget and blocks to the others: then all is shared out again.
         while True:
             if self.stale:
@@ -399,7 +402,7 @@ class Scheduler:
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
         emit = end == table.known[rows]
-        draft = self._draft(seqs, rows, end, emit, self.budget - int(q.sum()))
+        draft = self._draft(drafts, seqs, end, emit, self.budget - int(q.sum())) if drafts else None
         table.advance(rows, end, emit)
         return StepPlan(
             seqs=seqs,
@@ -462,15 +465,11 @@ class Scheduler:
             tokens_left -= more
         return q, tokens_left
 
-    def _draft(self, seqs: list[Seq], rows: Index, end: Ints, emit: Bools, tokens_left: int) -> Ints | None:
+    def _draft(self, drafts: dict[Seq, int], seqs: list[Seq], end: Ints, emit: Bools, tokens_left: int) -> Ints | None:
         """How many of the proposed tokens each row of a step computes: as many as there is room for, in the order of
         service. Nobody else gets less for it, and nothing in the cache makes way.
         """
-        if not any([seq.draft for seq in seqs]):
-            return None
-        draft, wanted = np.zeros(len(seqs), np.int32), [seq.draft for seq in seqs]
-        for seq in seqs:
-            seq.draft = 0
+        draft, wanted = np.zeros(len(seqs), np.int32), [drafts.get(seq, 0) for seq in seqs]
         # A waiting sequence needs blocks too; running ones need one each before long.
         spare = self.pool.empty - len(seqs) if self.pool else 0
         for i in sorted(np.flatnonzero(emit).tolist(), key=lambda i: seqs[i].rank):

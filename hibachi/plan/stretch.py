@@ -36,6 +36,7 @@ class Stretch:
         done = scheduler.table.known[rows] + np.int32(steps)
         scheduler.table.known[rows] = scheduler.table.done[rows] = done
         scheduler.table.computed[rows] = done - np.int32(1)
+        scheduler.table.gained[rows] = 1
         scheduler.steps += steps
         over = (done == scheduler.table.end[rows]).nonzero()[0]
         finished = [scheduler.order[i] for i in over.tolist()]
@@ -55,6 +56,8 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
     rows = scheduler.rows
     n = len(rows)
     if not n or scheduler.paused_rows or n > scheduler.budget:
+        return None
+    if any(seq.draft for seq in scheduler.order):  # nobody knows how many tokens it gets
         return None
     if scheduler.waiting and scheduler.displaced is not None and scheduler.displaced():
         return None

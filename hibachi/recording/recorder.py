@@ -202,6 +202,7 @@ def _line(entry: tuple[Any, ...]) -> str:
             return "nothing to compute"
         more = f", {len(plan.fresh)} start" if plan.fresh else ""
         more += f", {len(plan.preempted)} preempted" if plan.preempted else ""
+        more += "" if plan.draft is None else f", {int(plan.draft.sum())} proposed"
         return f"step: {len(plan.rows)} rows, {int(plan.q.sum())} tokens, longest {int(plan.end.max())}{more}"
     if event == "commit":
         return f"  done in {rest[1] * 1e3:.1f} ms, {int(np.count_nonzero(rest[0]))} stopped"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hibachi.engine.batchengine import Facts
 from hibachi.lm.own import is_own
-from hibachi.model.files import locate
+from hibachi.model.files import SHIPPED, locate
 from hibachi.model.gguf import find_gguf
 from hibachi.named import look_here
 
@@ -24,7 +24,7 @@ _ENDINGS = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja")
 def name_of(model: str) -> str:
     """Of files the last part of their path, without .gguf; `org/name` and `pkg:Class` as given."""
     path = Path(model).expanduser()
-    if model == "tiny" or not path.exists():
+    if model in SHIPPED or not path.exists():
         return model
     return Path(os.path.abspath(path)).name.removesuffix(".gguf") or model
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
-from hibachi.errors import ConfigError
+from hibachi.draft.config import as_config
+from hibachi.errors import ConfigError, shown
 from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.own import is_own, no_text
 from hibachi.lm.texts import Texts
@@ -34,9 +35,14 @@ def _started(name: str, model: str, options: TextOptions, feedforward: bool = Fa
     check_options(name, dict(options), OPTIONS)
     if "backend" in options and not isinstance(options["backend"], (str, type(None))):
         raise ConfigError("For an engine in another process a backend is given by its name.")
-    config = options.get("speculative_config")
-    if isinstance(config, Mapping) and not isinstance(config.get("method", ""), str):
-        raise ConfigError("For an engine in another process a drafter is given by its name: speculative_config method.")
+    speculation = as_config(options.get("speculative_config"))
+    for what in ("model", "backend", "method"):
+        given = getattr(speculation, what, None)
+        if not isinstance(given, (str, os.PathLike, type(None))):
+            raise ConfigError(
+                f"For an engine in another process the {what} of speculative_config is given by its name; got "
+                f"{shown(given)}."
+            )
     return RemoteEngine(model, feedforward=feedforward, **options)
 
 

@@ -15,6 +15,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.ahead import Ahead, Outs, Piece
 from hibachi.runners.beside import Beside, declared_by
 from hibachi.runners.checkedstep import CheckedStep
 from hibachi.runners.heads import Head, Outputs, Pooled, Sampled
@@ -22,7 +23,7 @@ from hibachi.runners.inputs import Inputs
 from hibachi.runners.job import Job
 from hibachi.runners.memory import Memory, RecurrentStep
 from hibachi.runners.meters import Tally
-from hibachi.runners.proposals import place, proposed, sure
+from hibachi.runners.proposals import ahead_of
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -126,11 +127,15 @@ class CachedRunner(BaseRunner):
             with self.tally:
                 self.memory.write(seq.blocks, job.kv)
 
+    @override
+    def fitting(self, proposals: int) -> int:
+        if not self.memory.states or not proposals:
+            return proposals
+        return (1 << ((proposals + 1).bit_length() - 1)) - 1  # with the token before them, a power of two
+
     def run(self, plan: StepPlan) -> Outcome:
-        if plan.draft is not None and (self.memory.states or self.inputs.shapes.sizes or self._vectors):
-            plan = replace(plan, draft=None)
-        if plan.draft is not None and self.inputs.scores(plan.rows, plan.start).any():
-            plan = replace(plan, draft=None)
+        if plan.draft is not None and self.memory.states and self.inputs.shapes.compiled:
+            plan = replace(plan, draft=None)  # its calls have one output a row
         groups = self._groups(plan, writers_first(plan))
         if len(groups) == 1:
             return self._run(plan, *groups[0])
@@ -146,15 +151,20 @@ class CachedRunner(BaseRunner):
         return outcome
 
     def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, Call]]:
-        """The rows `idx` apart: requests that want vectors, and each kind of token. In each group their order stays."""
-        if self._vectors is None and not self.tables.several:
+        """The rows `idx` apart: requests that want vectors, and each kind of token; where some have proposals, those
+        whose prompts are scored. In each group their order stays.
+        """
+        scored = np.zeros(len(plan.rows), bool)
+        if plan.draft is not None:
+            scored = self.inputs.scores(plan.rows, plan.start)
+        if self._vectors is None and not self.tables.several and not scored.any():
             return [(idx, self.main)]
-        found: dict[tuple[bool, Kind | None], list[int]] = {}
+        found: dict[tuple[bool, Kind | None, bool], list[int]] = {}
         for i in idx.tolist():
             job: Job = plan.seqs[i].owner
-            found.setdefault((job.pooling is not None, job.kind), []).append(i)
+            found.setdefault((job.pooling is not None, job.kind, bool(scored[i])), []).append(i)
         calls = {False: self.main, True: self._vectors or self.main}
-        return [(np.array(some), calls[vectors]) for (vectors, _), some in sorted(found.items(), key=lambda f: f[0][0])]
+        return [(np.array(some), calls[key[0]]) for key, some in sorted(found.items(), key=lambda f: f[0][0])]
 
     def _run(self, plan: StepPlan, idx: Any, call: Call) -> Outcome:
         """`run` for some rows of a plan: places in it, the writer of a block before the rows that share it."""
@@ -223,32 +233,59 @@ class CachedRunner(BaseRunner):
     def _outputs(self, idx: Any, rows: Any, start: Any, q: Any, last: Any) -> Outputs:
         return Outputs(idx, start, np.clip(self.inputs.unscored[rows] - start, 0, q), last)
 
+    def _ahead(self, plan: StepPlan, call: Call, idx: Any) -> Ahead:
+        """What the rows idx of a plan compute."""
+        if plan.draft is None or not isinstance(call.head, Sampled):
+            return Ahead(plan.end[idx], plan.emit[idx])
+        return ahead_of(call.head.sampler, call.head.table, plan, idx)
+
+    def _packed(self, rows: Any, at: Any, piece: Piece) -> StepInputs[Array]:
+        return self.inputs.packed(rows, at, piece.own, piece.last, draft=piece.draft, proposals=piece.proposals)
+
+    def _drawn(self, plan: StepPlan, call: Call, idx: Any, outs: Outs) -> Part:
+        """What the rows idx of a plan, of which all emit, draw along their proposals."""
+        assert isinstance(call.head, Sampled)
+        return call.head.along(plan, idx, outs)
+
+    def _add(self, outs: Outs, call: Call, out: Array, wanted: int, mine: Any, counts: Any) -> None:
+        """Keep the outputs of a call, if it has any; the next one may write to their memory."""
+        assert isinstance(call.head, Sampled)
+        if counts.any():
+            out = call.head.checked(out, wanted)
+            outs.add(out if self.backend.immutable else self.backend.copy(out), mine, counts)
+
     def _paged(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         if self.inputs.shapes.sizes:
             return self._in_calls(plan, call, idx)
         if self.inputs.scores(rows, start).any():
             return self._scored(plan, call, idx, rows, start, q, emit)
-        draft = proposals = None
-        if plan.draft is not None and (mine := plan.draft[idx]).any():
-            assert isinstance(call.head, Sampled)
-            certain = sure(call.head.sampler, plan, idx)
-            if certain.any():  # the rest of the step does not tell them from others that are known
-                place(call.head.table, plan, idx, certain)
-                q = q + certain
-            draft, proposals = mine - certain, proposed(plan, idx, certain, mine)
-        x = self.inputs.packed(rows, start, q, emit, draft=draft, proposals=proposals)
-        return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
+        if plan.draft is not None:  # single-token rows first, as in a plan
+            idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]
+            rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
+        ahead = self._ahead(plan, call, idx)
+        if ahead.draft is None:
+            x = self.inputs.packed(rows, start, q, emit)
+            return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
+        everyone, outs = np.arange(len(idx)), Outs(self.backend, ahead.counts)
+        x = self._packed(rows, start, ahead.piece(everyone, start, ahead.end - start))
+        assert isinstance(call.head, Sampled)
+        outs.add(call.head.checked(self._called(call, x), x.last.shape[0]), everyone, ahead.counts)
+        return call.head.along(plan, idx[emit], outs)
 
     def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         """`_paged` in calls of few shapes. The outputs of several are awaited together."""
         order = writers_first(plan)
         idx = order[np.isin(order, idx)]
-        rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
-        parts, waiting, end = list[Part](), list[tuple[Any, Array, int, Outputs | None]](), start + q
-        for mine, at, n in self.calls(rows, start, q, self._sizes(call)):
-            last = emit[mine] & (at + n == end[mine])
-            x = self.inputs.packed(rows[mine], at, n, last)
+        rows, start, emit, ahead = plan.rows[idx], plan.start[idx], plan.emit[idx], self._ahead(plan, call, idx)
+        outs = None if ahead.draft is None else Outs(self.backend, ahead.counts)
+        parts, waiting = list[Part](), list[tuple[Any, Array, int, Outputs | None]]()
+        for mine, at, n in self.calls(rows, start, ahead.end - start, self._sizes(call)):
+            piece = ahead.piece(mine, at, n)
+            x, last = self._packed(rows[mine], at, piece), piece.last
             out = self._called(call, x)
+            if outs is not None:
+                self._add(outs, call, out, x.last.shape[0], mine, ahead.outputs(mine, piece))
+                continue
             scoring = bool(self.inputs.scores(rows[mine], at).any())
             if scoring or last.any():
                 of = self._outputs(idx[mine], rows[mine], at, n, last) if scoring else None
@@ -257,6 +294,8 @@ class CachedRunner(BaseRunner):
             if len(waiting) == (OUTPUTS_AHEAD if self.backend.immutable else 1):
                 parts += [call.head.part(plan, *each) for each in waiting]
                 waiting = []
+        if outs is not None:
+            return self._drawn(plan, call, idx[emit], outs)
         parts += [call.head.part(plan, *each) for each in waiting]
         return joined(parts, idx[:0], self.backend)
 
@@ -303,51 +342,79 @@ class CachedRunner(BaseRunner):
     def _recurrent(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """Like `_paged`, for models with a `State`: a copy of the rows' states is stepped, and kept on success.
 
+        A state cannot go back. So a row whose proposals were not all right is stepped once more, from its old state, on
+        the tokens that it keeps.
+        """
+        memory, ahead = self.memory, self._ahead(plan, call, idx)
+        states = [memory.cache[i] for i in memory.states]
+        scoring = int(np.count_nonzero(self.inputs.scores(rows, start)))
+        held, work = self._working(states, rows, start)
+        outs = None if ahead.draft is None else Outs(self.backend, ahead.counts)
+        parts = list[Part]()
+        for mine, at, piece, out, wanted in self._stepped(call, work, rows, start, ahead, scoring):
+            if outs is not None:
+                self._add(outs, call, out, wanted, mine, ahead.outputs(mine, piece))
+            elif scoring or piece.last.any():
+                of = self._outputs(idx[mine], rows[mine], at, piece.own, piece.last) if scoring else None
+                parts.append(call.head.part(plan, idx[mine[piece.last]], out, wanted, of))
+        kept = [(held, work)]
+        if outs is not None:
+            parts = [part := self._drawn(plan, call, idx[emit], outs)]
+            again = ahead.wrong(part, plan.end[idx[emit]])
+            if len(again.rows):
+                held, work = self._working(states, rows[again.rows], start[again.rows])
+                for _ in self._stepped(call, work, rows[again.rows], start[again.rows], again.ahead, 0):
+                    pass
+                kept.append((held, work))
+        self.advanced = True
+        for held, work in kept:
+            states = memory.scatter(states, self.backend.put(held), work)
+        memory.keep_states(states)
+        return joined(parts, idx[:0], self.backend)
+
+    def _working(self, states: list[Array], rows: Any, start: Any) -> tuple[Any, list[Array]]:
+        """Rows, padded to those of a call and one more, for the padding of a piece; and copies of their states."""
+        n, trash = len(rows), self.limits.rows
+        size = trash if self.inputs.shapes.sizes else self.inputs.shapes.rows(n, trash)
+        held, started = np.full(size + 1, trash, np.int32), np.zeros(size + 1, bool)
+        held[:n], started[:n] = rows, start > 0
+        return held, self.memory.gather(states, self.backend.put(held), self.backend.put(started))
+
+    def _stepped(
+        self, call: Call, work: list[Array], rows: Any, start: Any, ahead: Ahead, scoring: int
+    ) -> Iterator[tuple[Any, Any, Piece, Array, int]]:
+        """Step the states `work` over what rows compute: (places among the rows, start, tokens, outputs, how many) of
+        each call. scoring: rows of which all outputs are wanted.
+
         A state cannot skip padding, so chunks are cut into powers of two and rows with the same piece go together. That
         makes at most log2(chunk) + 1 calls, each with equally many tokens a row (more where outputs of whole prompts
         are wanted, as logits take much memory).
         """
-        n, trash, memory = len(idx), self.limits.rows, self.memory
         sizes, pieces = self._sizes(call), self.inputs.shapes.pieces
         if self.inputs.embeds or call is not self.main:  # of these, one shape was tried
             sizes, pieces = sizes[:1], (1,)
-        size = trash if sizes else self.inputs.shapes.rows(n, trash)
-        held = np.full(size + 1, trash, np.int32)  # one more, for the padding rows of a piece
-        held[:n] = rows
-        started = np.zeros(size + 1, bool)
-        started[:n] = start > 0
-        states = [memory.cache[i] for i in memory.states]
-        work = memory.gather(states, self.backend.put(held), self.backend.put(started))
-        at, left = start.copy(), q.copy()
-        parts = []
-        scoring = int(np.count_nonzero(self.inputs.scores(rows, start)))
-        most = max(1, call.head.most_outputs() // scoring) if scoring else int(q.max())
+        at, left = start.copy(), ahead.end - start
+        most = max(1, call.head.most_outputs() // scoring) if scoring else int(left.max())
         if scoring:
             pieces = (1,)  # the outputs of a call in few shapes are as many as its rows
         while left.any():
             longest = int(left.max())
             if sizes:
-                piece = next(n for n in reversed(pieces) if n <= longest)
-                mine = np.flatnonzero(left >= piece)
+                n = next(n for n in reversed(pieces) if n <= longest)
+                mine = np.flatnonzero(left >= n)
                 mine = mine[: size_for(len(mine), sizes)]
             else:
-                piece = 1 << (min(longest, most).bit_length() - 1)
-                mine = np.flatnonzero(left >= piece)
-            last = emit[mine] & (left[mine] == piece)
-            each = np.full(len(mine), piece, np.int32)
-            x = self.inputs.packed(rows[mine], at[mine], each, last)
-            place = np.full(x.row.shape[0], size, np.int32)
+                n = 1 << (min(longest, most).bit_length() - 1)
+                mine = np.flatnonzero(left >= n)
+            piece = ahead.piece(mine, at[mine], np.full(len(mine), n, np.int32))
+            x = self._packed(rows[mine], at[mine], piece)
+            place = np.full(x.row.shape[0], work[0].shape[0] - 1, np.int32)
             place[: len(mine)] = mine
             placed = self.backend.put(place)
             with self.tally, self.theirs:
-                out, caches = call.step(self.model.params, memory.with_states(work), placed, x)
-            work = [caches[i] for i in memory.states]
-            memory.keep_blocks(caches)
-            if scoring or last.any():
-                of = self._outputs(idx[mine], rows[mine], at[mine], each, last) if scoring else None
-                parts.append(call.head.part(plan, idx[mine[last]], out, x.last.shape[0], of))
-            at[mine] += piece
-            left[mine] -= piece
-        self.advanced = True
-        memory.keep_states(memory.scatter(states, self.backend.put(held), work))
-        return joined(parts, idx[:0], self.backend)
+                out, caches = call.step(self.model.params, self.memory.with_states(work), placed, x)
+            work[:] = [caches[i] for i in self.memory.states]
+            self.memory.keep_blocks(caches)
+            yield mine, at[mine], piece, out, x.last.shape[0]
+            at[mine] += n
+            left[mine] -= n

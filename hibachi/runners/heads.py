@@ -16,6 +16,7 @@ import numpy as np
 
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.step import StepPlan
+from hibachi.runners.ahead import Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
@@ -93,23 +94,31 @@ class Sampled:
 
     def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
         sampler, backend = self.sampler, self.sampler.backend
-        out = check_output(out, backend, (wanted, *sampler.shape), self.name, kind="logits")
+        out = self.checked(out, wanted)
         faults: dict[int, HibachiError] = {}
         if of is not None:
             assert isinstance(sampler, RowSampler)  # scores of a prompt are of single ids
             out, faults = self._score(sampler, plan, out, of)
         if not len(idx):
             return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
-        if plan.draft is not None and plan.draft[idx].any():
-            assert isinstance(sampler, RowSampler)
-            with self._tally:
-                return Along(sampler, self.table, plan, idx, out).run()
         jobs = jobs_of(plan, idx)
         with self._tally:
             drawn = sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
         part = drawn_part(idx, drawn, jobs, plan.end[idx], backend)
         part.faults |= faults
         return part
+
+    def checked(self, out: Array, wanted: int) -> Array:
+        """The outputs [wanted, ...] of a call. Raises InvalidModelOutput."""
+        return check_output(out, self.sampler.backend, (wanted, *self.sampler.shape), self.name, kind="logits")
+
+    def along(self, plan: StepPlan, idx: Any, outs: Outs) -> Part:
+        """Draw for the rows idx [n] of the plan along their proposals. outs: of the last known token of each row, and
+        of each proposal that is not sure.
+        """
+        assert isinstance(self.sampler, RowSampler)
+        with self._tally:
+            return Along(self.sampler, self.table, plan, idx, outs).run()
 
     def _score(
         self, sampler: RowSampler, plan: StepPlan, out: Array, of: Outputs

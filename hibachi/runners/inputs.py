@@ -81,13 +81,16 @@ class Inputs:
         tokens); and the size of the vocabulary. draft [B], proposals [sum of it]: tokens behind those of the plan, of
         which outputs are wanted too.
         """
+        ahead, tiles = draft is not None and int(q.max()) <= 1, self.shapes.choices
         if draft is not None:
             q = q + draft
+            if ahead and self.shapes.compiled:
+                tiles = (self.shapes.tiles[0],) * 2
         score = np.clip(self.unscored[rows] - start, 0, q)
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         scored = score if scoring else None
-        packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.choices, score=scored, tail=draft)
+        packed = lower(rows, start, q, emit, table, size, tiles=tiles, score=scored, tail=draft)
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         tokens = self._tokens(rows, start, q, packed, draft, proposals)
@@ -100,6 +103,7 @@ class Inputs:
             blocks=widest,
             state=self._recurrent,
             scored=scoring,
+            ahead=ahead,
         )
         if shape is not None:
             packed = pad(packed, shape, trash_row=self.limits.rows)

@@ -15,6 +15,16 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCa
 from hibachi.tensor.layout import CacheSpec, Paged, State, StepInputs
 
 
+def position_bytes(spec: CacheSpec, dtype: str) -> int:
+    """Bytes of the keys and values of one position. dtype: of layers that name none."""
+
+    def size(name: str) -> int:
+        return 2 if name == "bfloat16" else int(np.dtype(name).itemsize)
+
+    paged = [layer for layer in spec if isinstance(layer, Paged)]
+    return sum(s.kv_heads * (s.k_dim + s.v_dim) * size(s.dtype or dtype) for s in paged)
+
+
 class Memory:
     """The cache of a model. cache: a list of layers, the input of `model.step`. kept: the checkpoints of each layer
     with a state.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 
 
@@ -88,16 +89,18 @@ class Steps:
 
 
 @dataclass(slots=True)
-class Drafted:
-    """Counters of proposals. by_position: how many were kept that were the n-th of their row in a step."""
+class Proposals:
+    """Counters of what one drafter proposes. by_position: how many were kept that were the n-th of their row in a
+    step.
+    """
 
     steps: int = 0  # of rows, with proposals
     proposed: int = 0
     accepted: int = 0
     by_position: list[int] = field(default_factory=list)
 
-    def copy(self) -> Drafted:
-        return Drafted(self.steps, self.proposed, self.accepted, self.by_position.copy())
+    def copy(self) -> Proposals:
+        return Proposals(self.steps, self.proposed, self.accepted, self.by_position.copy())
 
     def note(self, proposed: int, accepted: int) -> None:
         self.steps += 1
@@ -106,6 +109,38 @@ class Drafted:
         self.by_position += [0] * (accepted - len(self.by_position))
         for i in range(accepted):
             self.by_position[i] += 1
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Counters of proposals by the name of who made them, such as "ngram" or "forced"; and of all together."""
+
+    by: dict[str, Proposals] = field(default_factory=dict)
+
+    def copy(self) -> Drafted:
+        return Drafted({name: each.copy() for name, each in self.by.copy().items()})
+
+    def note(self, name: str, proposed: int, accepted: int) -> None:
+        """A row has computed so many proposals of this drafter, and kept so many."""
+        if (own := self.by.get(name)) is None:
+            own = self.by[name] = Proposals()
+        own.note(proposed, accepted)
+
+    @property
+    def steps(self) -> int:
+        return sum(each.steps for each in self.by.values())
+
+    @property
+    def proposed(self) -> int:
+        return sum(each.proposed for each in self.by.values())
+
+    @property
+    def accepted(self) -> int:
+        return sum(each.accepted for each in self.by.values())
+
+    @property
+    def by_position(self) -> list[int]:
+        return [sum(kept) for kept in zip_longest(*(each.by_position for each in self.by.values()), fillvalue=0)]
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from hibachi.phases import phase
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.ahead import Ahead, Outs
 from hibachi.runners.beside import KNOWN, Beside
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
@@ -27,6 +28,7 @@ from hibachi.runners.ownstep import ALIKE, OwnStep
 from hibachi.runners.owntrial import Trial
 from hibachi.runners.pasts import Layout, Past
 from hibachi.runners.prefixes import Prefixes
+from hibachi.runners.proposals import ahead_of
 from hibachi.runners.rowpasts import RowPasts
 from hibachi.runners.runner import BaseRunner, Outcome, Part, isolate
 from hibachi.runners.tokentable import Kind, Tables
@@ -199,6 +201,24 @@ class OwnCacheRunner(BaseRunner):
         self.remarks.append(said)
         return not why
 
+    def cannot_take_back(self) -> tuple[str, bool]:
+        """Why it cannot compute tokens that may be taken back, or ""; whether no bit differs for it, as far as a trial
+        tells.
+        """
+        if not self._step.keeps:
+            return "it returns the logits of the last token only: its step has no parameter logits_to_keep", False
+        if self.backend.shapes.compiled:
+            return "it keeps a cache of its own, and its backend compiles each shape of a call", False
+        if self.apart:
+            return "each row is computed by itself", False
+        if place := self.layout.uncut:
+            return f"the array {place} of its past is a state", False
+        try:
+            return self._trial().shortened(ALIKE)
+        except Exception as e:
+            drop_frames(e)
+            return f"a trial of it raised {text_of(e)}", False
+
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> Outcome:
@@ -218,7 +238,8 @@ class OwnCacheRunner(BaseRunner):
                 yield np.array([i])
             return
         groups: dict[tuple[int, ...], list[int]] = {}
-        for i, (start, q) in enumerate(zip(plan.start.tolist(), plan.q.tolist(), strict=True)):
+        tokens = plan.q if plan.draft is None else plan.q + plan.draft
+        for i, (start, q) in enumerate(zip(plan.start.tolist(), tokens.tolist(), strict=True)):
             groups.setdefault((q, start if not self._step.with_lengths else min(start, 1)), []).append(i)
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
@@ -235,6 +256,8 @@ class OwnCacheRunner(BaseRunner):
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         rows, emit = plan.rows[idx], plan.emit[idx]
+        if plan.draft is not None and plan.draft[idx].any():
+            return self._forward_ahead(plan, idx)
         with self.backend.guard():
             if self.apart:
                 out = self._alone(int(rows[0]), plan.seqs[int(idx[0])].prompt_len, int(plan.end[idx[0]]))
@@ -250,6 +273,28 @@ class OwnCacheRunner(BaseRunner):
                 else:
                     out = self.backend.take(out, self.backend.put(wanted.astype(np.int32)))
             return self.head.part(plan, idx[emit], out, out.shape[0])
+
+    def _forward_ahead(self, plan: StepPlan, idx: Any) -> Part:
+        """`_forward` for rows of which some have proposals. Positions of wrong ones are cut off the past."""
+        assert isinstance(self.head, Sampled)
+        rows, start = plan.rows[idx], plan.start[idx]
+        ahead = ahead_of(self.head.sampler, self.head.table, plan, idx)
+        outs, counts = Outs(self.backend, ahead.counts), ahead.counts
+        keep = int(counts.max())
+        wanted = np.arange(keep) >= keep - counts[:, None]
+        places = np.full(wanted.shape, -1, np.int64)
+        places[wanted] = np.arange(wanted.sum())
+        with self.backend.guard():
+            self._catch_up(rows, start)
+            outs.put(self._piece(rows, start, int(ahead.end[0] - start[0]), ahead, keep), places.reshape(-1))
+            part = self.head.along(plan, idx[plan.emit[idx]], outs)
+            drop = np.zeros(len(idx), np.int64)
+            drop[plan.emit[idx]] = ahead.left(part, plan.end[idx[plan.emit[idx]]])
+            past = self._pasts.of[int(rows[0])]
+            for n in np.unique(drop[drop > 0]).tolist():
+                some = np.flatnonzero(drop == n)
+                self._pasts.of |= dict.fromkeys(rows[some].tolist(), self.layout.shortened(past, some.tolist(), n))
+        return part
 
     def _alone(self, row: int, prompt: int, end: int) -> Array:
         """The logits of a row after its first `end` tokens, in calls that depend on nothing but the row."""
@@ -279,7 +324,7 @@ class OwnCacheRunner(BaseRunner):
             start = start + piece
         return out
 
-    def _piece(self, rows: Any, start: Any, q: int) -> Array:
+    def _piece(self, rows: Any, start: Any, q: int, ahead: Ahead | None = None, keep: int = 1) -> Array:
         n, ends = len(rows), start + q
         size = self.backend.shapes.rows(n, self._rows)
         before = self._pasts.gathered(rows.tolist(), start.tolist(), size) if int(start[0]) else None
@@ -289,13 +334,23 @@ class OwnCacheRunner(BaseRunner):
         each = np.repeat(np.arange(size), q)
         positions = np.repeat(lengths - q, q) + np.tile(np.arange(q), size)
         table = self.tables.at(rows[0])
-        tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions)
-        tokens = tokens.reshape(size, q, *tokens.shape[1:])
+        if ahead is None:
+            tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions)
+            tokens = tokens.reshape(size, q, *tokens.shape[1:])
+        else:
+            own, _, _, proposals = ahead.piece(np.arange(n), start, np.full(n, q))
+            known = np.arange(q) < own[:, None]
+            of = each[known.reshape(-1)]
+            tokens = np.empty((n, q), np.int32)
+            tokens[known] = table.packed(rows, start, own, of, positions[known.reshape(-1)])
+            tokens[~known] = proposals
         wide = 0 if before is None else before.width
         self.tally.call(size * q, n * q, (size, q, wide) if self.backend.shapes.compiled else None)
         encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
-        out, past = self._step.called(tokens, lengths, None if before is None else before.tree, filled, encoded)
-        out = self._step.checked(out, size)
+        out, past = self._step.called(
+            tokens, lengths, None if before is None else before.tree, filled, encoded, keep=keep
+        )
+        out = self._step.checked(out, size, keep)
         after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
         del past, before  # what they hold on to goes array by array
         after = self.layout.widened(after, self._width(int(ends.max())))

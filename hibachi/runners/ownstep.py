@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, text_of
-from hibachi.runners.beside import ENCODED, Arguments, Beside, declared_by, wanted
+from hibachi.runners.beside import ENCODED, Arguments, Beside, declared_by, parameters_of, wanted
 from hibachi.runners.encoded import Encoded
 from hibachi.runners.faults import Theirs
 from hibachi.runners.heads import Sampled, Tokens
@@ -21,16 +21,19 @@ from hibachi.runners.tokentable import Kind
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
 
+KEEP = "logits_to_keep"  # a parameter, named as in transformers
 ALIKE = 0.05  # of the largest output: what those of a model that goes on from a past may differ by, in any dtype
 
 
 class OwnStep:
     """Calls `step` with tokens, lengths and a past, and with what else it takes.
 
-    with_lengths: it takes lengths. layout: of its pasts. encoded: what is kept of `encode`; None means it has none.
+    with_lengths: it takes lengths. keeps: it takes how many logits are wanted of each row, of its last tokens. layout:
+    of its pasts. encoded: what is kept of `encode`; None means it has none.
     """
 
     with_lengths: bool
+    keeps: bool
     layout: Layout
     encoded: Encoded | None
 
@@ -50,6 +53,7 @@ class OwnStep:
         self._step: Any = model.step
         self.name: str = head.name
         self.with_lengths = takes_own_lengths(model)
+        self.keeps = isinstance(head, Sampled) and KEEP in parameters_of(model.step)
         self._beside, self._arguments = beside, Arguments(model.step, beside)
         self._examples, self._random = np.concatenate(examples).astype(kind.dtype), np.random.default_rng(0)
         self.encoded = None
@@ -119,8 +123,15 @@ class OwnStep:
     def _output(self, out: Any, rows: int) -> HostArray:
         return self._backend.get(self._backend.float32(self.checked(out, rows)))
 
-    def checked(self, out: Any, rows: int) -> Array:
-        """The output of a call of so many rows. Raises InvalidModelOutput."""
+    def checked(self, out: Any, rows: int, keep: int = 1) -> Array:
+        """The output of a call of so many rows; if it keeps several of each, one row's after another's. Raises
+        InvalidModelOutput.
+        """
+        if self.keeps:
+            assert isinstance(self._head, Sampled)
+            shape = self._head.sampler.shape
+            out = check_output(out, self._backend, (rows, keep, *shape), self.name, kind="logits")
+            return self._backend.xp.reshape(out, (rows * keep, *shape))
         if isinstance(self._head, Sampled):
             return check_output(out, self._backend, (rows, *self._head.sampler.shape), self.name, kind="logits")
         return check_output(out, self._backend, (rows, *self._kind.shape), self.name, kind=self._kind.dtype.kind)
@@ -134,9 +145,10 @@ class OwnStep:
         encoded: Any = None,
         *,
         trial: Sequence[int] = (),
+        keep: int = 1,
     ) -> tuple[Any, Any]:
         """rows: of whom the call is; None means of no request, for a trial. encoded: of these rows. trial: numbers of
-        the examples that rows of a trial have.
+        the examples that rows of a trial have. keep: how many logits of each row, where it `keeps`.
         """
         put, named = self._backend.put, dict[str, Any]()
         if self._arguments:
@@ -145,6 +157,8 @@ class OwnStep:
             named = {name: put(array) for name, array in found.items()}
         if self.encoded is not None:
             named[ENCODED] = self.encoded.tried(trial or [0] * len(tokens)) if rows is None else encoded
+        if self.keeps:
+            named[KEEP] = keep
         arguments = (put(tokens), put(lengths), past) if self.with_lengths else (put(tokens), past)
         found = self._called(self._step, *arguments, **named)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -166,6 +180,6 @@ def takes_own_lengths(model: Any) -> bool:
         parameters = inspect.signature(model.step).parameters
     except (TypeError, ValueError):  # compiled code need not tell
         return True
-    named = wanted(model.step, declared_by(model))
+    named = {*wanted(model.step, declared_by(model)), KEEP}
     needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return "lengths" in parameters or len([p for p in needed if p.name not in named]) == 3

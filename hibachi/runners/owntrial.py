@@ -55,10 +55,12 @@ class Trial:
                 )
         return sum(len(one) for one in alone)
 
-    def _call(self, tokens: Any, ends: Sequence[int], before: Past | None, rows: Sequence[int]) -> tuple[Any, Past]:
+    def _call(
+        self, tokens: Any, ends: Sequence[int], before: Past | None, rows: Sequence[int], keep: int = 1
+    ) -> tuple[Any, Past]:
         n, q = tokens.shape[:2]
         tree = None if before is None else before.tree
-        out, tree = self._called(tokens, np.array(ends, np.int32), tree, trial=rows)
+        out, tree = self._called(tokens, np.array(ends, np.int32), tree, trial=rows, keep=keep)
         past = self._layout.taken(tree, before, rows, ends, n, q)
         return self._backend.get(out), past
 
@@ -79,6 +81,26 @@ class Trial:
         if not apart(got, want) <= far * largest(want):  # (NaN is far)
             return template, "its past has more in it than positions: a copy of the first few goes on otherwise"
         return template, "a copy changes its bits" if bits and not np.array_equal(got, want) else ""
+
+    def shortened(self, far: float) -> tuple[str, bool]:
+        """Computes a text along proposals, two of which are wrong: (why that cannot be, or "", whether no bit differs).
+        Raises what the model raises. far: as in `copied`.
+        """
+        (one, other), same = self._texts[:2], True
+        for text, wrong in ((one, other), (other, one)):
+            prompt = len(text) - TRIAL_NEW
+            with self._backend.guard():
+                _, past = self._call(text[None, :prompt], [prompt], None, [0])
+                tried = np.concatenate([text[prompt : prompt + 1], wrong[:2]])
+                ahead, past = self._call(tried[None], [prompt + 3], past, [0], keep=3)
+                past = self._layout.shortened(past, [0], 2)
+                out, _ = self._call(text[None, prompt + 1 : prompt + 2], [prompt + 2], past, [0])
+                want = self._alone(text)[1:3].reshape(2, -1)
+            got = np.stack([ahead[0, 0], out[0].reshape(-1)])
+            if not apart(got, want) <= far * largest(want):  # (NaN is far)
+                return "its past cannot be cut: it goes on otherwise once tokens were taken back", False
+            same &= np.array_equal(got, want)
+        return "", same
 
     def _alone(self, text: HostArray, past: Past | None = None) -> HostArray:
         prompt, begin = len(text) - TRIAL_NEW, 0 if past is None else past.width

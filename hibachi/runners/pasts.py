@@ -278,6 +278,16 @@ class Layout:
         rows, counts = [row for part in parts for row in part.rows], [n for part in parts for n in part.counts]
         return self.arranged([Group(picks, rows, counts, parts[0].width)])[0]
 
+    def shortened(self, past: Past, places: Sequence[int], drop: int) -> Past:
+        """The rows at these places without their last `drop` positions. The past stays as it is."""
+        width, whole, arrays = past.width - drop, [*places] == [*range(past.size)], list[Array]()
+        for leaf, array in zip(self.leaves, past.arrays, strict=True):
+            array = self._rows(leaf, array, past.size, places)
+            arrays.append(array if leaf.position is None else array[_along(leaf.position, 0, width)])
+        rows, counts = [past.rows[i] for i in places], [past.counts[i] - drop for i in places]
+        tree = with_arrays(past.tree, self.backend.owns, arrays)
+        return Past(tree, arrays, rows, counts, width, len(rows), past.room if whole else [])
+
     # ---- prefixes ----------------------------------------------------------------------------------------------
 
     @property

@@ -16,12 +16,13 @@ import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan.step import StepPlan
+from hibachi.runners.ahead import Ahead, Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.runner import Part, drawn_part, jobs_of
 from hibachi.runners.sampler import Drawn, RowSampler
 from hibachi.runners.tokentable import TokenTable
-from hibachi.tensor.array_backend import Array, HostArray
+from hibachi.tensor.array_backend import HostArray
 
 
 def sure(sampler: RowSampler | FrameSampler, plan: StepPlan, idx: Any) -> Any:
@@ -48,6 +49,17 @@ def place(table: TokenTable, plan: StepPlan, idx: Any, counts: Any) -> None:
     table.write(plan.rows[row], plan.end[row] + within, proposed(plan, idx, np.zeros_like(counts), counts))
 
 
+def ahead_of(sampler: RowSampler | FrameSampler, table: TokenTable, plan: StepPlan, idx: Any) -> Ahead:
+    """What the rows idx of a plan compute. Tokens that they get for sure are in the table then."""
+    end, emit = plan.end[idx], plan.emit[idx]
+    if plan.draft is None or not (draft := plan.draft[idx]).any():
+        return Ahead(end, emit)
+    certain = sure(sampler, plan, idx)
+    if certain.any():  # the rest of the step does not tell them from others that are known
+        place(table, plan, idx, certain)
+    return Ahead(end + certain, emit, draft - certain, proposed(plan, idx, certain, draft))
+
+
 class Along:
     """The draws of n rows along their proposals.
 
@@ -55,7 +67,7 @@ class Along:
     last.
     """
 
-    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Array) -> None:
+    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs) -> None:
         assert plan.draft is not None
         self._sampler, self._table, self._idx, self._out = sampler, table, idx, out
         self.jobs: list[Job] = jobs_of(plan, idx)
@@ -146,8 +158,7 @@ class Along:
     def _draw(self, row: Any, places: Any, positions: Any) -> tuple[Part, Any]:
         """What is drawn at m positions, and which of the tokens are what was proposed and end nothing: bool [m]."""
         jobs = [self.jobs[i] for i in row.tolist()]
-        out = self._out if len(places) == self._out.shape[0] else self._sampler.rows(self._out, places)
-        drawn = self._sampler.draw(out, jobs, self._rows[row], positions)
+        drawn = self._out.draw(self._sampler, places, jobs, self._rows[row], positions)
         part = drawn_part(np.arange(len(row)), drawn, jobs, positions, self._sampler.backend)
         self.tokens[places] = drawn.tokens
         self.logprobs |= {int(places[i]): found for i, found in drawn.logprobs.items()}
@@ -158,7 +169,13 @@ class Along:
         return part, right
 
     def _keep(self, i: int, part: Part, last: int, count: int) -> None:
-        """Row i keeps `count` tokens; the last of them is number `last` of those drawn."""
+        """Row i keeps `count` tokens; the last of them is number `last` of those drawn. One that failed behind others
+        is not kept: the next step draws it again, so that these come as they do without proposals.
+        """
+        failed = last in part.faults or (part.bad is not None and bool(part.bad[last]))
+        if failed and count + self._sure[i] > 1:
+            self.counts[i] = count - 1
+            return
         self.counts[i], self.stopped[i] = count, part.stopped[last]
         if part.whole is not None:
             self.whole[i] = part.whole[last]

@@ -171,6 +171,10 @@ class BaseRunner:
         assert self.tables is not None
         return self.tables.at(row).read(row, 0, n)
 
+    def fitting(self, proposals: int) -> int:
+        """How many of these proposals a row should compute, so that they need no more calls."""
+        return proposals
+
     def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
         if self.tables is not None and len(rows):
             self.tables.at(rows[0]).write(rows, positions, tokens)

@@ -1,30 +1,32 @@
 """Self-check of determinism: whether other rows in the batch change a bit, tried on the loaded model with random tokens
 in steps of the engine's kind.
 
-A few prompts are computed alone, each in one piece; then beside others, in chunks, in other rows. All outputs must
-agree in every bit.
+A few prompts are computed alone, each in one piece; then beside others, in chunks, in other rows; and once more so,
+where tokens are proposed, right ones and wrong ones. All outputs must agree in every bit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.errors import NotDeterministic
 from hibachi.phases import phase
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
-from hibachi.plan.step import StepPlan
+from hibachi.request import SamplingParams
 from hibachi.runners.cached import CachedRunner
-from hibachi.runners.heads import Outputs, Sampled
+from hibachi.runners.frames import FrameSampler
+from hibachi.runners.heads import Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
-from hibachi.runners.runner import Part, check_output
+from hibachi.runners.sampler import Drawn, RowSampler
 from hibachi.runners.tokentable import IDS, History, Kind, Tables
 from hibachi.shapes import CallShapes
 from hibachi.streams.channel import Channel
@@ -36,44 +38,65 @@ COMPANY = 6  # others beside them
 IN_PIECES = 37, 32, 20, 16, 4, 2, 1, 48, 36  # of the prompts of a trial, some of which end with the larger pieces
 NEW = 3  # tokens after each prompt
 CHUNK = 7  # tokens of a prompt at once, beside others
+SPECULATED = 10  # tokens after each prompt, where some are proposed
+# Right proposals and wrong ones behind them, step by step. After wrong ones, a step without any reads what they left.
+PROPOSALS = (0, 3), (0, 0), (2, 2), (0, 0), (4, 0), (1, 1), (0, 0)
 
 
-def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
+class ProposalsDiffer(NotDeterministic):
+    """Only where tokens are proposed, outputs differ."""
+
+
+def selfcheck(runner: CachedRunner, *, unused: bool = False, speculated: bool = False) -> int:
     """Raise NotDeterministic with the first output that depends on the batch; returns how many outputs were compared.
 
-    unused: the runner is new, so its cache may be used; otherwise a second one is made for the check. 0 means nothing
-    was compared: the model returns tokens, not logits (it is unknown which tokens to give it), or its cache has no room
-    for the prompts. Errors of the model are raised.
+    unused: the runner is new, so its cache may be used; otherwise a second one is made for the check. speculated:
+    compare also with steps in which tokens are proposed; if only there outputs differ, ProposalsDiffer is raised. 0
+    means nothing was compared: the model returns tokens, not logits (it is unknown which tokens to give it), or its
+    cache has no room for the prompts. Errors of the model are raised.
     """
     if (drawn := _sampled(runner)) is None:
         return 0
-    texts = _texts(runner.limits, drawn)
-    probe = _Probe(runner, drawn, take_cache=unused)
+    texts = _texts(runner.limits, drawn, new=SPECULATED if speculated else NEW)
+    probe, others = _Probe(runner, drawn, take_cache=unused), f"beside {len(texts) - 1} others in chunks of {CHUNK}"
     try:
         alone: dict[tuple[int, int], HostArray] = {}
-        with phase("checking that requests do not change each other", len(LENGTHS) + 1, "batches") as p:
+        with phase("checking that requests do not change each other", len(LENGTHS) + 1 + speculated, "batches") as p:
             for done, i in enumerate(list(texts)[: len(LENGTHS)]):
                 p.update(done)
                 alone |= probe.outputs({i: texts[i]}, runner.limits.budget)
             p.update(len(LENGTHS))
-            together = probe.outputs(dict(reversed(texts.items())), CHUNK)
+            backwards = dict(reversed(texts.items()))
+            if (off := _difference(alone, probe.outputs(backwards, CHUNK))) is not None:
+                how = f"let the model multiply and attend with the `linear` and `attend` of {runner.backend!r}"
+                if runner.backend.name == "torch":
+                    how += ", or pass its network through hibachi_torch.invariant(...)"
+                raise NotDeterministic(
+                    f"{runner.name} does not compute the same bits whatever shares the batch: {off} between a run "
+                    f"alone and one {others}. Pass deterministic=False, or {how}."
+                )
+            p.update(len(LENGTHS) + 1)
+            if speculated and (off := _difference(alone, probe.outputs(backwards, CHUNK, speculated=True))) is not None:
+                raise ProposalsDiffer(
+                    f"{runner.name} does not compute the same bits where tokens are proposed (speculated): {off} "
+                    f"between a run alone, a token a step, and one with proposals, {others}. Leave speculative_config "
+                    f"out."
+                )
     finally:
         if unused:
             runner.rebuild(keep=False)
-    for (i, at), want in alone.items():
-        got = together[i, at]
+    return len(alone)
+
+
+def _difference(alone: dict[tuple[int, int], HostArray], other: dict[tuple[int, int], HostArray]) -> str | None:
+    """The first output that is not the same, in words."""
+    for key, want in alone.items():
+        got = other[key]
         if not np.array_equal(got, want, equal_nan=True):
             apart = got != want  # not those that are -inf in both, whose difference is no number
             off = np.abs(got[apart].astype(np.float64) - want[apart]).max()
-            how = f"let the model multiply and attend with the `linear` and `attend` of {runner.backend!r}"
-            if runner.backend.name == "torch":
-                how += ", or pass its network through hibachi_torch.invariant(...)"
-            raise NotDeterministic(
-                f"{runner.name} does not compute the same bits whatever shares the batch: the output after {at} random "
-                f"tokens differs by up to {off:.2g} between a run alone and one beside {len(texts) - 1} others in "
-                f"chunks of {CHUNK}. Pass deterministic=False, or {how}."
-            )
-    return len(alone)
+            return f"the output after {key[1]} random tokens differs by up to {off:.2g}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +111,15 @@ class _Sampled:
         return found
 
 
-def _texts(limits: Limits, drawn: _Sampled, lengths: Sequence[int] = ()) -> dict[int, tuple[int, HostArray]]:
+def _texts(
+    limits: Limits, drawn: _Sampled, lengths: Sequence[int] = (), new: int = NEW
+) -> dict[int, tuple[int, HostArray]]:
     """Random prompts by number, each with its length and the tokens that follow; as many as there is room for."""
     random = np.random.default_rng(0)
     texts, blocks = {}, 0
     for i, n in enumerate(lengths or [*LENGTHS, *random.integers(1, LENGTHS[0], COMPANY).tolist()]):
         n = min(n, limits.max_model_len - 1)
-        end = min(n + NEW, limits.max_model_len)
+        end = min(n + new, limits.max_model_len)
         blocks += -(-end // limits.block_size)
         if limits.blocks and blocks >= limits.blocks:
             break
@@ -102,33 +127,42 @@ def _texts(limits: Limits, drawn: _Sampled, lengths: Sequence[int] = ()) -> dict
     return texts
 
 
-class _Probed:
-    """The head of a check: gives each row the token that it would sample, and keeps the outputs."""
+class _Told(RowSampler):
+    """Draws what the texts say, and keeps the outputs. proposed: the proposals of a step, by text: the number of tokens
+    before them, and themselves.
+    """
 
-    def __init__(self, runner: CachedRunner, drawn: _Sampled, texts: dict[int, tuple[int, HostArray]]) -> None:
-        self.name, self._backend, self._drawn, self._texts = runner.name, runner.backend, drawn, texts
+    def __init__(self, sampler: RowSampler | FrameSampler, drawn: _Sampled, texts: dict[int, tuple[int, HostArray]]):
+        self.backend, self.vocab_size, self.shape = sampler.backend, sampler.vocab_size, sampler.shape
+        self._kind, self._texts = drawn.kind, texts
+        self.proposed: dict[int, tuple[int, HostArray]] = {}
         self.kept: dict[tuple[int, int], HostArray] = {}
         """{(number, tokens before it): output}"""
 
-    def step(self, model: Any) -> Callable[..., Any]:
-        call: Callable[..., Any] = model.step
-        return call
+    @override
+    def admit(self, job: Job) -> None:
+        pass
 
-    def admit(self, job: Job) -> int:
-        return 0
+    @override
+    def looks_back(self, rows: Any) -> Any:
+        return np.zeros(len(rows), bool)
 
-    def most_outputs(self) -> int:
-        return 1
+    @override
+    def sure(self, jobs: Sequence[Job], rows: Any, positions: Any) -> Any:
+        return np.zeros(len(jobs), np.int32)
 
-    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
-        check_output(out, self._backend, (wanted, *self._drawn.logits), self.name, kind="logits")
-        host, tokens = self._backend.get(out), np.zeros((len(idx), *self._drawn.kind.shape), np.int32)
-        for place, i in enumerate(idx.tolist()):
-            number, at = plan.seqs[i].tenant, int(plan.end[i])
+    @override
+    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+        host, tokens = self.backend.get(logits), np.zeros((len(jobs), *self._kind.shape), np.int32)
+        for i, (job, at) in enumerate(zip(jobs, positions.tolist(), strict=True)):
+            number = job.seq.tenant
             assert isinstance(number, int)
-            self.kept[number, at] = host[place].copy()
-            tokens[place] = self._texts[number][1][at]
-        return Part(idx, tokens, None, np.zeros(len(idx), bool))
+            text = self._texts[number][1]
+            first, draft = self.proposed.get(number, (at, text[:0]))
+            if np.array_equal(draft[: at - first], text[first:at]):  # else what is before it is wrong
+                self.kept[number, at] = host[i].copy()
+            tokens[i] = text[at]
+        return Drawn(tokens, None, {})
 
 
 class _Probe:
@@ -138,33 +172,64 @@ class _Probe:
         limits, self._drawn, self._runner = runner.limits, drawn, runner
         # a library that compiles for the shape of the cache needs the same
         if not (take_cache or runner.backend.shapes.compiled):
-            most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
+            most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + SPECULATED) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
         self._memory = runner.memory if take_cache else runner.memory.another(limits)
 
-    def outputs(self, texts: dict[int, tuple[int, HostArray]], chunk: int) -> dict[tuple[int, int], HostArray]:
-        """{(number, tokens before it): output} of texts that are stepped together, chunks of their prompts at once."""
+    def outputs(
+        self, texts: dict[int, tuple[int, HostArray]], chunk: int, *, speculated: bool = False
+    ) -> dict[tuple[int, int], HostArray]:
+        """{(number, tokens before it): output} of texts that are stepped together, chunks of their prompts at once.
+
+        speculated: tokens are proposed.
+        """
         own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
-        kind = self._drawn.kind
-        head, tables = _Probed(own, self._drawn, texts), Tables(self._limits.rows, kind)
-        runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", Tally(), self._memory)
+        kind, tally = self._drawn.kind, Tally()
+        tables, real = Tables(self._limits.rows, kind), own.main.head
+        assert isinstance(real, Sampled)
+        told = _Told(real.sampler, self._drawn, texts)
+        head = Sampled(told, real.table, tally, type(own.model).__name__)
+        runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", tally, self._memory)
         runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
-            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n], kind=kind, seed=i)
+            params = SamplingParams()
+            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n], kind=kind, params=params, seed=i)
             job.seq.owner = job
             scheduler.add(job.seq)
-        while (plan := scheduler.schedule()) is not None:
+        while True:
+            if speculated:
+                self._propose(scheduler, told, texts)
+            if (plan := scheduler.schedule()) is None:
+                return told.kept
             for seq in plan.fresh:
                 runner.admit(seq)
             outcome = runner.run(plan)
             for fault in outcome.faults.values():
                 raise fault
-            for part in outcome.parts:
+            counts = np.ones(len(plan.rows), np.int32)
+            for part in [part for part in outcome.parts if len(part.idx)]:
                 assert part.tokens is not None
-                runner.written(plan.rows[part.idx], plan.end[part.idx], part.tokens)
-            scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool))
-        return head.kept
+                got = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
+                rows, within = np.repeat(part.idx, got), np.arange(len(part.tokens))
+                within -= np.repeat(np.cumsum(got) - got, got)
+                runner.written(plan.rows[rows], plan.end[rows] + within, part.tokens)
+                counts[part.idx] = got
+            scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool), counts[plan.emit])
+
+    def _propose(self, scheduler: Scheduler, told: _Told, texts: dict[int, tuple[int, HostArray]]) -> None:
+        """Propose tokens for the rows that decode."""
+        told.proposed.clear()
+        for seq in scheduler.order:
+            if seq.row < 0 or scheduler.prefilling(seq):
+                continue
+            number, job = seq.tenant, seq.owner
+            assert isinstance(number, int)
+            right, wrong = PROPOSALS[(number + scheduler.steps) % len(PROPOSALS)]
+            known = scheduler.known(seq)
+            comes = texts[number][1][known:][: right + wrong].copy()
+            comes[right:] = (comes[right:] + 1) % self._drawn.logits[-1]
+            job.draft, seq.draft, told.proposed[number] = comes, len(comes), (known, comes)
 
 
 def _sampled(runner: CachedRunner) -> _Sampled | None:

@@ -23,6 +23,7 @@ from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.groups import Alone, Call, Grouping
 from hibachi.runners.grown import WORTH, Grown, Rooms
+from hibachi.runners.longer import Longer
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -159,6 +160,8 @@ class WholeRunner(BaseRunner):
             jobs = [seq.owner for seq in plan.seqs]
             mine = [job for job in jobs if job.kind == jobs[0].kind]
             self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
+        if plan.draft is not None and isinstance(self.sampler, RowSampler):
+            return self._run_longer(plan, self.sampler)
         self._grown.begin()
         self._rooms.begin()
         outcome = Outcome([], {})
@@ -204,6 +207,36 @@ class WholeRunner(BaseRunner):
             if kept:
                 self._rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
             return part
+
+    def _run_longer(self, plan: StepPlan, sampler: RowSampler) -> Outcome:
+        """`run` where rows have proposals."""
+        longer = Longer(plan, self.backend, sampler, self.tables.at(plan.rows[0]))
+        shown = Outcome([], {})
+        for call in self.grouping.calls(longer.plan, kinds=False):  # (ids are of one kind)
+            shown += isolate(lambda idx: self._show(longer, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
+        idx, faults = longer.settle(shown.faults)
+        drawn = Outcome([], faults, shown.short)
+        if len(idx):
+            drawn += isolate(longer.part, idx, self.backend, self.theirs)
+        return drawn
+
+    def _show(self, longer: Longer, idx: Any, call: Call) -> Part:
+        """Call the model for some rows of the plan of a `Longer`, which gets the logits."""
+        plan, padding = longer.plan, longer.plan.seqs[int(idx[0])].owner.padding
+        assert self.sampler is not None
+        with self.backend.guard():
+            rows, lengths, width = self._shape(plan.rows[idx], plan.end[idx], call)
+            batch = np.zeros((len(rows), width), np.int32)
+            for i, n in enumerate(lengths.tolist()):
+                batch[i, width - n :] = longer.text(int(idx[min(i, len(idx) - 1)]))
+                if n < width:
+                    batch[i, : width - n] = padding
+            shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
+            self.tally.call(batch.size, int(lengths.sum()), shapes)
+            out = self._answer(self.backend.put(batch), rows, lengths)
+            out = check_output(out, self.backend, (len(rows), *self.sampler.shape), self.name, kind="logits")
+            longer.add(idx, self.backend.copy(out))  # the memory is the model's, which may write its next output there
+        return Part(idx[:0], np.zeros(0, np.int32), None, np.zeros(0, bool))
 
     def _answer(self, tokens: Array, rows: Any, lengths: Any) -> Any:
         with self.tally, self.theirs:

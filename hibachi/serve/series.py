@@ -57,6 +57,11 @@ def _phases(name: str) -> Callable[[Any], Values]:
     return lambda v: {("prefill",): of(v.engine.prefill), ("decode",): of(v.engine.decode)}
 
 
+def _drafters(name: str) -> Callable[[Any], Values]:
+    """By who proposes."""
+    return lambda v: {(who,): getattr(each, name) for who, each in v.engine.drafted.by.items()}
+
+
 SERIES = (
     # ---- requests ----
     counter("hibachi_requests_total", "requests.arrived", "Requests for text that came, refused ones among them."),
@@ -222,13 +227,21 @@ SERIES = (
         "engine.host_share",
         "Time outside model and sampler as a share of all steps' time since the start.",
     ),
-    counter("hibachi_drafts_total", "engine.drafted.steps", "Times that a continuation computed proposed tokens."),
-    counter("hibachi_draft_tokens_total", "engine.drafted.proposed", "Proposed tokens that were computed."),
-    counter("hibachi_draft_accepted_tokens_total", "engine.drafted.accepted", "Of these, tokens that came anyhow."),
+    counter(
+        "hibachi_drafts_total",
+        _drafters("steps"),
+        "Times that a continuation computed proposed tokens, by who proposed them.",
+        "drafter",
+    ),
+    counter("hibachi_draft_tokens_total", _drafters("proposed"), "Proposed tokens that were computed.", "drafter"),
+    counter(
+        "hibachi_draft_accepted_tokens_total", _drafters("accepted"), "Of these, tokens that came anyhow.", "drafter"
+    ),
     counter(
         "hibachi_draft_accepted_by_position_total",
-        lambda v: {(str(i),): n for i, n in enumerate(v.engine.drafted.by_position or [0])},
+        lambda v: {(who, str(i)): n for who, own in v.engine.drafted.by.items() for i, n in enumerate(own.by_position)},
         "Of these, by their place among the proposals of a step, from 0.",
+        "drafter",
         "position",
     ),
     # ---- the cache ----
@@ -299,6 +312,19 @@ def _together(values: Values) -> Values:
     return {(): first}
 
 
+def _total(values: Values) -> Values:
+    """All label values in one number, which is 0 before there is any."""
+    return {(): sum(values.values())}  # type: ignore[arg-type]  # numbers
+
+
+def _by_last(values: Values) -> Values:
+    """By the last label alone."""
+    found: dict[tuple[str, ...], Any] = {("0",): 0}
+    for (*_, key), value in values.items():
+        found[key,] = found.get((key,), 0) + value
+    return found
+
+
 def _renamed(names: Mapping[str, str]) -> Callable[[Values], Values]:
     """By the first label alone, under other values; those that have none are left out."""
 
@@ -348,10 +374,12 @@ VLLM: dict[str, tuple[Foreign, ...]] = {
     "hibachi_generation_tokens_total": (Foreign("vllm:generation_tokens_total"),),
     "hibachi_batch_tokens": (Foreign("vllm:iteration_tokens_total", (), _together),),
     "hibachi_cache_usage_ratio": (Foreign("vllm:kv_cache_usage_perc"),),
-    "hibachi_drafts_total": (Foreign("vllm:spec_decode_num_drafts_total"),),
-    "hibachi_draft_tokens_total": (Foreign("vllm:spec_decode_num_draft_tokens_total"),),
-    "hibachi_draft_accepted_tokens_total": (Foreign("vllm:spec_decode_num_accepted_tokens_total"),),
-    "hibachi_draft_accepted_by_position_total": (Foreign("vllm:spec_decode_num_accepted_tokens_per_pos_total"),),
+    "hibachi_drafts_total": (Foreign("vllm:spec_decode_num_drafts_total", (), _total),),
+    "hibachi_draft_tokens_total": (Foreign("vllm:spec_decode_num_draft_tokens_total", (), _total),),
+    "hibachi_draft_accepted_tokens_total": (Foreign("vllm:spec_decode_num_accepted_tokens_total", (), _total),),
+    "hibachi_draft_accepted_by_position_total": (
+        Foreign("vllm:spec_decode_num_accepted_tokens_per_pos_total", ("position",), _by_last),
+    ),
     "hibachi_prefix_queried_tokens_total": (Foreign("vllm:prefix_cache_queries_total"),),
     "hibachi_prefix_hit_tokens_total": (Foreign("vllm:prefix_cache_hits_total"),),
     "hibachi_preemptions_total": (Foreign("vllm:num_preemptions_total"),),

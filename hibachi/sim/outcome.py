@@ -107,5 +107,6 @@ class SimOutcome:
         self.timeline: Timeline = Timeline()
         self.steps = self.planned = 0  # all steps; those that the scheduler planned one by one
         self.prompt_tokens = self.computed_tokens = self.new_tokens = 0
+        self.proposed_tokens = self.accepted_tokens = 0  # of the computed ones; of the new ones
         self.hit_tokens = self.evictions = self.preemptions = 0
         self.clock = 0  # when the last request ended

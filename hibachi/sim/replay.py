@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from hibachi.errors import InvalidTrace, PromptTooLong, QueueFull
+from hibachi.plan.rows import Ints
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.stretch import Stretch, look_ahead
 from hibachi.sim.feed import Arrivals, Feed
+from hibachi.sim.guesses import Guesses, Guessing
 from hibachi.sim.outcome import NEVER, SimOutcome
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
@@ -38,7 +40,7 @@ class _Cost:
 
     def of_plan(self, plan: StepPlan) -> tuple[int, int]:
         """(picoseconds, tokens) of a step."""
-        q, rows = plan.q, len(plan.rows)
+        q, rows = plan.q if plan.draft is None else plan.q + plan.draft, len(plan.rows)
         tokens = int(np.add.reduce(q))
         positions = int(np.add.reduce(plan.start)) + tokens
         if tokens == rows:  # each looks at its own positions
@@ -59,15 +61,26 @@ class _Cost:
 
 class Replay:
     """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
-    that a row gets in a step, or what is left of its output."""
+    that a row gets in a step, or what is left of its output. guesses: tokens are proposed.
+    """
 
     trace: Trace
     scheduler: Scheduler
 
-    def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True, each: int = 1) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        scheduler: Scheduler,
+        time: StepTime,
+        *,
+        keys: bool = True,
+        each: int = 1,
+        guesses: Guesses | None = None,
+    ) -> None:
         self.trace, self.scheduler = trace, scheduler
         self.outcome: SimOutcome = SimOutcome(len(trace))
         self._cost, self._each = _Cost.of(time), each
+        self._guessing = None if guesses is None else Guessing(guesses, len(trace))
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
         numbers = (trace.prompt.tolist(), trace.output.tolist(), trace.priority.tolist())
@@ -90,6 +103,8 @@ class Replay:
         while True:
             while (i := feed.take(clock, scheduler.waiting + scheduler.running)) is not None:
                 self._add(i)
+            if self._guessing is not None:
+                self._guessing.propose(scheduler)
             if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
                 clock = self._stretch(stretch, clock, feed.next)
                 continue
@@ -144,7 +159,14 @@ class Replay:
                 outcome.started[i] = clock
                 outcome.prompt_tokens += seq.prompt_len
         rows, counts = plan.rows[plan.emit], None
-        self._tokens(rows, now)
+        if plan.draft is not None and self._guessing is not None:
+            draft = plan.draft[plan.emit]
+            kept = self._guessing.kept(draft)
+            counts = kept + np.int32(1)
+            outcome.proposed_tokens += int(draft.sum())
+            outcome.accepted_tokens += int(kept.sum())
+            outcome.new_tokens += int(kept.sum())
+        self._tokens(rows, now, counts)
         if self._each > 1:
             counts = np.minimum(self._each, scheduler.table.end[rows] - plan.end[plan.emit])
             more = int(counts.sum()) - len(rows)
@@ -173,8 +195,8 @@ class Replay:
         self._end(stretch.run(steps), end)
         return end
 
-    def _tokens(self, rows: Numbers, now: int) -> None:
-        """These rows have got a token."""
+    def _tokens(self, rows: Numbers, now: int, counts: Ints | None = None) -> None:
+        """These rows have got a token, or `counts` tokens that share the time since the one before."""
         last = self._last[rows]
         self._last[rows] = now
         self.outcome.new_tokens += len(rows)
@@ -183,8 +205,9 @@ class Replay:
             if n := int(np.count_nonzero(first)):
                 self.outcome.first[self._owner[rows[first]]] = now
                 self._silent -= n
-                last = last[~first]
-        self.outcome.gaps.add(now - last)
+                last, counts = last[~first], None if counts is None else counts[~first]
+        gaps = now - last
+        self.outcome.gaps.add(gaps if counts is None else np.repeat(gaps // counts, counts))
 
     def _end(self, finished: list[Seq], now: int) -> None:
         for seq in finished:

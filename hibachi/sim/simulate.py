@@ -14,6 +14,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.sim.feed import ORDERS, WINDOW, Offline
+from hibachi.sim.guesses import Guesses
 from hibachi.sim.outcome import NEVER, SimOutcome
 from hibachi.sim.replay import Replay
 from hibachi.sim.steptime import StepTime
@@ -42,7 +43,8 @@ class Setup:
     max_num_seqs: requests at once. blocks: of the cache, of block_size tokens each; None means as many as never to be
     short (and without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step.
     max_model_len: tokens of a request; None means the trace's longest. The others are those of
-    `hibachi.plan.limits.Limits`. cache: share prefixes. each: tokens that a row gets in a step. order: None means
+    `hibachi.plan.limits.Limits`. cache: share prefixes. each: tokens that a row gets in a step. guesses: tokens are
+    proposed. order: None means
     requests come when the trace says; "file" or "composed": a run offline, to which all are there at the start and
     which hands at most 2 x max_num_seqs to the scheduler at a time, in the order of the file, or as a `Composer` takes
     them from a rolling window of `window`.
@@ -62,6 +64,7 @@ class Setup:
     each: int = 1
     order: str | None = None
     window: int = WINDOW
+    guesses: Guesses | None = None
 
     def limits(self, trace: Trace) -> Limits:
         """Raises ConfigError for what no engine can have."""
@@ -71,6 +74,8 @@ class Setup:
                 raise ConfigError(f"{name} must be at least 1; got {value}.")
         if self.order is not None:
             self._check_offline()
+        if self.guesses is not None:
+            self._check_guesses(self.guesses)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"A step must have a token for each row: expected max_num_batched_tokens of at least "
@@ -107,6 +112,18 @@ class Setup:
                 f"Offline at most 2 x max_num_seqs requests are in the scheduler, and none is refused: expected no "
                 f"max_num_queued_reqs with order={self.order!r}; got {self.max_num_queued_reqs}."
             )
+
+    def _check_guesses(self, guesses: Guesses) -> None:
+        if guesses.most < 1:
+            raise ConfigError(f"Proposed tokens of a step must be at least 1; got {guesses.most}.")
+        for what, value in (
+            ("How likely a proposal is right", guesses.right),
+            ("The share of requests", guesses.share),
+        ):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{what} must be from 0 to 1; got {value}.")
+        if self.each > 1:
+            raise ConfigError(f"Tokens are proposed where each step brings one: expected each=1; got {self.each}.")
 
     def _kept(self, trace: Trace, size: int) -> int:
         """Blocks for everything that the trace's requests might share."""
@@ -165,6 +182,8 @@ class Run:
             "new_tokens_per_second": outcome.new_tokens / span if span else 0.0,
             "hit_tokens": outcome.hit_tokens,
             "hit_rate": outcome.hit_tokens / counted,
+            "proposed_tokens": outcome.proposed_tokens,
+            "accepted_tokens": outcome.accepted_tokens,
             "evictions": outcome.evictions,
             "preemptions": outcome.preemptions,
             "ttft": _spread(self.times("first")),
@@ -214,7 +233,8 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
         trace = trace.at_once()
         keys = trace.block_keys(limits.block_size) if setup.enable_prefix_caching and limits.blocks else lambda i: None
         feed = Offline(trace, 2 * setup.max_num_seqs, setup.order, setup.window, keys)
-    replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.enable_prefix_caching, each=setup.each)
+    how: dict[str, Any] = {"keys": setup.enable_prefix_caching, "each": setup.each, "guesses": setup.guesses}
+    replay = Replay(trace, Scheduler(limits, policy()), time, **how)
     began = perf_counter()
     outcome = replay.run(fast, feed)
     return Run(trace, setup, limits, outcome, perf_counter() - began)

@@ -51,6 +51,21 @@ def test_a_page_for_people(inspect):
     assert "4 layers, 256 wide, 4 heads on 2 of keys and values of 64" in out
 
 
+def test_a_draft_model_beside_it(inspect, tmp_path):
+    status, out, err = inspect("tiny", "--draft", "tiny")
+    assert (status, err) == (0, "") and max(map(len, out.replace(str(TINY), "").splitlines())) <= 80
+    assert out.count("numpy         float32      12.5 MiB      4.0 KiB") == 2
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    one, two = (next(token for token, i in vocab.items() if i == n) for n in (7, 9))
+    vocab[one], vocab[two] = 9, 7
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    status, out, _ = inspect("tiny", "--draft", other, "--json")
+    assert status == 1 and "same tokens, id by id" in json.loads(out)["problem"]
+
+
 def test_facts_for_programs(facts):
     status, d = facts("tiny")
     assert status == 0 and d["problem"] is None and d["mapping"] == "hibachi: the decoder"

@@ -1,10 +1,12 @@
 """`speculative_config`: what is taken, what is refused by name, and which models cannot have proposals."""
 
+import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, UnsupportedOperation
 from hibachi.draft.config import SpeculativeConfig, as_config
-from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, SumState
+from hibachi.testing.toys import SumFrames, SumLogits, SumOwn, SumOwnState, SumPaged, SumState, SumTokens, expected
+from hibachi_jax import JaxBackend
 
 
 def test_words_mappings_and_json():
@@ -13,6 +15,9 @@ def test_words_mappings_and_json():
     given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     assert as_config(given) == as_config('{"num_speculative_tokens": 4, "prompt_lookup_max": 3, "method": "ngram"}')
     assert as_config(given) == SpeculativeConfig("ngram", 4, 3, 3, auto=False)
+    found = as_config('{"model": "org/name", "num_speculative_tokens": 3, "auto": true, "dtype": "float32"}')
+    assert (found.method, found.model, found.auto, found.dtype) == ("draft_model", "org/name", True, "float32")
+    assert as_config(found) is found
     assert as_config({"num_speculative_tokens": 2}) == SpeculativeConfig("ngram", 2, 5, 5, auto=False)  # V: defaults
 
 
@@ -29,6 +34,11 @@ def test_words_mappings_and_json():
         ({"num_speculative_tokens": True}, "from 1 to 64"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max"),
         ({"num_speculative_tokens": 2, "auto": "yes"}, "auto"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs .model."),
+        ({"method": "ngram", "model": "tiny", "num_speculative_tokens": 2}, "no other method has one"),
+        ({"model": "tiny"}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 2, "dtype": "float32"}, "dtype is of the draft model"),
+        ({"num_speculative_tokens": 2, "same": True}, "no field 'same'"),
         ({"num_speculative_tokens": 2, "disable_by_batch_size": 4}, "disable_by_batch_size"),
     ],
 )
@@ -37,13 +47,46 @@ def test_what_is_refused_by_name(given, names):
         as_config(given)
 
 
-@pytest.mark.parametrize("model", [SumLogits, SumOwn, SumState])
-def test_models_without_a_cache_of_ours_refuse_by_name_and_auto_leaves_them_alone(model):
-    config = {"method": "ngram", "num_speculative_tokens": 4}
-    with pytest.raises(UnsupportedOperation, match="speculative_config cannot be used"):
-        AutoregressiveBatchInference(model(NumpyBackend()), max_model_len=64, speculative_config=config)
-    with AutoregressiveBatchInference(model(NumpyBackend()), max_model_len=64, speculative_config="auto") as e:
+CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+
+class Frames(SumPaged):
+    codebooks = 2
+
+
+@pytest.mark.parametrize(
+    ("model", "made", "why"),
+    [
+        (SumTokens, NumpyBackend, "it returns tokens"),
+        (SumFrames, NumpyBackend, "it returns tokens"),
+        (Frames, NumpyBackend, "several codebooks"),
+        (SumOwn, NumpyBackend, "the last token only"),
+        (SumOwnState, NumpyBackend, "the last token only"),
+        (SumState, JaxBackend, "has a state, and its backend compiles"),
+        (SumLogits, JaxBackend, "keeps no cache, and its backend compiles"),
+    ],
+)
+def test_models_that_cannot_have_proposals_refuse_by_name_and_auto_leaves_them_alone(model, made, why):
+    options = {"max_model_len": 64, "deterministic": False, "token": np.zeros((), np.int32)}
+    with pytest.raises(UnsupportedOperation, match=f"speculative_config cannot be used with .*{why}"):
+        AutoregressiveBatchInference(model(made()), backend=made(), speculative_config=CONFIG, **options)
+    auto = AutoregressiveBatchInference(model(made()), backend=made(), speculative_config="auto", **options)
+    with auto as e:
         assert e.core.drafting is None
+
+
+def test_auto_is_off_where_each_call_has_one_row_and_a_name_is_not():
+    def engine(rows, config):
+        model = SumLogits(NumpyBackend())
+        return AutoregressiveBatchInference(model, max_model_len=64, max_num_seqs=rows, speculative_config=config)
+
+    with engine(1, "auto") as e:
+        assert e.core.drafting is None
+    with engine(1, CONFIG) as e:
+        assert e.run([1, 2], max_tokens=20).collect() == expected([1, 2], 20)
+        assert e.stats().steps < 20
+    with engine(4, "auto") as e:
+        assert e.deterministic and e.core.drafting is not None
 
 
 def test_auto_is_off_where_bits_are_not_promised_and_a_name_is_not():

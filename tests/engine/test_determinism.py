@@ -1,6 +1,7 @@
 """deterministic=True: what is promised, how it is checked on the loaded model, and what happens where it is false."""
 
 import logging
+import re
 import threading
 from functools import partial
 
@@ -22,6 +23,7 @@ from hibachi import (
 )
 from hibachi.model.files import TINY
 from hibachi.tensor.numpy_backend import InvariantNumpyBackend
+from hibachi.testing.toys import SumPaged
 from hibachi_torch import TorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 
@@ -102,7 +104,7 @@ def test_the_check_runs_at_any_time_beside_requests_and_disturbs_none(caplog):
         streams = [
             llm.engine.run(llm.tokenizer.encode(p), GREEDY.with_(max_tokens=40)) for p in ("She was", "The letter")
         ]
-        assert llm.selfcheck() == 9
+        assert llm.selfcheck() == 30
         assert [s.collect() for s in streams] == want
     [line] = [r.getMessage() for r in caplog.records if "numerics" in r.getMessage()]
     assert line.startswith("deterministic=True; numpy ") and llm.backend.fingerprint() in line
@@ -142,6 +144,92 @@ def test_a_model_that_was_made_on_other_kernels_is_refused():
         assert not e.deterministic
 
 
+# ---- proposed tokens -------------------------------------------------------------------------------------------------
+
+
+class SeveralOutputs(SumPaged):
+    """Computes other bits where a row has several outputs."""
+
+    dtype = "float32"
+
+    def step(self, params, cache, x):
+        out, cache = super().step(params, cache, x)
+        rows = x.seg[x.last]
+        return out * np.float32(1 + 1e-6 * (len(set(rows.tolist())) < len(rows))), cache
+
+
+class KeepsWrong(SumPaged):
+    """What was computed of a proposal stays in the cache."""
+
+    dtype = "float32"
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self._kept = {}  # by place: a value
+
+    def step(self, params, cache, x):
+        if not x.start.any():  # of other texts
+            self._kept.clear()
+        out, [(keys, values)] = super().step(params, cache, x)
+        size = values.shape[1]
+        for slot in x.slot.tolist():
+            if slot in self._kept:
+                values[slot // size, slot % size] = self._kept.pop(slot)
+        rows = x.seg[x.last]
+        for n in np.flatnonzero(rows[1:] == rows[:-1]).tolist():
+            slot = int(x.slot[x.last[n + 1]])
+            self._kept[slot] = values[slot // size, slot % size].copy()
+        return out, [(keys, values)]
+
+
+def of_sums(model, **options):
+    return engine(model(NumpyBackend(native=False).invariant()), **options)
+
+
+@pytest.mark.parametrize("model", [SeveralOutputs, KeepsWrong])
+def test_a_model_that_only_proposals_change_is_served_without_them_unless_they_are_asked_for(model, caplog):
+    by_name = {"method": "ngram", "num_speculative_tokens": 3}
+    with caplog.at_level(logging.INFO, "hibachi.engine"):
+        for config, proposes, says in (
+            ("off", False, None),
+            ("auto", False, r"speculative_config: off for \w+, as .*where tokens are proposed \(speculated\)"),
+            (by_name, True, r"deterministic=False, as speculative_config may change bits: .*\(speculated\)"),
+        ):
+            caplog.clear()
+            with of_sums(model, deterministic=True, speculative_config=config) as e:
+                assert (e.core.drafting is not None) is proposes and e.deterministic is not proposes
+                assert len(e.run([1, 2, 3], GREEDY).collect()) == 6
+                with pytest.raises(NotDeterministic, match=r"\(speculated\): the output after \d+ random tokens"):
+                    e.selfcheck()
+            told = [r.getMessage() for r in caplog.records if "speculative_config" in r.getMessage()]
+            assert len(told) == (says is not None) and (says is None or re.search(says, told[0])), told
+
+
+def test_where_the_promise_is_off_auto_is_off_and_says_so(caplog):
+    caplog.set_level(logging.INFO, "hibachi.engine")
+    with of_sums(SeveralOutputs, deterministic=False, speculative_config="auto") as e:
+        assert e.core.drafting is None
+    assert "off for SeveralOutputs, as proposals may change bits where deterministic is False" in caplog.text
+
+
+def test_the_check_tries_right_proposals_and_wrong_ones_beside_others():
+    seen = []
+
+    class Seen(SumPaged):
+        dtype = "float32"
+
+        def step(self, params, cache, x):
+            seen.append(np.bincount(x.seg[x.last]))
+            return super().step(params, cache, x)
+
+    for config in ("off", "auto"):
+        seen.clear()
+        with of_sums(Seen, deterministic=True, speculative_config=config):
+            several = [outputs for outputs in seen if max(outputs, default=0) > 1]
+            assert not several if config == "off" else len(several) > 5
+    assert max(max(outputs) for outputs in several) == 5 and any(len(outputs) > 3 for outputs in several)
+
+
 # ---- models with products of their own -------------------------------------------------------------------------------
 
 
@@ -161,7 +249,7 @@ def test_steps_are_padded_for_models_with_products_of_their_own():
         engine(model, deterministic=True)
     model.any_shape = False
     with engine(model, deterministic=True) as e:
-        assert e.selfcheck() == 9
+        assert e.selfcheck() == 30
         prompts = [[5, 9], [7] * 11, [3], list(range(1, 40))]
         alone = [e.run(p, GREEDY).collect() for p in prompts]
         together = [e.run(p, GREEDY) for p in prompts]

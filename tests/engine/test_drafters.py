@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, Sam
 from hibachi.draft import find
 from hibachi.draft.aside import Aside
 from hibachi.draft.howmany import HowMany
-from hibachi.engine import drafting
+from hibachi.engine import askers
 from hibachi.engine.drafting import Drafting
 from hibachi.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumPaged, expected
@@ -67,8 +68,8 @@ WANT = [expected([i, 2], 20) for i in range(6)]
 @pytest.fixture
 def patient(monkeypatch):
     """Steps wait for whatever comes in half a minute: a busy machine decides nothing."""
-    monkeypatch.setattr(drafting, "LEAST_WAIT", 30.0)
-    monkeypatch.setattr(drafting, "MOST_WAIT", 30.0)
+    monkeypatch.setattr(askers, "LEAST_WAIT", 30.0)
+    monkeypatch.setattr(askers, "MOST_WAIT", 30.0)
 
 
 def test_a_drafter_saves_steps_from_a_thread_of_its_own(patient):
@@ -76,7 +77,7 @@ def test_a_drafter_saves_steps_from_a_thread_of_its_own(patient):
     with engine(mine) as e:
         assert answers(e) == WANT
         assert e.stats().steps < 12 and e.core.drafting.drafted.accepted > 60
-        aside = e.core.drafting._drafter
+        aside = e.core.drafting.asker.aside
     (thread,) = mine.threads
     assert thread.name == "hibachi-drafter" and thread.daemon
     thread.join(30)
@@ -92,7 +93,7 @@ def test_an_installed_one_is_made_for_each_engine(patient, monkeypatch):
             assert answers(e) == WANT
             assert e.core.drafting.drafted.accepted
         assert len(made) == n
-    with pytest.raises(ConfigError, match="method must be one of ngram, right"):
+    with pytest.raises(ConfigError, match="one of ngram, draft_model, right, or a drafter"):
         engine("left")
 
 
@@ -146,7 +147,7 @@ def test_a_bad_one_is_off_after_three_times_and_harms_nobody(patient, caplog, wh
     mine = Does(what)
     with engine(mine) as e:
         assert answers(e) == WANT
-        assert e.core.drafting._drafter.off and mine.calls == 3
+        assert e.core.drafting.asker.aside.off and mine.calls == 3
         assert e.stats().failed == 0
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
@@ -155,7 +156,7 @@ def test_a_bad_one_is_off_after_three_times_and_harms_nobody(patient, caplog, wh
 def test_proposals_that_are_of_no_use_harm_nobody(patient, what):
     with engine(Does(what)) as e:
         assert answers(e) == WANT
-        assert not e.core.drafting._drafter.off and e.stats().failed == 0
+        assert not e.core.drafting.asker.aside.off and e.stats().failed == 0
         e.core.scheduler.check()
 
 
@@ -201,20 +202,33 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
 
     aside = Aside(Right(), 10, "mine")
     aside.seconds = 1e-3
-    mine = Drafting(aside, 4, 10, how, "mine")
-    row = drafting.Row(object(), 4)
+    mine = askers.Apart(aside, how, "mine")
+    row = askers.Row(object(), 4, 1)
     for _ in range(200):
         how.records.note(row.seq, 1, 0, "mine")
-    asked = [mine._worth([row], 1) for _ in range(2 * drafting.RETRY)]
-    assert [i for i, yes in enumerate(asked) if yes] == [drafting.RETRY - 1, 2 * drafting.RETRY - 1]
+    asked = [mine._pays([row], 1) for _ in range(2 * askers.RETRY)]
+    assert [i for i, yes in enumerate(asked) if yes] == [askers.RETRY - 1, 2 * askers.RETRY - 1]
     aside.seconds = 0.0
     for _ in range(200):
         how.records.note(row.seq, 1, 1, "mine")
-    assert mine._worth([row], 1)
+    assert mine._pays([row], 1)
+
+
+def test_a_step_without_a_question_is_charged_with_none():
+    """What the last question took is not taken from the time of later steps."""
+    noted = []
+    how = SimpleNamespace(costs=SimpleNamespace(note=lambda tokens, seconds: noted.append(seconds)))
+    mine = Drafting(askers.Apart(Aside(Right(), 10, "mine"), how, "mine"), 4, how)
+    plan = SimpleNamespace(q=np.ones(1, int), draft=None)
+    mine.asker.seconds = 0.5
+    mine.took(plan, 2.0)
+    mine.propose(SimpleNamespace(order=(), table=None), None)  # nobody is there to be asked about
+    mine.took(plan, 2.0)
+    assert noted == [1.5, 2.0]
 
 
 def test_an_engine_in_another_process_takes_names_only():
-    with pytest.raises(ConfigError, match="a drafter is given by its name"):
+    with pytest.raises(ConfigError, match="the method of speculative_config is given by its name"):
         RemoteLLM("tiny", speculative_config={"method": Right(), "num_speculative_tokens": 2})
 
 

@@ -17,6 +17,7 @@ import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams, load_model
 from hibachi.engine import build
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.model.files import TINY
 from hibachi.plan.scheduler import Scheduler
@@ -183,7 +184,7 @@ def engine(model, *, chunk, cache, memory, deterministic, proposals):
         )
     toy_guides(made)
     if proposals == "some":
-        made.core.drafting = Drafting(Proposing(), 4, 97)
+        made.core.drafting = Drafting(Direct(Proposing(), 97), 4)
     return made
 
 

@@ -16,6 +16,8 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
+from hibachi.engine.askers import Direct
+from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
@@ -65,14 +67,34 @@ def right(prompt, n):
     return every[len(prompt) : max(first + 1, len(prompt))], first < len(every) - 1
 
 
-@pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth], ids=lambda toy: toy.__name__)
+class Guesses:
+    """Proposes nothing, right tokens and wrong ones; of the wrong ones, none on which the model fails as a whole."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def propose(self, keys, tokens, most):
+        return [self.one(row, n) if self.random.random() < 0.7 else [] for row, n in zip(tokens, most, strict=True)]
+
+    def one(self, row, n):
+        right = expected(row, n)[: self.random.randrange(n + 1)]
+        return [*right, *(self.random.choice([0, 1, 2, 3, 4, 5, 6, 8, 9]) for _ in range(n - len(right)))]
+
+
+SPECULATES = "SumPaged with proposals"  # (a state cannot go back)
+
+
+@pytest.mark.parametrize("kind", ["SumPaged", SPECULATES, "SumState", "SumBoth"])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 25))])
-def test_whatever_happens_each_gets_its_own_tokens(serve, toy, seed):
+def test_whatever_happens_each_gets_its_own_tokens(serve, kind, seed):
+    toy = {"SumState": SumState, "SumBoth": SumBoth}.get(kind, SumPaged)
     engine = serve(
         troubled(toy, seed), backend=Trouble(), max_num_seqs=6, max_num_batched_tokens=24, block_size=4,
         kv_cache_memory_bytes=12 * 4 * 18, pause_after=5, restart="on_failure", max_num_queued_reqs=200,
         scheduling_policy="fair",
     )  # fmt: skip
+    if kind == SPECULATES:
+        engine._worker.engine.drafting = Drafting(Direct(Guesses(seed), 10), 4)
     ended, n = [], 60
 
     def client(k):
@@ -114,6 +136,8 @@ def test_whatever_happens_each_gets_its_own_tokens(serve, toy, seed):
     stats, inner = engine.stats(), engine._worker.engine
     assert len(ended) == n and stats.running == stats.waiting == 0 and stats.free_blocks == stats.blocks
     inner.scheduler.check()
+    if kind == SPECULATES:
+        assert inner.drafting.drafted.accepted > 10
     assert engine.health().state == "idle" and engine.health().paused == 0
     if (dump := engine.dump())["complete"]:
         replay(dump)

@@ -11,7 +11,7 @@ import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
 from hibachi.remote.llm import RemoteLLM
-from hibachi.runners.meters import Histogram, Meters, Steps, decades
+from hibachi.runners.meters import Drafted, Histogram, Meters, Proposals, Steps, decades
 
 from .models import Background
 
@@ -236,3 +236,14 @@ def test_an_engine_that_nobody_asked_anything_has_meters():
     model.all_are_there.set()
     with AutoregressiveBatchInference(model, max_model_len=60, max_num_seqs=5) as engine:
         assert engine.meters().limit == 5 and isinstance(engine.meters().decode, Steps)
+
+
+def test_proposals_by_who_made_them():
+    drafted = Drafted()
+    drafted.note("ngram", 4, 2)
+    drafted.note("forced", 3, 3)
+    kept = pickle.loads(pickle.dumps(drafted.copy()))
+    drafted.note("ngram", 1, 0)
+    assert (kept.steps, kept.proposed, kept.accepted, kept.by_position) == (2, 7, 5, [2, 2, 1])
+    assert kept.by == {"ngram": Proposals(1, 4, 2, [1, 1]), "forced": Proposals(1, 3, 3, [1, 1, 1])}
+    assert drafted.by["ngram"] == Proposals(2, 5, 2, [1, 1])

@@ -104,7 +104,7 @@ def test_of_a_text_no_more_is_read_than_fits_into_the_context():
 def test_where_guesses_do_not_pay_none_is_tried():
     with engine() as e:
         drafting = e.core.drafting
-        drafting._how = how = HowMany()
+        drafting.how = how = HowMany()
         how.worth = lambda tokens, most: False
         how.choose = lambda tokens, counts, rates, budget: [0] * len(counts)
         stream = e.run([1, 2], GREEDY, prediction=expected([1, 2], 20))
@@ -114,7 +114,7 @@ def test_where_guesses_do_not_pay_none_is_tried():
 @pytest.mark.parametrize(
     "given",
     [3, "ab", [[1]], [1.5], [True], [-1], [10], [2**70], {"a": 1}, np.zeros((2, 2), int), (n for n in [1]), [None]],
-    ids=str,
+    ids=lambda each: type(each).__name__ + str(each)[:30].partition(" at ")[0],
 )
 @pytest.mark.parametrize("config", [OURS, "off"], ids=["on", "off"])
 def test_what_is_no_prediction_is_refused(given, config):

@@ -8,6 +8,7 @@ import pytest
 
 from hibachi import AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams, StopRule
 from hibachi.draft.howmany import Costs
+from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumPaged, expected
@@ -56,7 +57,7 @@ def engine(drafter, k=4, model=SumPaged, **options):
         model(NumpyBackend()), **{"max_model_len": 64, "overlap": False, "deterministic": False} | options
     )
     toy_guides(found)
-    found.core.drafting = Drafting(drafter, k, 10)
+    found.core.drafting = Drafting(Direct(drafter, 10), k)
     return found
 
 
@@ -231,7 +232,7 @@ def test_what_comes_judges_proposals_that_no_row_has_computed(wrong, right):
     """So a request whose proposals were bad is tried again when they have become good."""
     never = Never()
     with engine(Oracle(wrong)) as e:
-        e.core.drafting = Drafting(Oracle(wrong), 4, 10, never)
+        e.core.drafting = Drafting(Direct(Oracle(wrong), 10, never), 4, never)
         tokens = e.run([1, 2], GREEDY).collect()
     assert tokens == expected([1, 2], 20)
     assert len(never.noted) >= 15 and set(never.noted) == {(1, right)}

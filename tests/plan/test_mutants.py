@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import pytest
 
-from hibachi.plan import blocks, copies, policy, scheduler
+from hibachi.plan import blocks, copies, policy, rows, scheduler
 from hibachi.plan.blocks import BlockPool
 from hibachi.plan.copies import Copies
 from hibachi.plan.policy import Fair, Priority
+from hibachi.plan.rows import RowTable
 from hibachi.plan.scheduler import Scheduler
 
 from ..engine import test_checkpoints
-from . import test_bounds, test_facts, test_properties, test_scheduler
+from . import test_bounds, test_facts, test_properties, test_scheduler, test_speculated
 from .world import KEEPING, drive, random_request, random_world
 
 SEEDS = 400
@@ -34,6 +35,15 @@ def copying():
     for seed in range(SEEDS):
         rng = random.Random(seed)
         world = random_world(rng, strict=rng.random() < 0.7, policies=KEEPING, copies=True)
+        requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 16))]
+        drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.5, 0.9)))
+
+
+def proposing():
+    """The same, where rows are proposed tokens."""
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        world = random_world(rng, strict=rng.random() < 0.7, policies=KEEPING, proposals=random.Random(seed))
         requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 16))]
         drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.5, 0.9)))
 
@@ -134,6 +144,28 @@ MUTANTS = [
     Mutant("a new tenant starts at zero", Fair, "push",
            "max(self._used.get(key, level), level)", "self._used.get(key, 0.0)", "",
            test_bounds.test_a_flood_of_new_tenants_does_not_starve_who_waits),
+    Mutant("proposals stay for a later step", Scheduler, "schedule",
+           "seq.draft = 0", "pass", "for one step", proposing),
+    Mutant("proposals go beyond the budget", Scheduler, "_draft",
+           "tokens_left -= n", "pass", "beyond the budget", proposing),
+    Mutant("a proposal for the place behind the last token", Scheduler, "_draft",
+           "int(self.table.end[seq.row]) - at - 1", "int(self.table.end[seq.row]) - at", "cannot be kept", proposing),
+    Mutant("proposals where there are no blocks", Scheduler, "_draft",
+           "n = min(n, room)", "pass", "no room", proposing),
+    Mutant("what is kept in the cache makes way for proposals", Scheduler, "_draft",
+           "spare = self.pool.empty - len(seqs)", "spare = self.pool.free", "change what others get", proposing),
+    Mutant("blocks for proposals while somebody waits", Scheduler, "_draft",
+           "not self.waiting and", "", "", test_speculated.test_who_waits_gets_the_blocks),
+    Mutant("the last of the order gets its proposals first", Scheduler, "_draft",
+           "key=lambda i: seqs[i].rank", "key=lambda i: -i", "",
+           test_speculated.test_proposals_get_what_is_left_of_the_budget_in_the_order_of_service),
+    Mutant("wrong proposals count as computed", RowTable, "gain",
+           "np.maximum(end, np.minimum(length - 1, end + draft))", "end + draft", "", proposing),
+    Mutant("right proposals do not count as computed", RowTable, "gain",
+           "np.maximum(end, np.minimum(length - 1, end + draft))", "end", "", proposing),
+    Mutant("what a step with proposals brought counts as computed", RowTable, "gain",
+           "self.gained[rows] = counts", "self.gained[rows] = 0", "",
+           test_speculated.test_what_a_step_after_proposals_spoilt_is_not_found),
     Mutant("who starts later is preempted later", Fair, "pop",
            "seq.rank = seq.priority, self._started", "pass", "",
            test_bounds.test_who_started_first_is_preempted_last),
@@ -142,7 +174,7 @@ MUTANTS = [
 
 def broken(mutant):
     """The method with its line changed. The rest of its module is as it was."""
-    module = {BlockPool: blocks, Copies: copies, Scheduler: scheduler}.get(mutant.where, policy)
+    module = {BlockPool: blocks, Copies: copies, RowTable: rows, Scheduler: scheduler}.get(mutant.where, policy)
     honest = inspect.getsource(getattr(mutant.where, mutant.method))
     name = f"{mutant.where.__name__}.{mutant.method}"
     assert honest.count(mutant.line) == 1, f"{name} has changed: bring its mutant along"

@@ -31,6 +31,14 @@ def test_every_stream_equals_its_solo_run(policy, seed, n, depth, unlucky):
     drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky)
 
 
+@settings(max_examples=80, **QUIET)
+@given(seed=st.integers(0, 2**32), n=st.integers(1, 16), unlucky=st.booleans())
+def test_every_stream_equals_its_solo_run_whatever_is_proposed(seed, n, unlucky):
+    rng = random.Random(seed)
+    world = random_world(rng, proposals=random.Random(seed))
+    drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky)
+
+
 @settings(max_examples=200, **QUIET)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 16), unlucky=st.booleans())
 def test_every_stream_equals_its_solo_run_where_prefixes_are_copied(seed, n, unlucky):
@@ -104,7 +112,7 @@ def test_nothing_of_who_failed_is_copied():
 @given(seed=st.integers(0, 2**32), strict=st.booleans())
 def test_every_stream_equals_its_solo_run_many_times(seed, strict):
     rng = random.Random(seed)
-    world = random_world(rng, strict=strict)
+    world = random_world(rng, strict=strict, proposals=random.Random(seed) if seed % 2 else None)
     requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 20))]
     drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.1, 0.5, 0.9)))
 
@@ -125,9 +133,12 @@ class AnyOrder(RuleBasedStateMachine):
         reserve_all=st.booleans(),
         policy=st.sampled_from(POLICIES),
         depth=st.integers(1, 3),
+        proposals=st.one_of(st.none(), st.integers(0, 9)),
     )
-    def begin(self, rows, budget, policy, depth, **limits):
-        self.world = World(Limits(rows, max(rows, budget), max_model_len=24, **limits), policy(), depth)
+    def begin(self, rows, budget, policy, depth, proposals, **limits):
+        proposals = None if proposals is None else random.Random(proposals)
+        limits = Limits(rows, max(rows, budget), max_model_len=24, **limits)
+        self.world = World(limits, policy(), depth, proposals=proposals)
         self.all = []
 
     @rule(

@@ -32,11 +32,15 @@ def state(scheduler):
     return out
 
 
-def step(scheduler, now):
+def step(scheduler, now, luck=0):
+    """luck: decides how many proposals are right."""
     plan = scheduler.schedule(now)
     if plan is None:
         return None, []
-    return plan, scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool)).finished
+    counts = None
+    if plan.draft is not None:
+        counts = 1 + np.random.default_rng(luck).integers(0, plan.draft[plan.emit] + 1).astype(np.int32)
+    return plan, scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool), counts).finished
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,17 +54,25 @@ def step(scheduler, now):
     reserve=st.booleans(),
     rate=st.floats(0.05, 1.0),
     shared=st.booleans(),
+    proposals=st.sampled_from([0.0, 0.3]),
 )
-def test_it_is_what_single_steps_come_to(seed, policy, rows, blocks, size, budget, reserve, rate, shared):
+def test_it_is_what_single_steps_come_to(seed, policy, rows, blocks, size, budget, reserve, rate, shared, proposals):
     rng = random.Random(seed)
     limits = Limits(rows, budget, budget, max_model_len=16 * size, blocks=blocks, block_size=size, reserve_all=reserve)
     one, many = Scheduler(limits, policy()), Scheduler(limits, policy())
     now, stretched = 0.0, 0
     for name in range(25):
         while rng.random() > rate and one.waiting + one.running:
+            luck, propose = rng.random(), proposals and rng.random() < proposals
+            if propose:  # to the same rows, the same number
+                for scheduler in (one, many):
+                    for seq in scheduler.order:
+                        seq.draft = int(8 * luck) * (seq.row >= 0) if seq.row % 2 else 0
             stretch = look_ahead(many)
+            assert stretch is None or not any(seq.draft for seq in many.order)
             if stretch is None:
-                (plan, ended), (plan2, ended2) = step(one, now), step(many, now)
+                lucky = int(1e6 * luck)
+                (plan, ended), (plan2, ended2) = step(one, now, lucky), step(many, now, lucky)
                 assert (plan is None) == (plan2 is None)
                 assert [s.owner for s in ended] == [s.owner for s in ended2]
                 now += 1

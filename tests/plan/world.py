@@ -5,6 +5,7 @@ hash of the prefix that it reads back. A block that is lost or wrongly shared ch
 request writes is POISON, which stands for NaN: who reads it draws POISON.
 """
 
+import copy
 import zlib
 from collections import Counter, deque
 
@@ -60,10 +61,14 @@ class Device:
         self.newest = np.zeros(limits.rows + 1, np.int64)  # the last one is the padding rows'
 
     def run(self, x, tokens, poisoned):
-        """Outputs [n_out]. tokens [T]: -1 where the host does not know the token yet. poisoned: rows."""
+        """Outputs [n_out]. tokens [T]: -1 where the host does not know the token yet. poisoned: {row: the first
+        position that it spoils}.
+        """
         rows = x.row[x.seg]
         values = np.where(tokens < 0, self.newest[rows], tokens)
-        self.memory[x.slot] = np.where(np.isin(rows, poisoned), POISON, values) if poisoned else values
+        for row, first in poisoned.items():
+            values = np.where((rows == row) & (x.pos >= first), POISON, values)
+        self.memory[x.slot] = values
         out = []
         for t in x.last.tolist():
             i = x.seg[t]
@@ -82,6 +87,7 @@ class Request:
         self.shares = terms.pop("shares", True)
         self.seq = Seq(len(self.prompt), max_new, owner=self, **terms)
         self.got, self.ends = [], []
+        self.guess = []  # what somebody proposes to come next
         self.sampled = 0  # tokens drawn, those in flight included
         self.decoding = False
         self.begun = False  # had a row
@@ -104,9 +110,11 @@ class World:
 
     strict: poison is only given to rows that emit, with one step in flight: then nobody else may be harmed.
     every: look at everything after each so many calls (streams, and what each step does, are always looked at).
+    proposals: a source of random numbers; rows are proposed tokens then, right ones and wrong ones.
     """
 
-    def __init__(self, limits, policy=None, depth=1, *, padded=False, strict=True, every=1, grows=True):
+    def __init__(self, limits, policy=None, depth=1, *, padded=False, strict=True, every=1, grows=True, proposals=None):
+        self.proposals = proposals
         self.limits, self.depth, self.padded, self.every = limits, depth, padded, every
         self.strict = strict and depth == 1
         self.scheduler = Scheduler(limits, policy, self.key if grows else None)
@@ -220,7 +228,9 @@ class World:
 
     def tick(self):
         """One step further; False if there is nothing to do."""
-        if len(self.flying) < self.depth and self.launch():
+        # Nothing is planned behind a step of which nobody knows how many tokens it brings.
+        ahead = not any(flight.plan.draft is not None for flight in self.flying)
+        if len(self.flying) < self.depth and ahead and self.launch():
             return True
         if self.flying:
             self.commit()
@@ -235,8 +245,15 @@ class World:
         order = [seq for seq in s.order if seq.row >= 0]
         moving = [seq for seq in order if not seq.paused]
         must = [q.owner for q in moving if q.owner.decoding and len(q.owner.prompt) + q.owner.sampled < q.end]
+        plain = None
+        if self.proposals is not None and not self.flying:
+            if self.calls % self.every == 0 and self.proposals.random() < 0.2:
+                plain = copy.deepcopy(s, {id(self): self})
+            self.propose()
+        guesses = {seq: seq.draft for seq in order if seq.draft}
         plan = s.schedule(self.now)
         self.check()
+        self.judge_proposals(plan, guesses, plain)
         must = [r for r in must if r.seq.row >= 0]
         self.send_back(s.preempted)
         if plan is None:
@@ -273,6 +290,36 @@ class World:
         assert first is None or first not in mine, "the first in the order of service was preempted"
         if plan.fresh and self.calls % self.every == 0:
             self.judge_order(plan)
+
+    def propose(self):
+        """Somebody guesses what comes: right to some point, and more than there may be room for."""
+        rng = self.proposals
+        for seq in self.scheduler.order:
+            if seq.row < 0 or rng.random() < 0.3:
+                continue
+            request, n = seq.owner, rng.randrange(1, 8)
+            tokens = request.prompt + request.got
+            for _ in range(n):
+                tokens.append(following(tokens))
+            guess = request.guess = tokens[-n:]
+            wrong = rng.randrange(n + 2)
+            guess[wrong:] = [(token + 1) % VOCAB for token in guess[wrong:]]
+            seq.draft = n
+
+    def judge_proposals(self, plan, guesses, plain):
+        """guesses: how many were proposed. plain: the scheduler as it was before."""
+        s = self.scheduler
+        assert not any(r.seq.draft for r in self.live.values()), "proposals are for one step"
+        if plan is not None and plan.draft is not None:
+            draft = plan.draft
+            assert draft.any() and (draft >= 0).all() and not draft[~plan.emit].any()
+            assert int((plan.q + draft).sum()) <= s.budget, "proposals go beyond the budget"
+            assert (plan.end + draft <= s.table.end[plan.rows] - 1).all(), "a proposal that cannot be kept"
+            assert not s.pool or (plan.end + draft <= s.table.capacity[plan.rows]).all(), "no room for a proposal"
+            assert all(n <= guesses.get(seq, 0) for seq, n in zip(plan.seqs, draft.tolist(), strict=True))
+            self.tally["proposed"] += int(draft.sum())
+        if plain is not None:
+            assert _told(plain, plain.schedule(self.now)) == _told(s, plan), "proposals change what others get"
 
     def judge_order(self, plan):
         """Nobody overtakes."""
@@ -319,42 +366,67 @@ class World:
                 assert s.pool.node(block) == source.node, "it copies other contents"
                 place = np.arange(size)
                 self.device.memory[own * size + place] = self.device.memory[block * size + place]
-        x = lower(plan.rows, plan.start, plan.q, plan.emit, s.block_table, size, tiles=(1, 4))
+        draft = plan.draft
+        q = plan.q if draft is None else plan.q + draft
+        x = lower(plan.rows, plan.start, q, plan.emit, s.block_table, size, tiles=(1, 4), tail=draft)
         tokens, wanted, slots = self.host[x.row[x.seg], x.pos], len(x.last), x.slot
+        if draft is not None:
+            n = zip(plan.seqs, draft.tolist(), strict=True)
+            tokens[x.pos >= plan.end[x.seg]] = [token for seq, most in n for token in seq.owner.guess[:most]]
         if self.padded:
-            n = limits.budget + 3
+            n, outputs = limits.budget + 3, limits.rows if draft is None else limits.budget
             tile = x.tile_q.shape[1]
-            x = pad(x, fixed(n, limits.rows, s.block_table.shape[1], tile), trash_row=limits.rows)
+            shape = fixed(n, limits.rows, s.block_table.shape[1], tile)
+            x = pad(x, shape._replace(outputs=max(outputs, wanted)), trash_row=limits.rows)
             tokens = np.pad(tokens, (0, n - len(tokens)))
-        out = self.device.run(x, tokens, self.guilty_rows(plan) if self.poison else [])[:wanted]
-        self.device.newest[plan.rows[plan.emit]] = out
+        out = self.device.run(x, tokens, self.guilty_rows(plan) if self.poison else {})[:wanted]
+        if draft is not None:
+            out, at = [], np.split(out, np.cumsum((draft + 1)[plan.emit])[:-1])
+            for i, drawn in zip(np.flatnonzero(plan.emit).tolist(), at, strict=True):
+                out.append(self.kept(plan.seqs[i].owner, drawn.tolist()))
+        else:
+            self.device.newest[plan.rows[plan.emit]] = out
+            out = [[token] for token in out.tolist()]
         self.flying.append(Flight(plan, out, slots))
 
+    def kept(self, request, drawn):
+        """What a row keeps of what it drew along its proposals: the first that differs is the last."""
+        for n, (token, guess) in enumerate(zip(drawn, request.guess, strict=False), 1):
+            if token != guess or token in request.stop:
+                return drawn[:n]
+        return drawn
+
     def guilty_rows(self, plan):
-        rows = []
-        for seq, row, emits in zip(plan.seqs, plan.rows.tolist(), plan.emit.tolist(), strict=True):
+        """{row: the first position that it spoils}"""
+        rows = {}
+        for i, (seq, row, emits) in enumerate(zip(plan.seqs, plan.rows.tolist(), plan.emit.tolist(), strict=True)):
             if seq.owner.name in self.poison and (emits or not self.strict):
                 self.poison.remove(seq.owner.name)
                 seq.owner.guilty = True
-                rows.append(row)
+                rows[row] = int(plan.start[i])
+                if plan.draft is not None and (n := int(plan.draft[i])) and self.proposals.random() < 0.5:
+                    rows[row] = int(plan.end[i]) + self.proposals.randrange(n)  # which it may never come to
         return rows
 
     def commit(self):
         s = self.scheduler
         flight = self.flying.popleft()
-        plan, out = flight.plan, flight.out
+        plan, out = flight.plan, flight.out  # the tokens of each emitting row
         at = np.flatnonzero(plan.emit)
         seqs = [plan.seqs[i] for i in at.tolist()]
-        if np.count_nonzero(out == POISON):
-            self.fail(plan, [i for i, token in zip(at.tolist(), out.tolist(), strict=True) if token == POISON])
-        stop = np.array([t in q.owner.stop for q, t in zip(seqs, out.tolist(), strict=True)], bool)
-        committed = s.commit(plan, stop)
+        if bad := [i for i, drawn in zip(at.tolist(), out, strict=True) if drawn[-1] == POISON]:
+            self.fail(plan, bad)
+        stop = np.array([drawn[-1] in q.owner.stop for q, drawn in zip(seqs, out, strict=True)], bool)
+        counts = None if plan.draft is None else np.array([len(drawn) for drawn in out], np.int32)
+        committed = s.commit(plan, stop, counts)
         alive = np.ones(len(at), bool) if committed.alive is None else committed.alive
-        for i, seq, token, ok in zip(at.tolist(), seqs, out.tolist(), alive.tolist(), strict=True):
+        for i, seq, drawn, ok in zip(at.tolist(), seqs, out, alive.tolist(), strict=True):
             if ok:
-                assert token != POISON and not seq.owner.ends, "a token after the end"
-                seq.owner.got.append(token)
-                self.host[plan.rows[i], plan.end[i]] = token
+                assert POISON not in drawn and not seq.owner.ends, "a token after the end"
+                seq.owner.got += drawn
+                self.host[plan.rows[i], plan.end[i] : plan.end[i] + len(drawn)] = drawn
+                seq.owner.sampled += len(drawn) - 1
+                self.tally["accepted"] += len(drawn) - 1
         for seq in committed.finished:
             self.ended(seq.owner, seq.finish)
         self.check()
@@ -412,6 +484,15 @@ class World:
             assert (request.got, request.ends) == (want, [why]), "not its solo stream"
         else:
             assert request.got == want[: len(request.got)], "not the beginning of its solo stream"
+
+
+def _told(scheduler, plan):
+    """A plan in words, and what it made of the scheduler, without proposals."""
+    if plan is None:
+        return None
+    names = [[seq.owner.name for seq in seqs] for seqs in (plan.seqs, plan.fresh, [s for s, _ in plan.preempted])]
+    arrays = [a.tolist() for a in (plan.rows, plan.start, plan.q, plan.emit)]
+    return names, arrays, scheduler.pool and scheduler.pool.evictions
 
 
 def drive(world, requests, rng, *, unlucky=True, arrive=0.5, crowd=1000):
@@ -492,7 +573,7 @@ SHARES = (Shares, lambda: Shares({"x": 2.0, "y": 0.5}))
 POLICIES = KEEPING + SHARES
 
 
-def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES, copies=False):
+def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES, copies=False, proposals=None):
     """A world with few rows, few blocks and tight budgets."""
     rows = rng.randint(1, 6)
     budget = max(rows, rng.randint(1, 40))
@@ -515,6 +596,7 @@ def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES
         padded=rng.random() < 0.3,
         strict=strict,
         grows=rng.random() < 0.8,
+        proposals=proposals,
     )
 
 

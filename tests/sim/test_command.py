@@ -49,6 +49,21 @@ def test_a_grid_is_a_line_for_each(sim, trace, tmp_path):
     assert len(one["over_time"]["waiting"]) == len(one["over_time"]["seconds"]) == 300
 
 
+def test_proposed_tokens(sim, trace, tmp_path):
+    file = tmp_path / "out.json"
+    steps = []
+    for more in ([], ["--speculate", 4], ["--speculate", 4, "--right", 0.5]):
+        status, out, err = sim(trace, "--json", file, *more)
+        assert (status, err) == (0, "")
+        [run] = json.loads(file.read_text())["runs"]
+        steps.append(run["steps"])
+        assert run["new_tokens"] == 1580
+        says = f"fcfs: {run['proposed_tokens']:,} tokens proposed, "
+        assert (says in out) is (run["proposed_tokens"] > 0) is bool(more)
+    assert steps[1] < steps[2] < steps[0]
+    assert "--right goes with --speculate" in sim(trace, "--right", 0.5)[2]
+
+
 def test_the_same_command_gives_the_same_figures(sim, tmp_path):
     found = []
     for name in ("a.json", "b.json"):

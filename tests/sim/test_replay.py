@@ -8,6 +8,7 @@ import pytest
 
 from hibachi.errors import ConfigError, InvalidTrace
 from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
+from hibachi.sim.guesses import Guesses
 from hibachi.sim.outcome import Gaps
 from hibachi.sim.replay import beginning_before, span
 from hibachi.sim.simulate import Setup, simulate
@@ -53,6 +54,45 @@ def test_several_tokens_a_step():
         simulate(synthetic(200, rate=5.0), Setup(max_num_seqs=8, num_blocks=300, each=n), time, Fcfs) for n in (1, 3)
     )
     assert one.outcome.new_tokens == many.outcome.new_tokens and many.outcome.steps < one.outcome.steps
+
+
+def test_proposed_tokens_are_computed_and_some_are_kept():
+    """All right: three tokens a step, which share its time; the last step has what is left, and none to propose."""
+    time = StepTime(step=1.0, token=0.1, row=0, position=0, pair=0)
+    run = simulate(trace_of((0, 10, 8)), Setup(guesses=Guesses(2, 1.0)), time, Fcfs)
+    steps = [1 + 10 * 0.1, 1 + 3 * 0.1, 1 + 3 * 0.1, 1 + 0.1]  # 1, 3, 3 and 1 tokens
+    assert run.times("last") == pytest.approx([sum(steps)])
+    figures = run.summary()
+    assert figures["new_tokens"] == 8 and figures["steps"] == 4 and figures["computed_tokens"] == 17
+    assert figures["proposed_tokens"] == figures["accepted_tokens"] == 4
+    assert run.outcome.gaps.percentiles([0, 80, 100]) == pytest.approx([1.3 / 3, 1.3 / 3, 1.1], rel=2e-3)
+    wrong = simulate(trace_of((0, 10, 8)), Setup(guesses=Guesses(2, 0.0)), time, Fcfs).summary()
+    assert wrong["steps"] == 8 and wrong["accepted_tokens"] == 0 and wrong["computed_tokens"] == 17 + 2 * 5 + 1
+
+
+@pytest.mark.parametrize("right", [0.3, 0.8])
+def test_as_many_proposals_are_kept_as_are_likely(right):
+    """1 + p + p^2 + p^3 + p^4 tokens a step of a row."""
+    setup = Setup(max_num_seqs=8, guesses=Guesses(4, right, seed=3))
+    run = simulate(trace_of(*((0, 10, 2000) for _ in range(8))), setup, PLAIN, Fcfs).outcome
+    rows = run.proposed_tokens / 4
+    assert run.accepted_tokens / rows == pytest.approx(sum(right**n for n in range(1, 5)), rel=0.05)
+    again = simulate(trace_of(*((0, 10, 2000) for _ in range(8))), setup, PLAIN, Fcfs).outcome
+    assert again.steps == run.steps and again.accepted_tokens == run.accepted_tokens
+
+
+@pytest.mark.parametrize(
+    ("guesses", "each", "message"),
+    [
+        (Guesses(0, 0.5), 1, "at least 1; got 0"),
+        (Guesses(2, 1.5), 1, "must be from 0 to 1; got 1.5"),
+        (Guesses(2, 0.5, share=-1), 1, "must be from 0 to 1; got -1"),
+        (Guesses(2, 0.5), 2, "expected each=1; got 2"),
+    ],
+)
+def test_proposals_that_cannot_be(guesses, each, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(trace_of((0, 10, 8)), Setup(guesses=guesses, each=each), PLAIN, Fcfs)
 
 
 def test_chunks_read_what_is_before_them():
@@ -110,18 +150,20 @@ def test_sizes_that_cannot_be(wrong):
     [
         Setup(max_num_seqs=8, max_num_batched_tokens=256),
         Setup(max_num_seqs=16, num_blocks=130, block_size=16, max_num_batched_tokens=256),
+        Setup(max_num_seqs=8, num_blocks=130, block_size=16, max_num_batched_tokens=256, guesses=Guesses(4, 0.7, 0.2)),
     ],
 )
 def test_leaps_change_nothing(policy, setup):
     trace = synthetic(250, rate=4, bursts=2, prompt=120, output=40, longest=1000, tenants=3, priorities=2, seed=3)
     time = StepTime(step=0.01, token=1e-5, row=1e-5, position=1e-7, pair=1e-9)
     fast, slow = (simulate(trace, setup, time, policy, fast=fast).outcome for fast in (True, False))
-    assert fast.planned < slow.planned / 2
+    assert fast.planned < slow.planned * (0.5 if setup.guesses is None else 0.9)
     for what in ("started", "first", "last"):
         assert getattr(fast, what).tolist() == getattr(slow, what).tolist()
     for what in ("clock", "steps", "computed_tokens", "new_tokens", "hit_tokens", "evictions", "preemptions"):
         assert getattr(fast, what) == getattr(slow, what), what
-    if setup.num_blocks:
+    assert fast.accepted_tokens == slow.accepted_tokens and (fast.accepted_tokens > 0) is (setup.guesses is not None)
+    if setup.num_blocks and setup.max_num_seqs == 16:
         assert fast.preemptions and fast.hit_tokens and fast.evictions and fast.refused == slow.refused
     fast.gaps.fold()
     slow.gaps.fold()
