@@ -93,7 +93,7 @@ def test_an_installed_one_is_made_for_each_engine(patient, monkeypatch):
             assert answers(e) == WANT
             assert e.core.drafting.drafted.accepted
         assert len(made) == n
-    with pytest.raises(ConfigError, match="one of ngram, draft_model, right, or a drafter"):
+    with pytest.raises(ConfigError, match="method must be one of ngram, draft_model, right"):
         engine("left")
 
 
