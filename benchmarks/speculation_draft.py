@@ -45,33 +45,38 @@ def prompts(llm: LLM, a: argparse.Namespace) -> list[list[int]]:
     return [ids[at : at + a.prompt] for at in starts.tolist()]
 
 
-def write(llm: LLM, asked: list[list[int]], temperature: float, tokens: int) -> tuple[float, list[list[int]], int]:
-    """Tokens a second of one stream, the answers, and the steps."""
-    steps, began, answers = llm.stats().steps, time.perf_counter(), []
+def write(
+    llm: LLM, asked: list[list[int]], temperature: float, tokens: int
+) -> tuple[float, float, list[list[int]], int]:
+    """Tokens a second of one stream, and tokens a second of processor time; the answers, and the steps."""
+    steps, began, answers = llm.stats().steps, (time.perf_counter(), time.process_time()), []
     for i, prompt in enumerate(asked):
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True)
         answers.append(list(llm.generate([prompt], params)[0].token_ids))
-    return len(asked) * tokens / (time.perf_counter() - began), answers, llm.stats().steps - steps
+    count, ended = len(asked) * tokens, (time.perf_counter(), time.process_time())
+    wall, processor = (count / (b - a) for a, b in zip(began, ended, strict=True))
+    return wall, processor, answers, llm.stats().steps - steps
 
 
 def speeds(llms: dict[str, LLM], asked: list[list[int]], temperature: float, a: argparse.Namespace) -> list[list[int]]:
-    found: dict[str, list[float]] = {name: [] for name in llms}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
     steps: dict[str, int] = {}
     plain: list[list[int]] = []
     for turn in range(a.turns + 1):
         for name, llm in llms.items():
-            speed, answers, steps[name] = write(llm, asked, temperature, a.tokens)
+            wall, processor, answers, steps[name] = write(llm, asked, temperature, a.tokens)
             plain = plain or answers
             assert answers == plain, f"{name} has other answers"
             if turn:  # the first warms up
-                found[name].append(speed)
+                found[name].append((wall, processor))
     print(f"\nTemperature {temperature}: {len(asked)} prompts of {a.prompt} tokens, {a.tokens} more of each")
-    print(f"{'':16} {'tokens/s':>9} {'of plain':>9} {'spread':>13} {'tokens/step':>12}")
+    print(f"{'':16} {'tokens/s':>9} {'of plain':>9} {'spread':>13} {'of its processor time':>22} {'tokens/step':>12}")
     for name, each in found.items():
-        ratios = [x / y for x, y in zip(each, found["plain"], strict=True)]
+        ratios, work = ([x[i] / y[i] for x, y in zip(each, found["plain"], strict=True)] for i in range(2))
         print(
-            f"{name:16} {statistics.median(each):9.0f} {statistics.median(ratios):8.2f}x "
-            f"{min(ratios):6.2f}-{max(ratios):.2f} {len(asked) * a.tokens / steps[name]:12.2f}"
+            f"{name:16} {statistics.median(x for x, _ in each):9.0f} {statistics.median(ratios):8.2f}x "
+            f"{min(ratios):6.2f}-{max(ratios):.2f} {statistics.median(work):12.2f}x {min(work):.2f}-{max(work):.2f} "
+            f"{len(asked) * a.tokens / steps[name]:12.2f}"
         )
     return plain
 

@@ -60,31 +60,30 @@ class Ahead:
         """How many outputs each row has, [B]."""
         return np.where(self._emit, 1 if self.draft is None else self.draft + 1, 0)
 
-    def left(self, part: Part, end: Any) -> Any:
-        """How many proposals of the rows that emit were wrong, or behind one that was, [n].
+    def kept(self, part: Part, end: Any) -> Any:
+        """Up to where the rows that emit have computed tokens that stay, [n].
 
         part: what these rows have drawn, in their order. end [n]: how many tokens they had before.
         """
-        assert part.counts is not None and self.draft is not None
-        rows = np.flatnonzero(self._emit)
-        kept = np.clip(end + part.counts - 1 - self._known[rows], 0, self.draft[rows])
-        return self.draft[rows] - kept
+        assert part.counts is not None
+        return np.clip(end + part.counts - 1, end, self.end[np.flatnonzero(self._emit)])
 
     def wrong(self, part: Part, end: Any) -> Again:
         """The rows of which some proposals were wrong, and that go on: they keep what came before these. part, end: as
-        of `left`.
+        of `kept`.
         """
-        rows = np.flatnonzero(self._emit)
-        assert self.draft is not None and self._proposals is not None
+        assert self._proposals is not None
+        rows, kept = np.flatnonzero(self._emit), self.kept(part, end)
         over = part.stopped.copy()
         if part.bad is not None:
             over |= part.bad
-        draft = (self.draft[rows] - self.left(part, end)).astype(np.int32)
-        at = np.flatnonzero((draft < self.draft[rows]) & ~over)
-        rows, draft = rows[at], draft[at]
+        at = np.flatnonzero((kept < self.end[rows]) & ~over)
+        rows, kept = rows[at], kept[at].astype(np.int32)
+        known = np.minimum(self._known[rows], kept)
+        draft = kept - known
         within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)
-        kept = self._proposals[np.repeat(self._first[rows], draft) + within]
-        return Again(rows, Ahead(self._known[rows], np.zeros(len(rows), bool), draft, kept))
+        tokens = self._proposals[np.repeat(self._first[rows], draft) + within]
+        return Again(rows, Ahead(known, np.zeros(len(rows), bool), draft, tokens))
 
     def outputs(self, mine: Any, piece: Piece) -> Any:
         """How many outputs each row has in this piece, [n]."""

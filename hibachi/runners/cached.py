@@ -259,13 +259,11 @@ class CachedRunner(BaseRunner):
             return self._in_calls(plan, call, idx)
         if self.inputs.scores(rows, start).any():
             return self._scored(plan, call, idx, rows, start, q, emit)
-        if plan.draft is not None:  # single-token rows first, as in a plan
-            idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]
-            rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
-        ahead = self._ahead(plan, call, idx)
-        if ahead.draft is None:
+        if plan.draft is None or not plan.draft[idx].any():
             x = self.inputs.packed(rows, start, q, emit)
             return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
+        idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]  # single-token rows first, as in a plan
+        rows, start, emit, ahead = plan.rows[idx], plan.start[idx], plan.emit[idx], self._ahead(plan, call, idx)
         everyone, outs = np.arange(len(idx)), Outs(self.backend, ahead.counts)
         x = self._packed(rows, start, ahead.piece(everyone, start, ahead.end - start))
         assert isinstance(call.head, Sampled)

@@ -31,7 +31,7 @@ log: logging.Logger = logging.getLogger("hibachi.draft")
 
 PATIENCE = 3  # failures in a row after which the model is off
 FEW = 2**16  # logits of a call that are looked at on the host
-SURE = 0.3  # a row's guesses end before the first that is less likely than this
+SURE = 0.05  # a row's guesses end before they are less likely than this, all together
 
 
 class Timed(Protocol):
@@ -42,13 +42,12 @@ class Timed(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Past:
-    """What is computed of a request. stint: its length when it got its row; with another one it has other blocks.
+    """What is computed of a request in its row.
 
     length: tokens when it was last asked for; the first `done` of them are computed in its own blocks. guess: tokens
     computed behind these, which may come. stamps: of its full blocks.
     """
 
-    stint: int
     done: int = 0
     length: int = 0
     guess: list[int] = field(default_factory=list)
@@ -81,13 +80,14 @@ class _Row(NamedTuple):
 
 
 class _Draws(NamedTuple):
-    """How n rows are drawn: their numbers, tokens so far, one by the temperature, and by guess a random number, NaN of
-    a greedy row. u None: the sampler draws.
+    """How n rows are drawn: their numbers, tokens so far, one by the temperature, how likely their guesses are so far,
+    and by guess a random number, NaN of a greedy row. u None: the sampler draws.
     """
 
     rows: HostArray
     length: HostArray
     warmth: HostArray
+    odds: HostArray
     u: HostArray | None
 
 
@@ -119,7 +119,8 @@ class DraftModel:
         self._warmth = np.ones(limits.rows, np.float32)  # one by the temperature
         self._greedy, self._plain = np.zeros(limits.rows, bool), np.zeros(limits.rows, bool)
         self._seeds = np.zeros(limits.rows, np.uint64)
-        self._held: list[tuple[Seq, int] | None] = [None] * limits.rows  # whose stint it is
+        # Who has each row, and its length when it got it: with another one it has other blocks.
+        self._held: list[tuple[Seq, int] | None] = [None] * limits.rows
         self._stamps: HostArray = np.zeros(max(limits.blocks, 1), np.int64)  # of blocks; 0 means none
         self._pasts: dict[Seq, _Past] = {}
         self._failures = 0
@@ -185,7 +186,7 @@ class DraftModel:
         """What is to be done for a row; None if it gets no proposals."""
         assert self.calls is not None
         past, row = self._pasts.get(seq), seq.row
-        anew = past is None or past.stint != seq.length or self._held[row] != (seq, seq.length)
+        anew = past is None or self._held[row] != (seq, seq.length)
         if past is None or anew:
             past = self._enter(seq, tokens)
         most = min(most, self._k, self._longest - len(tokens) + 1)
@@ -200,7 +201,7 @@ class DraftModel:
     def _enter(self, seq: Seq, tokens: Tokens) -> _Past:
         """A request has got a row: what its blocks hold of it already."""
         job: Job = seq.owner
-        past = self._pasts[seq] = _Past(seq.length, length=len(tokens), bad=job.embeds is not None)
+        past = self._pasts[seq] = _Past(length=len(tokens), bad=job.embeds is not None)
         self._held[seq.row] = seq, seq.length
         row, params = seq.row, job.sampling
         self._sampler.set(row, params, job.seed)
@@ -274,7 +275,7 @@ class DraftModel:
         if self._plain[of].all() and len(rows) * self._sampler.vocab_size <= FEW:
             u = uniforms(self._seeds[of][:, None], length[:, None] + np.arange(k))
             u[self._greedy[of]] = np.nan
-        return _Draws(of, length, self._warmth[of], u)
+        return _Draws(of, length, self._warmth[of], np.ones(len(rows), np.float32), u)
 
     def _drawn(
         self, rows: list[_Row], guesses: list[list[int]], going: Any, logits: Array, draws: _Draws, depth: int
@@ -287,7 +288,8 @@ class DraftModel:
         else:
             ids, good = self._sampler.choose(logits, of, draws.length[going] + depth)
             odds = get(self.backend.program(likelihood)(logits, put(ids), put(draws.warmth[going])))
-        sure = good & (odds >= self.sure)
+        draws.odds[going] *= odds
+        sure = good & (draws.odds[going] >= self.sure)
         for n, token, fine, goes in zip(going.tolist(), ids.tolist(), good.tolist(), sure.tolist(), strict=True):
             if not fine:
                 rows[n].past.bad = True

@@ -289,7 +289,8 @@ class OwnCacheRunner(BaseRunner):
             outs.put(self._piece(rows, start, int(ahead.end[0] - start[0]), ahead, keep), places.reshape(-1))
             part = self.head.along(plan, idx[plan.emit[idx]], outs)
             drop = np.zeros(len(idx), np.int64)
-            drop[plan.emit[idx]] = ahead.left(part, plan.end[idx[plan.emit[idx]]])
+            emit = plan.emit[idx]
+            drop[emit] = ahead.end[emit] - ahead.kept(part, plan.end[idx[emit]])
             past = self._pasts.of[int(rows[0])]
             for n in np.unique(drop[drop > 0]).tolist():
                 some = np.flatnonzero(drop == n)

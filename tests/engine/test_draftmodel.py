@@ -227,6 +227,18 @@ def test_blocks_with_the_same_tokens_are_shared_and_others_are_not():
     assert r.as_a_fresh_one((again, tokens)) == [9, 1, 1]
 
 
+def test_a_row_that_was_cut_and_went_on_otherwise_shares_what_it_has_now():
+    r = Rows()
+    tokens = answer([1, 2, 3], 6)
+    others = [*tokens[:3], 0, *tokens[4:]]
+    seq = r.seq(0, [1, 2, 3, 4], 9)
+    assert r.ask((seq, tokens))[1] == [9, 1, 1]
+    assert r.as_a_fresh_one((seq, tokens[:3])) == [1, 1, 1]
+    assert r.as_a_fresh_one((seq, others)) == [6, 1, 1]
+    assert r.as_a_fresh_one((r.seq(1, [1, 2, 5, 6], 9), others)) == [1, 1, 1]
+    assert r.as_a_fresh_one((r.seq(2, [1, 2, 7, 8], 9), tokens)) == [9, 1, 1]
+
+
 def test_a_block_that_another_row_has_begun_to_write_to_is_not_found():
     r = Rows()
     tokens = answer([1, 2, 3], 6)

@@ -1,5 +1,9 @@
 """Proposed tokens for models that are not plain ones with keys and values: the same answers, bit for bit."""
 
+import random
+from contextlib import suppress
+
+import numpy as np
 import pytest
 
 import hibachi
@@ -7,10 +11,13 @@ from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams, Un
 from hibachi.engine.askers import Direct
 from hibachi.engine.drafting import Drafting
 from hibachi.recording.replay import replay
+from hibachi.runners.ahead import Ahead
+from hibachi.runners.runner import Part
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 
 from ..guide.toyguides import rule, toy_guides
+from .models import until
 from .test_speculation import GREEDY, Oracle, Random
 
 DRAFTERS = {"right": Oracle, "wrong": lambda: Oracle(0), "half right": lambda: Oracle(2), "random": Random}
@@ -281,3 +288,76 @@ def test_a_model_with_a_cache_of_its_own_says_why_it_has_no_proposals():
     made = AutoregressiveBatchInference(Keeps(backend), backend=backend, speculative_config="auto")
     with made as e:
         assert e.deterministic and e.core.drafting is not None
+
+
+# ---- when something fails ------------------------------------------------------------------------------------------
+
+
+class Flaky:
+    """Fails now and then."""
+
+    random, rate = random.Random(5), 0.0
+
+    def shake(self):
+        if self.random.random() < self.rate:
+            raise RuntimeError("now and then")
+
+
+class FlakyBoth(Flaky, SumBoth):
+    def step(self, params, cache, x):
+        self.shake()
+        return super().step(params, cache, x)
+
+
+class FlakyKeeps(Flaky, Keeps):
+    def step(self, tokens, lengths, past, logits_to_keep=1):
+        self.shake()
+        return super().step(tokens, lengths, past, logits_to_keep)
+
+
+class FlakyLogits(Flaky, SumLogits):
+    def logits(self, tokens, lengths):
+        self.shake()
+        return super().logits(tokens, lengths)
+
+
+FEW_BLOCKS = {"cache_tokens": 160, "block_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("toy", "options"),
+    [(FlakyBoth, FEW_BLOCKS), (FlakyKeeps, FEW_BLOCKS), (FlakyLogits, {"padding_token": 0})],
+)
+def test_failures_cancels_and_preemption_change_no_answer_and_leave_nothing_behind(toy, options):
+    r, backend, answered = random.Random(1), hibachi.load_backend("numpy"), 0
+    with engine(model := toy(backend), Random(), 6, backend, max_num_seqs=6, pause_after=5, **options) as e:
+        model.rate = 0.03
+        live = []
+        for i in range(60):
+            prompt = [r.randrange(10) for _ in range(r.randrange(1, 20))]
+            live.append((prompt, e.run(prompt, SamplingParams(temperature=i % 2, seed=i, max_tokens=20))))
+            if r.random() < 0.3:
+                live.pop(r.randrange(len(live)))[1].close()
+        for prompt, stream in live:
+            with suppress(ModelError):  # it failed twice by itself
+                assert stream.collect() == expected(prompt, 20)
+                answered += 1
+        assert answered > 0.8 * len(live) and e.core.drafting.drafted.accepted
+        until(lambda: not (e.stats().running or e.stats().waiting))
+        e.core.scheduler.check()
+        if pool := e.core.scheduler.pool:
+            assert e.stats().preemptions and pool.free == pool.usable
+
+
+def test_a_row_may_keep_fewer_tokens_than_those_that_came_for_sure():
+    """Two for sure, behind ten, and three guesses; the draw behind the two failed, so it is drawn again."""
+    ahead = Ahead(np.array([12]), np.array([True]), np.array([3], np.int32), np.array([5, 6, 7], np.int32))
+    for count, kept, tokens in ((2, 11, []), (3, 12, []), (4, 13, [5]), (6, 15, None)):
+        part = Part(np.zeros(1, int), np.zeros(count, np.int32), None, np.zeros(1, bool), counts=np.array([count]))
+        assert ahead.kept(part, np.array([10])).tolist() == [kept]
+        again = ahead.wrong(part, np.array([10]))
+        assert again.ahead.end.tolist() == ([] if tokens is None else [kept])
+        if tokens is not None:
+            n = np.array([kept - 10])
+            piece = again.ahead.piece(np.array([0]), np.array([10]), n)
+            assert piece.proposals.tolist() == tokens and piece.own.tolist() == [kept - 10 - len(tokens)]
