@@ -93,8 +93,9 @@ class Prediction:
         if len(self._tail) == LONG:
             (a, b, c), (x, y, z) = _FACTORS, self._tail
             key = (a * x + b * y + c * z) & _MASK
-            for first in (self._left, 0):
-                place = _at(self._threes, key, first)
+            earliest = _at(self._threes, key, 0)  # mostly there is none
+            behind = _at(self._threes, key, self._left) if 0 <= earliest < self._left else earliest
+            for place in (behind, earliest):
                 if place >= 0 and self._tokens[place : place + LONG] == self._tail:
                     self._at, self._run = place + LONG, LONG
                     return

@@ -39,6 +39,7 @@ class Drafting:
     def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
         """Returns the sequences, by number, that have proposals now, and how many."""
         self._rows.clear()
+        self.asker.seconds = 0.0  # it may not be asked in this step
         for seq in scheduler.order:
             seq.draft = 0
         rows = self._open(scheduler)

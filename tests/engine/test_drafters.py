@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hibachi.draft import find
 from hibachi.draft.aside import Aside
 from hibachi.draft.howmany import HowMany
 from hibachi.engine import askers
+from hibachi.engine.drafting import Drafting
 from hibachi.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumPaged, expected
 
@@ -166,7 +168,7 @@ def test_one_that_hangs_is_waited_for_once_and_closing_does_not_wait(monkeypatch
     try:
         with engine(mine) as e:
             assert answers(e) == WANT
-            assert mine.calls == 1 and len(waits) == 3 and max(waits) <= askers.MOST_WAIT
+            assert mine.calls == 1 and len(waits) == 3 and max(waits) <= 0.005
         assert [r.getMessage() for r in caplog.records if "is off" in r.getMessage()]
     finally:
         gate.set()
@@ -210,6 +212,19 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
     for _ in range(200):
         how.records.note(row.seq, 1, 1, "mine")
     assert mine._pays([row], 1)
+
+
+def test_a_step_without_a_question_is_charged_with_none():
+    """What the last question took is not taken from the time of later steps."""
+    noted = []
+    how = SimpleNamespace(costs=SimpleNamespace(note=lambda tokens, seconds: noted.append(seconds)))
+    mine = Drafting(askers.Apart(Aside(Right(), 10, "mine"), how, "mine"), 4, how)
+    plan = SimpleNamespace(q=np.ones(1, int), draft=None)
+    mine.asker.seconds = 0.5
+    mine.took(plan, 2.0)
+    mine.propose(SimpleNamespace(order=(), table=None), None)  # nobody is there to be asked about
+    mine.took(plan, 2.0)
+    assert noted == [1.5, 2.0]
 
 
 def test_an_engine_in_another_process_takes_names_only():

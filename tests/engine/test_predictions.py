@@ -1,12 +1,15 @@
 """What a caller expects of a request is proposed, counted, and changes no bit."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
 from hibachi.draft.howmany import HowMany
+from hibachi.model.text.prompts import Prompts
+from hibachi.request import Request
 from hibachi.testing.toys import SumFrames, SumPaged, SumTokens, expected
 
 from ..guide.toyguides import rule, toy_guides
@@ -81,6 +84,21 @@ def test_where_nothing_is_proposed_it_has_no_effect():
     with engine() as e:
         stream = e.run([1, 2], GREEDY.with_(num_speculative_tokens=0), prediction=expected([1, 2], 20))
         assert stream.collect() == expected([1, 2], 20) and stream.predicted == (0, 0)
+
+
+def test_it_is_kept_only_where_it_is_of_use():
+    for config, kept in ((OURS, True), ("off", False)):
+        with engine(config) as e:
+            assert e.facts.speculates == kept
+            assert (e.check(Request([1, 2], GREEDY, prediction=[1, 2])).prediction is not None) == kept
+
+
+def test_of_a_text_no_more_is_read_than_fits_into_the_context():
+    read = []
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: read.append(text) or list(range(len(text))))
+    assert Prompts(tokenizer, 10).predicted("a" * 10**6) == list(range(10))
+    assert [len(text) for text in read] == [160]
+    assert Prompts(tokenizer, 10).predicted("abc") == [0, 1, 2]
 
 
 def test_where_guesses_do_not_pay_none_is_tried():

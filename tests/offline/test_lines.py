@@ -15,7 +15,7 @@ from hibachi.offline.works.lines import Lines, are_lines
 from hibachi.offline.works.seen import Seen
 from hibachi.remote.identity import system_fingerprint
 
-from .ran import TEMPLATE
+from .ran import TEMPLATE, Runs
 
 TEXT, CHAT, VECTOR = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 HI = [{"role": "user", "content": "hi"}]
@@ -47,6 +47,8 @@ BODIES = [
     (TEXT, {"prompt": "She was", "logit_bias": {"5": 100}, "max_tokens": 3, "seed": -3}),
     (CHAT, {"messages": HI, "max_tokens": 4, "seed": 1}),
     (CHAT, {"messages": HI, "max_completion_tokens": 4, "seed": 1, "n": 2, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": HI, "max_tokens": 4, "seed": 1, "prediction": {"type": "content", "content": "She was"}}),
+    (CHAT, {"messages": HI, "max_tokens": 4, "seed": 1, "prediction": {"type": "text", "content": "She was"}}),
     (VECTOR, {"input": "She was"}),
     (VECTOR, {"input": ["She was", "x"], "encoding_format": "base64"}),
     (VECTOR, {"input": [5, 6]}),
@@ -91,7 +93,7 @@ async def served(texts, bodies):
 def without(body):
     """An answer without what is another's each time."""
     usage = body.get("usage")
-    usage = usage and {k: v for k, v in usage.items() if k != "prompt_tokens_details"}
+    usage = usage and {k: v for k, v in usage.items() if not k.endswith("_tokens_details")}
     return {k: v for k, v in body.items() if k not in ("id", "created", "usage")} | ({"usage": usage} if usage else {})
 
 
@@ -104,7 +106,22 @@ def test_an_answer_is_what_a_server_would_say(runs):
         assert row["custom_id"] == str(i) and row["response"]["status_code"] == code, about
         assert without(row["response"]["body"]) == without(body), about
         assert (row["error"] is None) == (code == 200), about
-        assert "prompt_tokens_details" not in json.dumps(row)
+        assert "tokens_details" not in json.dumps(row)
+
+
+def test_predictions_are_proposed_and_change_no_answer(tmp_path, capsys):
+    """How many were right depends on other requests, and is not told."""
+    runs = Runs(tmp_path, capsys)  # with an engine of its own each time
+    body = {"prompt": "She was", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    asked = [line("0", TEXT, **body)]
+    assert runs({"in.jsonl": asked}) == 0
+    (plain,) = runs.rows()
+    expected = {"type": "content", "content": plain["response"]["body"]["choices"][0]["text"]}
+    asked.append(line("1", TEXT, **body, prediction=expected))
+    assert runs({"in.jsonl": asked}, "--speculative-config", '{"num_speculative_tokens": 4}') == 0
+    for row in runs.rows():
+        assert without(row["response"]["body"]) == without(plain["response"]["body"])
+        assert "tokens_details" not in json.dumps(row)
 
 
 CHATS = ("--chat-template", TEMPLATE)
