@@ -199,27 +199,15 @@ class HowMany:
     def choose(self, tokens: int, counts: Sequence[int], rates: Sequence[float], budget: int) -> list[int]:
         """How many of its proposals each of n rows computes.
 
-        tokens: of the step without proposals: all that it computes, prompts as well. counts: how many proposals each
-        row has. rates: of each row, as `Records.rate`; 1 for what is certain, as a grammar allows nothing else. What is
-        certain is always taken, guesses where they pay. budget: the most proposals of the step.
+        tokens: of the step without proposals: all that it computes, prompts and what is certain as well. counts: how
+        many proposals each row has. rates: of each row, as `Records.rate`. budget: the most proposals of the step.
         """
-        taken = [0] * len(counts)
-        for i, (n, rate) in enumerate(zip(counts, rates, strict=True)):
-            if rate >= 1:
-                taken[i] = min(n, budget)
-                budget -= taken[i]
-                tokens += taken[i]
-        guesses = [i for i, rate in enumerate(rates) if rate < 1 and counts[i]]
-        if not guesses or budget <= 0 or not self.costs.knows(tokens):
-            return taken
-        found, gain = best(
-            tokens, [counts[i] for i in guesses], [rates[i] for i in guesses], self.costs.predict, budget
-        )
+        none = [0] * len(counts)
+        if not any(counts) or budget <= 0 or not self.costs.knows(tokens):
+            return none
+        found, gain = best(tokens, counts, rates, self.costs.predict, budget)
         self._some = gain >= self._enough()
-        if self._some:
-            for i, n in zip(guesses, found, strict=True):
-                taken[i] = n
-        return taken
+        return found if self._some else none
 
     def _enough(self) -> float:
         return STAY if self._some else START

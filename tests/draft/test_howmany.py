@@ -72,20 +72,6 @@ def test_nothing_to_choose_from_is_nothing():
     assert knowing().choose(4, [0, 0], [0.5, 0.5], PLENTY) == [0, 0]
 
 
-# ---- what is certain -------------------------------------------------------------------------------------------------
-
-
-def test_what_is_certain_is_always_taken_within_the_budget():
-    assert knowing().choose(16, [3, 0, 5], [1.0, 1.0, 1.0], PLENTY) == [3, 0, 5]
-    assert knowing().choose(16, [3, 0, 5], [1.0, 1.0, 1.0], 6) == [3, 0, 3]
-    assert HowMany().choose(16, [3, 4], [1.0, 0.9], PLENTY) == [3, 0]  # nothing is known of costs yet
-
-
-def test_guesses_come_after_what_is_certain():
-    assert knowing().choose(2, [2, 5], [1.0, 0.9], 4) == [2, 2]
-    assert knowing().choose(2, [6, 5], [1.0, 0.9], 20) == [6, 0]  # 8 tokens already: the next ones cost the most
-
-
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
