@@ -8,7 +8,8 @@ are as many for each row, so nothing is padded but the past.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -228,8 +229,16 @@ class OwnCacheRunner(BaseRunner):
         self.idle()
         outcome = Outcome([], {})
         for idx in self._calls(plan):
-            outcome += isolate(lambda idx: self._forward(plan, idx), idx, self.backend, self.theirs)
+            outcome += isolate(self._tried(plan), idx, self.backend, self.theirs)
         return outcome
+
+    def _tried(self, plan: StepPlan) -> Callable[[Any], Part]:
+        """A call for `isolate`: a row that fails is tried again without proposals, once it is alone. None fails for
+        them.
+        """
+        bare = plan if plan.draft is None else replace(plan, draft=None)
+        first = iter([plan])
+        return lambda idx: self._forward(next(first, plan if len(idx) > 1 else bare), idx)
 
     def _calls(self, plan: StepPlan) -> Iterator[Any]:
         """Which rows of a step share a call: [n] places in the plan each."""
