@@ -46,7 +46,7 @@ def place(table: TokenTable, plan: StepPlan, idx: Any, counts: Any) -> None:
     """Write the first proposals of the rows idx into the table, behind what is known: so many of each, [n]."""
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     row = np.repeat(idx, counts)
-    table.write(plan.rows[row], plan.end[row] + within, proposed(plan, idx, np.zeros_like(counts), counts))
+    table.write_ahead(plan.rows[row], plan.end[row] + within, proposed(plan, idx, np.zeros_like(counts), counts))
 
 
 def ahead_of(sampler: RowSampler | FrameSampler, table: TokenTable, plan: StepPlan, idx: Any) -> Ahead:
@@ -151,7 +151,7 @@ class Along:
             for n, i in enumerate(at.tolist()):
                 self._keep(i, part, n, j + 1)
             right = at[good & (j < self._draft[at])]
-            self._table.write(self._rows[right], self._at[right] + j, self.tokens[self._first[right] + j])
+            self._table.write_ahead(self._rows[right], self._at[right] + j, self.tokens[self._first[right] + j])
             at = right
             j += 1
 

@@ -8,6 +8,7 @@ from weakref import ref
 
 import numpy as np
 
+from hibachi.draft.config import MOST
 from hibachi.tensor.array_backend import HostArray
 
 SIDE_BY_SIDE = 64, 1024  # the newest tokens of each row in the table: at least and at most so many, powers of two,
@@ -126,8 +127,8 @@ class TokenTable:
         self.width = least
         while self.width < most and 2 * self.width * size <= TABLE_BYTES:
             self.width *= 2
-        # One more, for a token that the device is still computing.
-        self.values: HostArray = np.zeros((rows, self.width + 1, *shape), dtype)
+        # One more, for a token that the device is still computing; for ids, as many more as may be proposed.
+        self.values: HostArray = np.zeros((rows, self.width + 1 + (0 if shape else MOST), *shape), dtype)
         self._before = np.zeros(rows, np.intp)  # tokens of each row before those in `values`
         self._histories: list[ref[History] | None] = [None] * rows
         self._long = False  # a row has tokens that are not in `values`
@@ -208,6 +209,12 @@ class TokenTable:
                 self._shift(int(rows[i]))
                 at[i] = 0
         self.values[rows, at] = tokens
+
+    def write_ahead(self, rows: Any, positions: Any, tokens: HostArray) -> None:
+        """Write ids [m] that may come, behind the last ones: at most `MOST` of a row. They are read until `write` gives
+        others to these positions, and no history gets them.
+        """
+        self.values[rows, positions - self._before[rows]] = tokens
 
     def _shift(self, row: int) -> None:
         """Move the tokens of a row from `values` to its history."""

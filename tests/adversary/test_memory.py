@@ -155,6 +155,11 @@ def test_m9_the_table_holds_what_lists_hold(width, shape, monkeypatch):
         elif held:
             some = np.array(random.sample(sorted(held), random.randint(1, len(held))))
             new = rng.integers(0, 99, (len(some), *shape))
+            if shape == ():  # proposed, and read where they stand, until others come
+                r, ahead = int(some[0]), np.arange(100, 100 + random.randint(1, 64))
+                end = len(held[r][1])
+                table.write_ahead(np.full(len(ahead), r), end + np.arange(len(ahead)), ahead)
+                assert table.read(r, end - 1, end + len(ahead)).tolist() == [held[r][1][-1], *ahead.tolist()]
             table.write(some, np.array([len(held[r][1]) for r in some.tolist()], np.int32), new)
             for r, token in zip(some.tolist(), new.tolist(), strict=True):
                 held[r][1].append(token)
