@@ -83,14 +83,21 @@ class DraftCalls:
     def alone(self, row: int, start: int, tokens: HostArray) -> Array:
         """`run` for the tokens of one row, which emits: logits [1, vocab]. Packed with few small arrays."""
         n, size, end = len(tokens), self.size, start + len(tokens)
+        table = self._table[row : row + 1, : (end - 1) // size + 1]
+        zero = _upto(1)
+        if n == 1 and self.backend.shapes.tiles[0] == 1:
+            slot = int(table[0, -1]) * size + start % size
+            few = np.array([start, slot, row, end, 0, 1], np.int32)
+            pos, at, of, kv = (few[i : i + 1] for i in range(4))
+            return self._call(
+                tokens, [pos, at, zero, of, pos, kv, few[4:], table, zero, zero[None], zero, zero], end, 1
+            )
         tile = next((t for t in self.backend.shapes.choices if t >= n), 0)
         pos = np.arange(start, end, dtype=np.int32)
         if not tile:
             one = np.array([row]), pos[:1], np.array([n], np.int32), np.ones(1, bool)
             return self.run(*one, tokens)
-        table = self._table[row : row + 1, : (end - 1) // size + 1]
-        slot = table[0, pos // size] * size + pos % size
-        zero, each = _upto(1), _upto(n)
+        slot, each = table[0, pos // size] * size + pos % size, _upto(n)
         tiles = each[None] if tile == n else np.pad(each, (0, tile - n))[None]
         row_, kv, cu, last = (np.array(a, np.int32) for a in ([row], [end], [0, n], [n - 1]))
         seg = zero if n == 1 else np.zeros(n, np.int32)
