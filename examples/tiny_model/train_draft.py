@@ -148,7 +148,7 @@ def main():
     parser.add_argument("--out", type=Path, metavar="DIR", required=True)
     parser.add_argument("--written", type=int, default=1500, help="pieces that the tiny model writes")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -80,6 +80,30 @@ class DraftCalls:
             tokens, [pos, slot, each, of, pos, end, one, table, each, each[:, None], each, each], most + 1, n
         )
 
+    def alone(self, row: int, start: int, tokens: HostArray) -> Array:
+        """`run` for the tokens of one row, which emits: logits [1, vocab]. Packed with few small arrays."""
+        n, size, end = len(tokens), self.size, start + len(tokens)
+        table = self._table[row : row + 1, : (end - 1) // size + 1]
+        zero = _upto(1)
+        if n == 1 and self.backend.shapes.tiles[0] == 1:
+            slot = int(table[0, -1]) * size + start % size
+            few = np.array([start, slot, row, end, 0, 1], np.int32)
+            pos, at, of, kv = (few[i : i + 1] for i in range(4))
+            return self._call(
+                tokens, [pos, at, zero, of, pos, kv, few[4:], table, zero, zero[None], zero, zero], end, 1
+            )
+        tile = next((t for t in self.backend.shapes.choices if t >= n), 0)
+        pos = np.arange(start, end, dtype=np.int32)
+        if not tile:
+            one = np.array([row]), pos[:1], np.array([n], np.int32), np.ones(1, bool)
+            return self.run(*one, tokens)
+        slot, each = table[0, pos // size] * size + pos % size, _upto(n)
+        tiles = each[None] if tile == n else np.pad(each, (0, tile - n))[None]
+        row_, kv, cu, last = (np.array(a, np.int32) for a in ([row], [end], [0, n], [n - 1]))
+        seg = zero if n == 1 else np.zeros(n, np.int32)
+        packed = [pos, slot, seg, row_, pos[:1], kv, cu, table, last, tiles, zero, each]
+        return self._call(tokens, packed, end, 1)
+
     def _call(self, tokens: HostArray, packed: list[HostArray], positions: int, wanted: int) -> Array:
         """packed: the fields of `Packed`, in their order. wanted: outputs."""
         if self._reach is not None:
@@ -125,3 +149,19 @@ def drawn(logits: HostArray, warmth: HostArray, u: HostArray) -> tuple[HostArray
         whole = sums[:, -1]
         ids = np.where(greedy, best, (sums > (u * whole)[:, None]).argmax(axis=1))
     return ids, weights[each, ids] / whole, np.isfinite(most)
+
+
+@_quiet
+def drawn_alone(logits: HostArray, warmth: float, u: float | None) -> tuple[int, float, bool]:
+    """`drawn` for one row, [vocab]; u None stands for the most likely token."""
+    best = int(logits.argmax())
+    weights = logits - logits[best]
+    weights *= np.float32(warmth)
+    np.exp(weights, out=weights)
+    if u is None:
+        token, whole = best, weights.sum()
+    else:
+        sums = weights.cumsum()
+        whole = sums[-1]
+        token = min(int(sums.searchsorted(np.float32(u) * whole, "right")), len(sums) - 1)
+    return token, float(weights[token] / whole), bool(np.isfinite(logits[best]))

@@ -20,7 +20,7 @@ from hibachi.draft.protocol import NOTHING, Tokens
 from hibachi.errors import text_of
 from hibachi.plan.limits import Limits
 from hibachi.plan.sequence import Seq
-from hibachi.runners.draftcalls import DraftCalls, drawn, likelihood
+from hibachi.runners.draftcalls import DraftCalls, drawn, drawn_alone, likelihood
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.job import Job
 from hibachi.runners.sampler import PLAIN, RowSampler, path_of
@@ -31,7 +31,7 @@ log: logging.Logger = logging.getLogger("hibachi.draft")
 
 PATIENCE = 3  # failures in a row after which the model is off
 FEW = 2**16  # logits of a call that are looked at on the host
-SURE = 0.05  # a row's guesses end before they are less likely than this, all together
+SURE = 0.03  # a row's guesses end before they are less likely than this, all together
 
 
 class Timed(Protocol):
@@ -234,6 +234,8 @@ class DraftModel:
         """What comes next in each row. began: when the question came."""
         if not rows:
             return []
+        if len(rows) == 1 and self._plain[rows[0].seq.row] and self._sampler.vocab_size <= FEW:
+            return [(rows[0], self._guess_alone(calls, rows[0], began))]
         rows, logits, computed = self._catch_up(calls, rows)
         guesses: list[list[int]] = [[] for _ in rows]
         draws = self._draws(rows)
@@ -249,6 +251,37 @@ class DraftModel:
                 logits = self._go_on(calls, rows, guesses, going, draws)
                 computed = len(going)
         return list(zip(rows, guesses, strict=True))
+
+    def _guess_alone(self, calls: DraftCalls, row: _Row, began: float) -> list[int]:
+        """`_guess` for a single row, with fewer small arrays."""
+        past, at, n, get = row.past, row.seq.row, len(row.tokens), self.backend.get
+        start, end = past.done, min(n, past.done + self._budget)
+        logits = calls.alone(at, start, row.tokens[start:end])
+        self._computed(row, end)
+        guess: list[int] = []
+        if end < n:
+            return guess
+        warmth, odds, computed = float(self._warmth[at]), 1.0, end - start
+        numbers: list[Any] = [None] * row.most
+        if not self._greedy[at]:
+            numbers = uniforms(self._seeds[at], np.arange(n, n + row.most)).tolist()
+        for i, u in enumerate(numbers):
+            token, likely, good = drawn_alone(np.asarray(get(logits), np.float32)[0], warmth, u)
+            began, before = time.perf_counter(), began
+            if self.costs is not None:
+                self.costs.note(computed, began - before)
+            if not good:
+                past.bad = True
+                return []
+            odds *= likely
+            if odds < self.sure:
+                break
+            guess.append(token)
+            if i + 1 < row.most:
+                if n + i < row.room:
+                    past.guess.append(token)
+                logits, computed = calls.alone(at, n + i, np.array([token], np.int32)), 1
+        return guess
 
     def _catch_up(self, calls: DraftCalls, rows: list[_Row]) -> tuple[list[_Row], Array, int]:
         """Compute what is lacking. Returns the rows of which nothing is, their logits [n, vocab], and the number of
