@@ -352,20 +352,22 @@ class CachedRunner(BaseRunner):
         held, work = self._working(states, rows, start)
         outs = None if ahead.draft is None else Outs(self.backend, ahead.counts)
         parts = list[Part]()
-        for mine, at, piece, out, wanted in self._stepped(call, work, rows, start, ahead, scoring):
+
+        def each(mine: Any, at: Any, piece: Piece, out: Array, wanted: int) -> None:
             if outs is not None:
                 self._add(outs, call, out, wanted, mine, ahead.outputs(mine, piece))
             elif scoring or piece.last.any():
                 of = self._outputs(idx[mine], rows[mine], at, piece.own, piece.last) if scoring else None
                 parts.append(call.head.part(plan, idx[mine[piece.last]], out, wanted, of))
+
+        self._step_states(call, work, rows, start, ahead, scoring, each)
         kept = [(held, work)]
         if outs is not None:
             parts = [part := self._drawn(plan, call, idx[emit], outs)]
             again = ahead.wrong(part, plan.end[idx[emit]])
             if len(again.rows):
                 held, work = self._working(states, rows[again.rows], start[again.rows])
-                for _ in self._stepped(call, work, rows[again.rows], start[again.rows], again.ahead, 0):
-                    pass
+                self._step_states(call, work, rows[again.rows], start[again.rows], again.ahead)
                 kept.append((held, work))
         self.advanced = True
         for held, work in kept:
@@ -381,11 +383,18 @@ class CachedRunner(BaseRunner):
         held[:n], started[:n] = rows, start > 0
         return held, self.memory.gather(states, self.backend.put(held), self.backend.put(started))
 
-    def _stepped(
-        self, call: Call, work: list[Array], rows: Any, start: Any, ahead: Ahead, scoring: int
-    ) -> Iterator[tuple[Any, Any, Piece, Array, int]]:
-        """Step the states `work` over what rows compute: (places among the rows, start, tokens, outputs, how many) of
-        each call. scoring: rows of which all outputs are wanted.
+    def _step_states(
+        self,
+        call: Call,
+        work: list[Array],
+        rows: Any,
+        start: Any,
+        ahead: Ahead,
+        scoring: int = 0,
+        each: Callable[[Any, Any, Piece, Array, int], None] | None = None,
+    ) -> None:
+        """Step the states `work` over what rows compute. each: gets of each call the places among the rows, where they
+        start, their tokens, the outputs, and how many. scoring: rows of which all outputs are wanted.
 
         A state cannot skip padding, so chunks are cut into powers of two and rows with the same piece go together. That
         makes at most log2(chunk) + 1 calls, each with equally many tokens a row (more where outputs of whole prompts
@@ -416,6 +425,7 @@ class CachedRunner(BaseRunner):
                 out, caches = call.step(self.model.params, self.memory.with_states(work), placed, x)
             work[:] = [caches[i] for i in self.memory.states]
             self.memory.keep_blocks(caches)
-            yield mine, at[mine], piece, out, x.last.shape[0]
+            if each is not None:
+                each(mine, at[mine], piece, out, x.last.shape[0])
             at[mine] += n
             left[mine] -= n
