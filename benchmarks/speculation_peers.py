@@ -200,7 +200,7 @@ class Vllm:
             ("VLLM_CPU_KVCACHE_SPACE", "1"),
             ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
             ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
-            ("VLLM_LOGGING_LEVEL", "WARNING"),
+            ("VLLM_LOGGING_LEVEL", "ERROR"),
             ("VLLM_NO_USAGE_STATS", "1"),
         ):
             os.environ.setdefault(name, value)
