@@ -30,7 +30,7 @@ print(imported - began, loaded - imported, first - loaded, first - began, peak, 
 """
 
 
-def write_safetensors(folder: Path) -> int:
+def write_safetensors(folder: Path, source: str | Path = ROOT / ".smollm2") -> int:
     """The model of the GGUF file as a folder; returns the bytes of its weights in bfloat16."""
     import torch
     from safetensors.torch import save_file
@@ -38,7 +38,7 @@ def write_safetensors(folder: Path) -> int:
     from hibachi.model.families import FAMILIES
     from hibachi.model.files import open_files
 
-    files = open_files(ROOT / ".smollm2")
+    files = open_files(source)
     names = FAMILIES["LlamaForCausalLM"].names(files.config)
     tensors = {}
     for name in files.gguf:
