@@ -34,7 +34,7 @@ from hibachi.tensor.layout import StepInputs
 
 
 def ways(a: argparse.Namespace) -> dict[str, Any]:
-    draft = {"model": a.draft, "num_speculative_tokens": 8}
+    draft = {"model": a.draft, "num_speculative_tokens": 8, "dtype": a.draft_dtype}
     found: dict[str, Any] = {"plain": None, "n-grams, auto": "auto", "draft, auto": draft | {"auto": True}}
     return found | {f"draft, k = {k}": draft | {"num_speculative_tokens": k} for k in a.k}
 
@@ -125,6 +125,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="tiny")
     add("--draft", default="tiny-draft")
+    add("--draft-dtype", help="of the draft model (default: the main model's)")
     add("--backend", default="numpy")
     add("--text", required=True, help="a text that neither model was trained on")
     add("--prompts", type=int, default=16)

@@ -30,6 +30,14 @@ def uniforms(seed: HostArray, position: HostArray) -> HostArray:
     return _open(_number(seed, position))
 
 
+def uniform(seed: int, position: int) -> float:
+    """`uniforms` for one number, in a tenth of the time."""
+    z = (seed + (position + 1) * int(_GAMMA)) & _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & _MASK
+    return (((z ^ (z >> 31)) >> 41) + 0.5) * 2.0**-23
+
+
 def _number(seed: HostArray, position: HostArray) -> HostArray:
     return _mix(np.asarray(seed, np.uint64) + (np.asarray(position, np.uint64) + np.uint64(1)) * _GAMMA)
 

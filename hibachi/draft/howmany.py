@@ -37,6 +37,7 @@ class Costs:
         self._steps = 0
         self._sizes: dict[int, _Size] = {}
         self._curve: tuple[Any, Any] | None = None  # tokens and seconds at the corners
+        self._expected: dict[int, float] = {}
 
     def note(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens, with its proposals among them, has taken so many seconds."""
@@ -50,6 +51,7 @@ class Costs:
         size.steps.append((tokens, max(seconds, 1e-9)))
         if len(size.steps) <= TRIALS or self._steps % REFRESH == 0:
             self._curve = None
+            self._expected.clear()
 
     def knows(self, tokens: int) -> bool:
         """Whether steps of this size were measured."""
@@ -63,10 +65,12 @@ class Costs:
         return np.interp(tokens, *self._curve)
 
     def expect(self, tokens: float) -> float:
-        """`predict` as a number; 0 as long as no size is known, so that it becomes known."""
-        if not any(self._is_known(size) for size in self._sizes.values()):
-            return 0.0
-        return float(self.predict(tokens))
+        """`predict` for one number, rounded; 0 as long as no size is known, so that it becomes known."""
+        n = round(tokens)
+        if (found := self._expected.get(n)) is None:
+            known = any(self._is_known(size) for size in self._sizes.values())
+            found = self._expected[n] = float(self.predict(n)) if known else 0.0
+        return found
 
     def _is_known(self, size: _Size) -> bool:
         return len(size.steps) >= TRIALS and self._steps - size.last <= AGE
@@ -242,7 +246,7 @@ class Depth:
             [rates[i] for i in asked],
             self._goes.rate,
             max(most[i] for i in asked),
-            self._how.costs.predict,
+            self._how.costs.expect,
             self.costs.expect,
             len(asked) + (sum(lacks[i] for i in asked) - len(asked)) / LASTS,
         )
@@ -270,21 +274,24 @@ def deepest(
     rates: Sequence[float],
     goes: float,
     most: int,
-    seconds: Callable[[Any], Any],
+    seconds: Callable[[float], float],
     draft: Callable[[float], float],
     lack: float,
 ) -> tuple[int, float]:
     """How many guesses of each of n rows to make, and the expected gain in tokens per second, the draft model's time
-    included.
+    included. In plain Python, as most steps have few rows.
 
     tokens: of the step without guesses. rates: how likely a row's next guess is right. goes: how likely it is made.
     seconds, draft: what calls of so many tokens cost. lack: tokens that the draft model computes before.
     """
-    depth = np.arange(1, most + 1)
-    right = (np.asarray(rates, np.float64)[:, None] * goes) ** depth  # [rows, depth]
-    made = len(rates) * goes**depth
-    speed = (tokens + np.cumsum(right.sum(axis=0))) / (
-        seconds(tokens + np.cumsum(made)) + draft(lack) + (depth - 1) * draft(len(rates))
-    )
-    best_of = int(np.argmax(speed))
-    return best_of + 1, float(speed[best_of] * seconds(tokens) / tokens)
+    each = [rate * goes for rate in rates]
+    right, made, cost, expected, found, best_speed = list(each), 0.0, draft(lack), 0.0, 1, 0.0
+    for k in range(1, most + 1):
+        expected += sum(right)
+        made += len(rates) * goes**k
+        speed = (tokens + expected) / (seconds(tokens + made) + cost)
+        if speed > best_speed:
+            found, best_speed = k, speed
+        cost += draft(len(rates))
+        right = [a * b for a, b in zip(right, each, strict=True)]
+    return found, best_speed * seconds(tokens) / tokens

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hibachi.decode.uniforms import uniforms
+from hibachi.decode.uniforms import uniform, uniforms
 from hibachi.draft.protocol import NOTHING, Tokens
 from hibachi.errors import text_of
 from hibachi.plan.limits import Limits
@@ -262,10 +262,9 @@ class DraftModel:
         if end < n:
             return guess
         warmth, odds, computed = float(self._warmth[at]), 1.0, end - start
-        numbers: list[Any] = [None] * row.most
-        if not self._greedy[at]:
-            numbers = uniforms(self._seeds[at], np.arange(n, n + row.most)).tolist()
-        for i, u in enumerate(numbers):
+        seed = None if self._greedy[at] else int(self._seeds[at])
+        for i in range(row.most):
+            u = None if seed is None else uniform(seed, n + i)
             token, likely, good = drawn_alone(np.asarray(get(logits), np.float32)[0], warmth, u)
             began, before = time.perf_counter(), began
             if self.costs is not None:

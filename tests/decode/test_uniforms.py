@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hibachi.decode.uniforms import fork, uniforms
+from hibachi.decode.uniforms import fork, uniform, uniforms
 
 
 def splitmix64(seed):
@@ -51,3 +51,11 @@ def test_other_continuations_have_numbers_of_their_own(seed):
 
 def test_seeds_that_differ_by_multiples_of_64_bits_are_one():
     assert fork(3, 4) == fork(3 + 2**64, 4)
+
+
+def test_one_number_is_the_same_as_among_many():
+    seeds = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
+    for seed in seeds.tolist():
+        for position in (0, 1, 77, 10**6):
+            (among,) = uniforms(np.array([seed], np.uint64), np.array([position]))
+            assert np.float32(uniform(seed, position)) == among
