@@ -6,7 +6,8 @@
     python benchmarks/speculation.py human --text TEXT ...
     python benchmarks/speculation.py json ...
 
-repeat: a passage of a text and its beginning; the model goes on with a copy of it. free: questions at temperature 0.7.
+repeat: a passage of a text twice, and its beginning; the model goes on with a copy of it. free:
+questions at temperature 0.7.
 human: the answer is forced to be a text that was written by people. json: answers in the forms of guided.py.
 
 Each turn runs all requests to their ends on both engines, one after the other. The answers must be equal. The table
@@ -42,8 +43,8 @@ def passages(text: str, n: int, chars: int) -> list[str]:
 def repeat(llm: LLM, a: argparse.Namespace, n: int) -> Work:
     work: Work = []
     for i, passage in enumerate(passages(Path(a.text).read_text(encoding="utf-8"), n, a.chars)):
-        ids = llm.tokenizer.encode(passage)
-        copied = [*ids, *llm.tokenizer.encode("\n\n"), *ids[:8]]
+        ids, gap = llm.tokenizer.encode(passage), llm.tokenizer.encode("\n\n")
+        copied = [*[*ids, *gap] * a.copies, *ids[:8]]
         tokens = min(a.tokens, len(ids) - 8)
         work.append((copied, SamplingParams(temperature=a.temperature, seed=i, max_tokens=tokens, ignore_eos=True)))
     return work
@@ -54,8 +55,13 @@ def free(llm: LLM, a: argparse.Namespace, n: int) -> Work:
     asked = [json.loads(line)["turns"][0] for line in lines]
     work: Work = []
     for i in range(n):
-        text = llm.tokenizer.apply_chat_template([{"role": "user", "content": asked[i % len(asked)]}])
-        work.append((text, SamplingParams(temperature=0.7, seed=i, max_tokens=a.tokens, ignore_eos=True)))
+        text = llm.tokenizer.render_chat([{"role": "user", "content": asked[i % len(asked)]}])
+        work.append(
+            (
+                llm.tokenizer.encode(text, add_special_tokens=False),
+                SamplingParams(temperature=0.7, seed=i, max_tokens=a.tokens, ignore_eos=True),
+            )
+        )
     return work
 
 
@@ -132,6 +138,7 @@ def main() -> None:
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--chars", type=int, default=1500)
+    p.add_argument("--copies", type=int, default=2)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--requests", type=int, help="of a turn; by default 3 a row, at least 4")
     p.add_argument("--text", help="a text file")

@@ -41,13 +41,16 @@ class Knowing:
 
 
 def turn(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Seconds between the first tokens and the last ones; and the answers."""
+    """Tokens per second until the first row ends; and the answers so far."""
     streams = [llm.engine.run(prompt, params) for prompt in prompts]  # type: ignore[attr-defined]
     answers = [[next(stream)] for stream in streams]
-    began = time.perf_counter()
+    began, before = time.perf_counter(), llm.stats().new_tokens
+    while all(stream.finish_reason is None for stream in streams):
+        time.sleep(0.002)
+    speed = (llm.stats().new_tokens - before) / (time.perf_counter() - began)
     for answer, stream in zip(answers, streams, strict=True):
         answer += stream
-    return time.perf_counter() - began, answers
+    return speed, answers
 
 
 def main() -> None:
@@ -70,18 +73,20 @@ def main() -> None:
             core.drafting = None
             _, answers = turn(llm, prompts, params)
             known = {tuple(p): ids for p, ids in zip(prompts, answers, strict=True)}
-            for right in RIGHT:
+            costs = HowMany().costs
+            for right in reversed(RIGHT):  # so the largest steps are tried first
                 how = HowMany()
+                how.costs = costs
                 drafting = Drafting(Direct(Knowing(known, 8, right), llm.tokenizer.vocab_size, how), K, how)
                 ratios, predicted = [], []
-                for i in range(a.turns + 1):
+                for i in range(a.turns + 2):
                     pair = {}
                     for kind in (None, drafting) if i % 2 else (drafting, None):
                         core.drafting = kind
                         pair[kind], found = turn(llm, prompts, params)
                         assert found == answers
-                    if i:  # the first turn learns the costs
-                        ratios.append(pair[None] / pair[drafting])
+                    if i > 1:  # the first turns learn the costs
+                        ratios.append(pair[drafting] / pair[None])
                         rates = [right] * rows
                         gain = best(rows, [K] * rows, rates, how.costs.predict, K * rows)[1]
                         predicted.append(gain if gain >= 1.04 else 1.0)
