@@ -20,6 +20,7 @@ HEALTH = 1.0  # seconds that an answer may take
 RESTING = 5.0  # seconds until nothing runs after all have left: less than their requests would take
 LEFT = 1.5  # seconds until the request of a client that left has ended, as far as /metrics knows
 POOLED = 5  # threads that the server's pools have at most, begun when they are first needed
+GRAMMARS = 4  # threads of the engine that compile grammars and fill masks, likewise
 KEPT = 60 * MIB  # bytes that a process may hold more at the end than in an early pause
 
 
@@ -122,6 +123,7 @@ def compare(storm: Any) -> None:
     held = storm.report.held
     first, last = held[min(1, max(0, len(held) - 3))], held[-1]
     for name in first.keys() & last.keys():
-        more = KEPT if "memory" in name else POOLED if name == "threads" else 0
+        pools = {"threads": POOLED, "threads of the engine": GRAMMARS}
+        more = KEPT if "memory" in name else pools.get(name, 0)
         if last[name] - first[name] > more:
             storm.judge.complain(f"{name}: {first[name]} in an early pause, and {last[name]} in the last")
