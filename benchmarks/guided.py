@@ -175,8 +175,10 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=120)
     p.add_argument("--masks", action="store_true", help="instead: masks alone, at three vocabularies")
     p.add_argument("--soak", type=int, help="instead: so many requests with random cancels")
+    p.add_argument("--speculate", help="a speculative_config, such as auto: forced tokens are proposed")
     a = p.parse_args()
-    llm = LLM(a.model, backend=a.backend, dtype=a.dtype, max_num_seqs=a.rows, max_model_len=512)
+    options: dict[str, Any] = dict(backend=a.backend, dtype=a.dtype, speculative_config=a.speculate)
+    llm = LLM(a.model, max_num_seqs=a.rows, max_model_len=512, **options)
     if a.masks:
         masks(llm.tokenizer, llm.tokenizer.vocab_size)
         return llm.close()
