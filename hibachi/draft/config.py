@@ -68,7 +68,9 @@ def as_config(given: Any) -> SpeculativeConfig | None:
     k, auto = named.pop("num_speculative_tokens"), named.pop("auto")
     _check_method(method)
     # vLLM's rule: one of the two lengths alone stands for both.
-    least, most = (least or most or LENGTH), (most or least or LENGTH)
+    if least is None and most is None:
+        least = most = LENGTH
+    least, most = (most if least is None else least), (least if most is None else most)
     _check_int("num_speculative_tokens", 1 if k is None else k, 1, MOST)
     _check_int("prompt_lookup_min", least, 1, MOST)
     _check_int("prompt_lookup_max", most, least, MOST)

@@ -48,7 +48,7 @@ def predicted(prediction: Sequence[int], answer: Sequence[int], k: int) -> list[
 class Prediction:
     """What one answer may be, int32 [m], and where the answer stands in it. `find` equals `predicted`.
 
-    `find` takes a µs or two for a new token, whatever m is. 8,192 tokens take 0.2 MB, and 1 ms when it is made.
+    `find` takes some µs for a new token, whatever m is. 8,192 tokens take 0.2 MB, and 1 ms when it is made.
     """
 
     def __init__(self, tokens: Tokens) -> None:

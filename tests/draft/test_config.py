@@ -33,6 +33,11 @@ def test_words_mappings_and_json():
         ({"num_speculative_tokens": 10**9}, "from 1 to 64"),
         ({"num_speculative_tokens": True}, "from 1 to 64"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max"),
+        *(
+            ({"num_speculative_tokens": 2, "prompt_lookup_min": bad}, "prompt_lookup_min")
+            for bad in (0, -1, [], "", 0.0)
+        ),
+        *(({"num_speculative_tokens": 2, "prompt_lookup_max": bad}, "prompt_lookup_m") for bad in (0, -1, [], "", 0.0)),
         ({"num_speculative_tokens": 2, "auto": "yes"}, "auto"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs .model."),
         ({"method": "ngram", "model": "tiny", "num_speculative_tokens": 2}, "no other method has one"),

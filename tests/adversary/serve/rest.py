@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import re
 import threading
 import time
@@ -20,7 +21,7 @@ HEALTH = 1.0  # seconds that an answer may take
 RESTING = 5.0  # seconds until nothing runs after all have left: less than their requests would take
 LEFT = 1.5  # seconds until the request of a client that left has ended, as far as /metrics knows
 POOLED = 5  # threads that the server's pools have at most, begun when they are first needed
-GRAMMARS = 4  # threads of the engine that compile grammars and fill masks, likewise
+GRAMMARS = 2 + (os.cpu_count() or 1)  # threads of the engine, likewise: two compile grammars, others fill masks
 KEPT = 60 * MIB  # bytes that a process may hold more at the end than in an early pause
 
 
