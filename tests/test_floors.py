@@ -16,7 +16,7 @@ import hibachi
 
 ROOT = Path(__file__).parents[1]
 BELOW_ENGINE = (
-    "errors structured request options installed named shapes phases tensor plan decode draft guide model streams"
+    "errors structured request options installed named shapes phases tensor plan decode draft guide tools model streams"
 )
 BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
@@ -37,6 +37,7 @@ RULES = {
     "hibachi/request.py": Rule("errors structured", third_party=""),
     "hibachi/guide": Rule("errors structured installed guide", third_party="numpy llguidance"),
     "hibachi/draft": Rule("errors installed draft"),
+    "hibachi/tools": Rule("errors structured tools", third_party=""),
     "hibachi/options.py": Rule("errors request", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),
@@ -66,7 +67,7 @@ RULES = {
     "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
     "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
-    "hibachi/api": Rule("errors structured request streams model api", third_party="msgspec"),
+    "hibachi/api": Rule("errors structured request streams model tools api", third_party="msgspec"),
     # The router reads and writes shapes of api too, and has no NumPy: only these may have it.
     "hibachi/api/vectors.py": Rule("api"),
     "hibachi/api/ranking.py": Rule("errors tensor api", third_party="numpy msgspec"),

@@ -87,17 +87,22 @@ class Writer:
         return []
 
     def piece(self, p: Piece) -> Any:
-        """A chunk; None means its contents come with the next chunk."""
+        """A chunk, or a list of them; None means its contents come with the next chunk."""
         raise NotImplementedError
 
     def end(self, choice: TextChoice) -> Any:
+        """As `piece`, when a continuation has ended."""
         raise NotImplementedError
+
+    def frame(self, chunk: Any) -> bytes:
+        """A chunk as it is sent."""
+        return answers.event(chunk)
 
     def whole(self) -> Any:
         raise NotImplementedError
 
     def last(self) -> Any:
-        """The last chunk, with the usage."""
+        """The last chunk, with the usage, or a list of chunks. Called if `asked.usage`."""
         raise NotImplementedError
 
     def _always(self) -> Usage | None:

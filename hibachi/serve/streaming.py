@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hibachi.api import answers
 from hibachi.api.errors import as_refused
 from hibachi.api.forms import said_by
 from hibachi.api.writing import Writer
@@ -73,7 +72,7 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
             chunks += [writer.end(c) for c in _over(open_)]
             if not pieces:
                 break
-            await x.write(_events(chunks))
+            await x.write(_events(writer, chunks))
             chunks = []
         chunks += [writer.end(c) for c in open_.values()]
         if writer.asked.usage:
@@ -88,12 +87,13 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
         chunks = [dialect.error(refused)]
     finally:
         comments.stop()
-    await x.write(_events(chunks) + dialect.end, more=False)
+    await x.write(_events(writer, chunks) + dialect.end, more=False)
 
 
-def _events(chunks: Iterable[Any]) -> bytes:
-    """The events, without those that a writer keeps for its next one, which are None."""
-    return b"".join([answers.event(chunk) for chunk in chunks if chunk is not None])
+def _events(writer: Writer, chunks: Iterable[Any]) -> bytes:
+    """The events, without those that a writer keeps for its next one, which are None. A chunk may be several."""
+    each = (part for chunk in chunks for part in (chunk if isinstance(chunk, list) else [chunk]))
+    return b"".join([writer.frame(chunk) for chunk in each if chunk is not None])
 
 
 def _over(open_: dict[int, TextChoice]) -> list[TextChoice]:
