@@ -14,6 +14,7 @@ from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
+from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
 
@@ -103,6 +104,7 @@ class Asked:
     form: str | None = None  # the field of the request that says what form the answer must have
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
+    turns: Turns | None = None  # how the answer to a chat is read; None means it is all text
 
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
