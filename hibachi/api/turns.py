@@ -17,8 +17,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """format: of the model's template. thinking: where the answer begins. include_reasoning: tell the reasoning; without
-    it, it is read and left out.
+    """format: of the model's template. thinking: where the answer begins. include_reasoning: False means it is read and
+    left out.
     """
 
     format: ChatFormat
