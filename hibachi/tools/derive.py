@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from hibachi.tools.format import Arguments, Call, ChatFormat, Json, ReasoningFormat, Slot, ToolFormat
+from hibachi.tools.format import Call, ChatFormat, ReasoningFormat, Slot, ToolFormat
 from hibachi.tools.probes import (
     IDS,
     KEYS,
     NAMES,
     SAID,
-    TOOLS,
     VALUES,
     Called,
     Render,
@@ -29,12 +29,13 @@ from hibachi.tools.probes import (
     user,
     whole_tags,
 )
-from hibachi.tools.reasoning import reads_effort, reasoning, switch
-from hibachi.tools.tagged import taken_apart
+from hibachi.tools.reasoning import earlier, reads_effort, reasoning, spoken, switch, written_from
+from hibachi.tools.apart import taken_apart
 
 ONE = Called(NAMES[0], {KEYS[0]: VALUES[0]}, IDS[0])
 OTHER = Called(NAMES[1], {KEYS[1]: VALUES[1]}, IDS[1])
 _NEAR = 60  # characters behind a value, in which its name may stand again
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _OPENS = re.compile(r"[\s<\[{(\"]")
 
 
@@ -51,18 +52,30 @@ def derive(render: Render) -> ChatFormat:
     template = Template(render)
     written = template.settle()
     thought = reasoning(template, ONE if written else None)
-    try:
-        tools = _tools(template, thought) if written else None
-    except Unclear:
-        tools = None
-    return ChatFormat(
-        tools=tools,
-        reasoning=thought,
+    found = replace(
+        spoken(template, thought),
         shows=_shows(template),
         switch=switch(template),
         effort=reads_effort(template),
         history=template.history,
     )
+    try:
+        tools = _tools(template, thought) if written else None
+    except Unclear:
+        tools = None
+    return found if tools is None else replace(found, tools=_prompted(tools, found.prompted))
+
+
+def _prompted(tools: ToolFormat, text: str) -> ToolFormat:
+    """The format behind reasoning, where a header that is otherwise the prompt's comes again."""
+    if not text:
+        return tools
+    if tools.begin:
+        return replace(tools, begin=text + tools.begin, marker=text + tools.marker)
+    first, *more = tools.call
+    call = (text + first, *more) if isinstance(first, str) else (text, first, *more)
+    between = tools.between[: -len(text)] if tools.between.endswith(text) else tools.between
+    return replace(tools, call=call, between=between, marker=text + (first if isinstance(first, str) else ""))
 
 
 def _shows(template: Template) -> bool:
@@ -130,7 +143,7 @@ def _tools(template: Template, thought: ReasoningFormat | None) -> ToolFormat:
     start = _start(template, one, thought)
     first = _spots(template, one, ONE)
     lead = one[start : first[0].start]
-    inner = [one[a.end : b.start] for a, b in zip(first, first[1:], strict=False)]
+    inner = [one[a.end : b.start] for a, b in pairwise(first)]
     two = template.called(ONE, OTHER)
     if two is None or OTHER.name not in two or not two.startswith(one[: first[-1].end]):
         found = _single(template, one[first[-1].end :], lead, inner, first)
@@ -143,7 +156,7 @@ def _tools(template: Template, thought: ReasoningFormat | None) -> ToolFormat:
 
 def _single(template: Template, tail: str, lead: str, inner: list[str], spots: list[Spot]) -> ToolFormat:
     """Only one call is written."""
-    call = _joined([lead], spots, [[t] for t in inner], [_without_end(template, tail)])
+    call = _joined([lead.lstrip()], spots, [[t] for t in inner], [_without_end(template, tail)])
     return ToolFormat(call=call, marker="", most=1)
 
 
@@ -158,23 +171,24 @@ def _several(template: Template, text: str, first: list[Spot], start: int) -> To
     n = whole_tags(behind, same_beginning(behind, tail))
     inner = [
         _numbered(text[a.end : b.start], text[c.end : d.start], numbers)
-        for (a, b), (c, d) in zip(_pairs(first), _pairs(second), strict=True)
+        for (a, b), (c, d) in zip(pairwise(first), pairwise(second), strict=True)
     ]
     if len(numbers) > 1:
         raise Unclear("two numberings")
-    begin, end = lead[: len(lead) - of_lead], ended[n:] if len(ended) >= n else ""
+    begin, end = lead[: len(lead) - of_lead], ended[n:]
+    between = behind[n:]
+    if not begin.strip():  # nothing is around all calls, and nothing is to be closed
+        begin = end = ""
+        if isinstance(pre[0], str):
+            between, pre[0] = between + pre[0][: len(pre[0]) - len(pre[0].lstrip())], pre[0].lstrip()
     return ToolFormat(
         call=_joined(pre, first, inner, [behind[:n]]),
         marker="",
         begin=begin,
-        between=behind[n:],
-        end=end if begin.strip() else "",  # nothing is to be closed
+        between=between,
+        end=end,
         first_number=next(iter(numbers), 0),
     )
-
-
-def _pairs(spots: list[Spot]) -> list[tuple[Spot, Spot]]:
-    return list(zip(spots, spots[1:], strict=False))
 
 
 def _common_end(lead: str, middle: str, numbers: set[int]) -> tuple[list[str | Slot], int, int]:
@@ -220,30 +234,25 @@ def _joined(pre: list[Any], spots: list[Spot], inner: list[Any], post: list[Any]
 
 
 def _without_end(template: Template, tail: str) -> str:
-    """What stands behind a call, without the end of the turn, which is what stands behind an answer of text."""
-    said = template.said()
-    if said is None or SAID not in said:
-        return tail
-    end = said.rpartition(SAID)[2]
-    for at in [0, *(m.start() for m in re.finditer(r"[<\[]", end) if m.start())]:
-        if end[at:] and tail.endswith(end[at:]):
-            return tail[: len(tail) - len(end[at:])]
+    """What stands behind a call, without the end of the turn: what stands behind an answer of text, or the last tags
+    of it, or the first of it where the conversation goes on.
+    """
+    ends = [text.rpartition(SAID)[2] for text in (template.said(), earlier(template, SAID)) if text and SAID in text]
+    tail = tail.rstrip()
+    for end, forwards in zip(ends, (False, True), strict=False):
+        cuts = [m.end() if forwards else m.start() for m in _TAG.finditer(end)]
+        parts = [end, *([end[:at] for at in reversed(cuts)] if forwards else [end[at:] for at in cuts])]
+        for part in (p.rstrip() for p in parts):
+            if part and tail.endswith(part):
+                return tail[: len(tail) - len(part)]
     return tail
 
 
 def _start(template: Template, text: str, thought: ReasoningFormat | None) -> int:
-    """Where the model begins to write: behind what prompts end with, and behind reasoning that is empty."""
-    prompt = template.prompt() or ""
-    start = whole_tags(text, same_beginning(prompt, text))
-    said = (template.said() or "").partition(SAID)[0]
-    if said.strip() and text.startswith(said.rstrip()):
-        start = max(start, len(said.rstrip()))
-    if thought is not None:
-        empty = re.compile(rf"\s*(?:{re.escape(thought.begin)})?\s*{re.escape(thought.end)}\s*")
-        found = empty.match(text, start)
-        if found is not None:
-            start = found.end()
-    return start
+    """Where the model begins to write calls: behind what comes before an answer of text, too, if all of it is there."""
+    start = written_from(template, text, thought)
+    said = (template.said() or "").partition(SAID)[0].rstrip()
+    return max(start, len(said)) if said.strip() and text.startswith(said) else start
 
 
 # ---- the marker ------------------------------------------------------------------------------------------------------

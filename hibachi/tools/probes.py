@@ -19,8 +19,9 @@ SECONDS = 20.0  # of all of them; each is bounded by the sandbox, too
 
 # Words that no template has, and of which none begins or ends like another.
 USER, SAID, THOUGHT, LATER = "Brillowex", "Quandorpi", "Hemstivly", "Ozgrafund"
+THINKING = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}  # in any name
 NAMES = "wuplandic", "jexomarth"
-KEYS = "yttervo", "kolquist"
+KEYS = "kolquist", "yttervo"  # in the order of letters, as some templates sort them
 VALUES = "Fnordaxil", "Muzbenhoc"
 NUMBER = 48151623
 IDS = "call_Lvaggwen0", "call_Rbixtopp8"
@@ -92,7 +93,7 @@ class Template:
 
     def said(self, **more: Any) -> str | None:
         """What it writes behind the user's words for an answer of text."""
-        return self.after([user(), {"role": "assistant", "content": SAID, **more}])
+        return self.after([user(), {"role": "assistant", "content": SAID} | more])
 
     def called(self, *calls: Called, said: str = "", **more: Any) -> str | None:
         """What it writes behind the user's words for an answer of calls."""
