@@ -143,7 +143,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise unsupported("modalities", "Only text is served")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    with named():
+    with by_name():
         toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
     named, limit = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
@@ -175,7 +175,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
 
 
 @contextmanager
-def named() -> Iterator[None]:
+def by_name() -> Iterator[None]:
     """Where a message begins with the field that it is about, the refusal names it."""
     try:
         yield

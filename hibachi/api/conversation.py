@@ -12,6 +12,7 @@ from typing import Any
 
 from hibachi.api.errors import Refused
 from hibachi.errors import InvalidRequest, shown
+from hibachi.tools.format import History
 
 Messages = Sequence[Mapping[str, Any]]
 WAY_OUT = (
@@ -93,9 +94,7 @@ def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def hidden_calls(
-    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str
-) -> str | None:
+def hidden_calls(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str) -> str | None:
     """The first field with calls that the template does not show to the model; None means there is none.
 
     text: of the conversation as it is.
@@ -143,6 +142,34 @@ def _call(given: Any) -> Any:
         if isinstance(arguments, dict):
             return {**given, "function": {**function, "arguments": arguments}}
     return given
+
+
+def as_written(messages: Messages, history: History, *, nine: bool) -> Messages:
+    """The form of messages with calls that a template is known to take. nine: ids of calls have nine letters."""
+    if not any(m.get("tool_calls") for m in messages):
+        return messages
+    found = [_in_form(m, history) for m in messages]
+    return [_with_short_ids(m) for m in found] if nine else found
+
+
+def _in_form(m: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+    if not isinstance(m.get("tool_calls"), list) or not m["tool_calls"]:
+        return m
+    out = dict(m)
+    if not m.get("content"):
+        out.pop("content", None)
+        if history.content != "missing":
+            out["content"] = "" if history.content == "empty" else None
+    if history.arguments == "text":
+        out["tool_calls"] = [_as_text(c) for c in m["tool_calls"]]
+    return out
+
+
+def _as_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def rendered(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hibachi.api.asking import Asked, named
-from hibachi.api.conversation import WAY_OUT, hidden_calls, rendered, without_developer
+from hibachi.api.asking import Asked, by_name
+from hibachi.api.conversation import WAY_OUT, as_written, hidden_calls, rendered, without_developer
 from hibachi.api.errors import Refused
 from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest
@@ -28,7 +28,7 @@ class Talk:
 
     def __init__(self, tokenizer: Any, chat_template: str | None, parsers: Parsers | None = None) -> None:
         self._tokenizer, self._template = tokenizer, chat_template
-        own: Mapping[str, str] = getattr(tokenizer, "chat_templates", {})
+        own: dict[str, str] = dict(getattr(tokenizer, "chat_templates", ()))
         sources = [*own.values()] if chat_template is None else [own.get(chat_template, chat_template)]
         self.formats: Formats = Formats(self._render, "\n".join(sources), parsers)
 
@@ -50,18 +50,32 @@ class Talk:
     # ---- the prompt --------------------------------------------------------------------------------------------
 
     def written(
-        self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False, sure: bool = False
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        *,
+        open_end: bool = False,
     ) -> str:
-        """A conversation as the model is shown it. open_end: its last message goes on. sure: the template is known to
-        show tools and calls.
+        """A conversation as the model is shown it. open_end: its last message goes on.
 
         Raises InvalidRequest, and Refused for what the template does not show.
         """
+        tools = bool(variables.get("tools")) or _calls(messages)
+        return self._written(messages, variables, self.formats.of(tools=tools), open_end=open_end)
+
+    def _written(
+        self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
+    ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
         if not self.formats.knows_developer:
             messages = without_developer(messages)
         if self.formats.parsers.generic:
             return self._described(messages, given.pop("tools", None) or (), given, open_end=open_end)
+        sure = format.shows and format.tools is not None and format.source == "derived"
+        if sure and format.tools is not None:
+            messages = as_written(messages, format.history, nine=format.tools.id is not None)
+            if format.history.content == "null":
+                given["nulls"] = True
         doubted = ("documents",) if sure else ("tools", "documents")
         text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
         if not (sure or open_end) and (field := hidden_calls(self._render, messages, given, text)) is not None:
@@ -91,7 +105,7 @@ class Talk:
         """
         assert asked.messages is not None
         box, given = asked.toolbox, {**(variables or {}), **asked.template}
-        format = self.formats.of(tools=box is not None or any(m.get("tool_calls") for m in asked.messages))
+        format = self.formats.of(tools=box is not None or _calls(asked.messages))
         if box is not None and format.shows and format.tools is None:
             raise Refused(
                 f"tools is not supported: how this model writes calls is not known.{WAY_OUT}",
@@ -99,24 +113,17 @@ class Talk:
                 code="unsupported_parameter",
             )
         if asked.effort is not None:
-            with named():
+            with by_name():
                 given |= self.formats.effort(asked.effort)
-        sure = format.shows and format.tools is not None and format.source == "derived"
-        text = self.written(asked.messages, given, open_end=asked.open_end, sure=sure)
+        text = self._written(asked.messages, given, format, open_end=asked.open_end)
         if box is not None or format.reasoning is not None or format.before_said:
             self._turn(asked, format, box or NO_TOOLS, text)
         return text
 
     def _turn(self, asked: Asked, format: ChatFormat, box: Toolbox, prompt: str) -> None:
-        from hibachi.tools.grammar import form
-
         thinking = thinking_of(format.reasoning, prompt)
         asked.turns = Turns(format, box, thinking, asked.include_reasoning, self.formats.parsers.fields)
-        answer = asked.params.structured_outputs
-        found = form(format, box, thinking, answer, self._special)
-        if found is not answer:
-            asked.params = asked.params.with_(structured_outputs=found)
-            asked.form = asked.form or "tools"
 
-    def _special(self, text: str) -> Sequence[str | int]:
-        raise NotImplementedError
+
+def _calls(messages: Messages) -> bool:
+    return any(m.get("tool_calls") for m in messages)

@@ -72,7 +72,10 @@ class Formats:
             return replace(base, tools=HERMES, shows=True, source="generic")
         if record is None:
             return base
-        return replace(base, tools=record.tools, before_said=base.before_said or record.before_said, source=by.tools)
+        reasoning = base.reasoning if by.reasoning == "auto" and base.reasoning is not None else record.reasoning
+        if by.reasoning not in ("auto", by.tools):
+            reasoning = base.reasoning
+        return replace(record, reasoning=reasoning, switch=base.switch, effort=base.effort, source=by.tools)
 
     def derived(self) -> ChatFormat:
         """What the template shows."""

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
-_CALL = '<tool_call>\n{"name": "the name of a tool", "arguments": {"the name of an argument": "its value"}}\n</tool_call>'
+_CALL = (
+    '<tool_call>\n{"name": "the name of a tool", "arguments": {"the name of an argument": "its value"}}\n</tool_call>'
+)
 
 
 def described(
@@ -60,6 +62,15 @@ def _plain(message: Message) -> dict[str, Any]:
         return kept
     said, text = message.get("content") or "", _written(calls)
     return {**kept, "content": f"{said}\n{text}" if said else text}
+
+
+def _written(calls: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(
+        "<tool_call>\n"
+        + json.dumps({"name": c["function"]["name"], "arguments": c["function"]["arguments"]})
+        + "\n</tool_call>"
+        for c in calls
+    )
 
 
 def _add(found: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from hibachi.api import answers, asking
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
+from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.errors import SERVER, Refused
 from hibachi.api.forms import said_by
 from hibachi.api.reading import Reading
 from hibachi.api.vectors import shortened
-from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.writing import CompletionWriter, Writer
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError, shown
