@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from hibachi.errors import InvalidRequest
 from hibachi.guide.worker import Refused, read_schema
-from hibachi.structured import MOST_BYTES, StructuredOutputs
+from hibachi.structured import StructuredOutputs
 from hibachi.tools.arguments import arguments
 from hibachi.tools.format import ChatFormat, ReasoningFormat, Slot, Thinking, ToolFormat
-from hibachi.tools.lark import BLANKS, Rules, Special, joined
+from hibachi.tools.lark import BLANKS, Rules, Special, joined, trie
 from hibachi.tools.schemas import slashed
 from hibachi.tools.tools import Tool, Toolbox
 
@@ -67,7 +67,8 @@ def form(
         body = calls.perhaps(barred)
     else:
         body = f"{calls.only()} | {said}"
-    return made(rules, behind(rules, format, thinking, rules.rule(body, "body"), free=free))
+    start = behind(rules, format, thinking, rules.rule(body, "body"), free=free)
+    return StructuredOutputs(grammar=rules.source(start))
 
 
 def guided(
@@ -130,16 +131,6 @@ def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object]) -> li
 def words_of(error: InvalidRequest) -> str:
     """What a form's check says, without the name of the form and the end of its sentence."""
     return re.sub(r"^structured_outputs\.\w+:? ", "", str(error)).removesuffix(".")
-
-
-def made(rules: Rules, start: str) -> StructuredOutputs:
-    source = rules.source(start)
-    if (size := len(source.encode(errors="replace"))) > MOST_BYTES:
-        raise InvalidRequest(
-            f"tools: their schemas and names must have at most {MOST_BYTES} bytes together; got {size}. Send fewer "
-            f"tools, or smaller schemas."
-        )
-    return StructuredOutputs(grammar=source)
 
 
 # ---- reasoning, and what is said -------------------------------------------------------------------------------------
@@ -216,28 +207,32 @@ class Calls:
         self._most = tools.most
         place = {tool.name: i for i, tool in enumerate(toolbox.tools)}
         named = [self._named(call, tool, place[tool.name], tool.name in loose) for tool in toolbox.callable]
-        self._call = rules.rule(" | ".join(dict.fromkeys(named)), "call")
+        self._call = rules.rule(trie(named), "call")
 
-    def _named(self, parts: list[str | Slot], tool: Tool, place: int, loose: bool) -> str:
-        """One call, from behind its first text to before its last."""
-        rules, found, text = self._rules, list[str](), ""
-        for part in parts:
+    def _named(self, parts: list[str | Slot], tool: Tool, place: int, loose: bool) -> tuple[str, str]:
+        """One call, from behind its first text to before its last: the text it begins with, and the rest."""
+        begin, found, text = "", list[str](), ""
+        for part in [*parts, None]:
             if isinstance(part, str) or part is Slot.NAME:
                 text += part if isinstance(part, str) else tool.name
                 continue
-            if text:
-                found.append(rules.fixed(text))
-                text = ""
-            if part is Slot.ARGUMENTS:
-                try:
-                    parameters = ANYTHING if loose else tool.parameters
-                    found.append(arguments(rules, self._format.arguments, parameters))
-                except Refused as e:
-                    raise ToolRefused(place, tool.name, str(e)) from None
-            else:
-                nine = part is Slot.ID and self._format.id == "nine letters"
-                found.append(rules.terminal(NINE if nine else BARE[part], part.name))
-        return " ".join([*found, rules.fixed(text)] if text else found)
+            cut = [*self._rules.cut(text)]
+            if not found and cut and isinstance(cut[0], str):
+                begin = str(cut.pop(0))
+            found += [joined(cut)] if cut else []
+            text = ""
+            if part is not None:
+                found.append(self._slot(part, tool, place, loose))
+        return begin, " ".join(found)
+
+    def _slot(self, slot: Slot, tool: Tool, place: int, loose: bool) -> str:
+        if slot is not Slot.ARGUMENTS:
+            nine = slot is Slot.ID and self._format.id == "nine letters"
+            return self._rules.terminal(NINE if nine else BARE[slot], slot.name)
+        try:
+            return arguments(self._rules, self._format.arguments, ANYTHING if loose else tool.parameters)
+        except Refused as e:
+            raise ToolRefused(place, tool.name, str(e)) from None
 
     def only(self) -> str:
         """Calls and nothing else."""

@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from hibachi.errors import InvalidRequest
 from hibachi.guide.worker import Refused, json_part, read_schema
+from hibachi.structured import MOST_BYTES
 
 Special: TypeAlias = Callable[[str], Sequence[str | int]]
 """Cuts a text as a tokenizer does: into texts, and ids of special tokens."""
@@ -31,9 +33,11 @@ class Rules:
         self._special, self.ends = special, frozenset(ends)
         self._ids = frozenset(ids) - self.ends
         self._named: dict[str, str] = {}
+        self._size = 0
         self._texts: dict[str, list[str | int]] = {}
 
     def source(self, start: str) -> str:
+        """The whole grammar. start: the body of the rule at which it begins."""
         return "".join(f"{line}\n" for line in (f"start: {start}", *self._named.values()))
 
     # ---- parts -----------------------------------------------------------------------------------------------------
@@ -51,6 +55,12 @@ class Rules:
         if key not in self._named:
             name = f"{hint}_{len(self._named)}"
             self._named[key] = name + body
+            self._size += len(name) + len(body)
+            if self._size > MOST_BYTES:
+                raise InvalidRequest(
+                    f"tools: their names and schemas make a grammar that is too large: expected at most {MOST_BYTES} "
+                    f"bytes. Send fewer tools, or smaller schemas."
+                )
             return name
         return self._named[key].partition(":")[0].partition("[")[0]
 
@@ -199,6 +209,24 @@ def chain(rules: Rules, parts: Sequence[tuple[str, bool]], between: str) -> str:
             begun, going = f"{begun} | {first}", f"{going} | {more}"
         first, more = rules.rule(begun, "first"), rules.rule(going, "more")
     return first
+
+
+def trie(entries: Sequence[tuple[str, str]]) -> str:
+    """One of many texts, each with what follows it. Beginnings that are the same are written once: of a thousand
+    alternatives the library would try all at each token. entries: texts, and parts of rules.
+    """
+    least, most = min(text for text, _ in entries), max(text for text, _ in entries)
+    same = least[: next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))]
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for text, behind in entries:
+        rest = text[len(same) :]
+        groups.setdefault(rest[:1], []).append((rest, behind))
+    if len(groups) > 1:
+        options = [trie(group) for group in groups.values()]
+    else:  # the same text
+        options = list(dict.fromkeys(behind or EMPTY for _, behind in entries))
+    found = options[0] if len(options) == 1 else f"({' | '.join(options)})"
+    return f"{quoted(same)} {found}" if same else found
 
 
 def repeated(each: str, between: str, least: Any, most: Any) -> str:
