@@ -175,8 +175,8 @@ class ToolCall(Struct, omit_defaults=True):
     """incomplete: the answer ended within this call, and `arguments` is only their beginning."""
 
     id: str
+    type: Literal["function"] | UnsetType  # or the value would be left out
     function: Function
-    type: Literal["function"] | UnsetType = UNSET
     incomplete: bool = False
 
 
@@ -215,17 +215,17 @@ class ChatAnswer(Struct, Generic[C], omit_defaults=True):
 
 
 class FunctionDelta(Struct, omit_defaults=True):
-    arguments: str | UnsetType = UNSET
-    name: str | None = None
+    name: str | UnsetType
+    arguments: str
 
 
 class ToolCallDelta(Struct, omit_defaults=True):
     """A piece of a call. id, type and the name come with its first. incomplete: see `ToolCall`."""
 
     index: int
+    id: str | UnsetType
+    type: Literal["function"] | UnsetType
     function: FunctionDelta
-    id: str | None = None
-    type: Literal["function"] | UnsetType = UNSET
     incomplete: bool = False
 
 

@@ -111,6 +111,11 @@ class Asked:
     include_reasoning: bool = True
     turns: Turns | None = None  # how the answer to a chat is read; None means it is all text
 
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens that its text shows."""
+        return frozenset() if self.turns is None else self.turns.shown
+
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     """Read the body of a completion. Raises Refused or InvalidRequest."""

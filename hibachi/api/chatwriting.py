@@ -97,8 +97,8 @@ class ChatWriter(Writer):
             message.tool_calls = [
                 ToolCall(
                     call.id or turns.call_id(self.id, index, i),
-                    Function(call.name, call.arguments),
                     "function",
+                    Function(call.name, call.arguments),
                     not call.complete,
                 )
                 for i, call in enumerate(turn.calls)
@@ -121,6 +121,10 @@ class ChatWriter(Writer):
 def _finish(why: str, complete: bool) -> str:
     """complete: there are calls, and all of them are whole."""
     return "tool_calls" if complete and why == "stop" else why
+
+
+def _more(number: int, text: str, *, incomplete: bool = False) -> ToolCallDelta:
+    return ToolCallDelta(number, UNSET, UNSET, FunctionDelta(UNSET, text), incomplete)
 
 
 class _Telling:
@@ -150,14 +154,14 @@ class _Telling:
             case Said(text):
                 return Delta(None, text)
             case CallArguments(number, text):
-                return Delta(tool_calls=[ToolCallDelta(number, FunctionDelta(text))])
+                return Delta(tool_calls=[_more(number, text)])
             case CallBegun(number, name, id):
                 self._calls += 1
                 id = id or self._turns.call_id(self._answer, self._index, number)
-                return Delta(tool_calls=[ToolCallDelta(number, FunctionDelta("", name), id, "function")])
+                return Delta(tool_calls=[ToolCallDelta(number, id, "function", FunctionDelta(name, ""))])
             case CallEnded(number, complete):
                 if not complete:
-                    self.last = Delta(tool_calls=[ToolCallDelta(number, FunctionDelta(""), incomplete=True)])
+                    self.last = Delta(tool_calls=[_more(number, "", incomplete=True)])
                 return None
             case Reasoned(text):
                 return self._thought(text) if self._turns.include_reasoning else None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hibachi.api.asking import Asked, by_name
 from hibachi.api.conversation import WAY_OUT, as_written, hidden_calls, rendered, without_developer
 from hibachi.api.errors import Refused
+from hibachi.api.forms import refused
 from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest
+from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import ChatFormat, thinking_of
 from hibachi.tools.formats import Formats, Parsers
+from hibachi.tools.forming import formed, shown_by
 from hibachi.tools.generic import described
 from hibachi.tools.tools import Toolbox
 
@@ -100,8 +103,8 @@ class Talk:
     # ---- the answer --------------------------------------------------------------------------------------------
 
     def spoken(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt of a chat. It notes in `asked` how the answer is read (`turns`) and what form it has, tools
-        considered (`params`, `form`). variables: further ones for the template. Raises Refused or InvalidRequest.
+        """The prompt of a chat. How its answer is read is noted in `asked.turns`. variables: further ones for the
+        template. Raises Refused or InvalidRequest.
         """
         assert asked.messages is not None
         box, given = asked.toolbox, {**(variables or {}), **asked.template}
@@ -122,7 +125,34 @@ class Talk:
 
     def _turn(self, asked: Asked, format: ChatFormat, box: Toolbox, prompt: str) -> None:
         thinking = thinking_of(format.reasoning, prompt)
-        asked.turns = Turns(format, box, thinking, asked.include_reasoning, self.formats.parsers.fields)
+        shown = shown_by(format, self._tokenizer.split_special)
+        asked.turns = Turns(format, box, thinking, asked.include_reasoning, self.formats.parsers.fields, shown)
+
+    def form(self, asked: Asked, check: Callable[[StructuredOutputs], object], ends: Collection[int]) -> None:
+        """Make the form of the answer to a chat, behind `spoken`: of its tools, its reasoning and what was asked for.
+
+        check: checks a form, which may take seconds. ends: tokens that end a text. Raises Refused, which names a tool,
+        and what `check` raises.
+        """
+        turns, answer = asked.turns, asked.params.structured_outputs
+        if turns is None or (answer is None and not turns.toolbox.callable):
+            return
+        assert answer is None or isinstance(answer, StructuredOutputs)
+        split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
+        try:
+            found = formed(turns.format, turns.toolbox, turns.thinking, answer, split, check, ids=ids, ends=ends)
+        except InvalidRequest as e:
+            raise _refused(e, asked.form) from e
+        if found is not answer:
+            asked.params = asked.params.with_(structured_outputs=found)
+            asked.form = asked.form or "tools"
+
+
+def _refused(error: InvalidRequest, said: str | None) -> Refused:
+    words = str(error)
+    if not words.startswith("tools"):
+        return refused(error, said)
+    return Refused(words, param=words.partition(" ")[0].rstrip(":"), code="invalid_value")
 
 
 def _calls(messages: Messages) -> bool:

@@ -19,7 +19,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 @dataclass(frozen=True, slots=True)
 class Turns:
     """format: of the model's template. thinking: where the answer begins. include_reasoning: False means it is read and
-    left out. fields: the names under which reasoning is told.
+    left out. fields: the names under which reasoning is told. shown: special tokens that its texts show.
     """
 
     format: ChatFormat
@@ -27,6 +27,7 @@ class Turns:
     thinking: Thinking = Thinking.NONE
     include_reasoning: bool = True
     fields: tuple[str, ...] = ("reasoning_content",)
+    shown: frozenset[int] = frozenset()
 
     def parser(self) -> Parser:
         """One for each continuation."""

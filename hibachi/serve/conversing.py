@@ -15,4 +15,6 @@ async def prepare(served: Served, x: Exchange, body: ChatBody) -> tuple[Asked, l
     Raises Refused, InvalidRequest or PromptTooLong.
     """
     asked = asking.chat(body, served.texts.default_params, served.bounds)
-    return asked, await served.reading.chat(asked, x.tenant)
+    ids = await served.reading.chat(asked, x.tenant)
+    await served.form_chat(asked, x.tenant)
+    return asked, ids

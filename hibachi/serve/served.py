@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
+from hibachi.api.asking import Asked as Chat
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused, unsupported
 from hibachi.api.forms import OURS, refused
@@ -31,6 +32,7 @@ from hibachi.serve.gate import Gate
 from hibachi.serve.record import Meter, NoMeter, Record
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
+from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
 from hibachi.tools.formats import Parsers
 from hibachi.web.exchange import Exchange
@@ -180,6 +182,17 @@ class Served:
         except InvalidRequest as e:
             raise refused(e, said) from e
 
+    async def form_chat(self, asked: Chat, tenant: str) -> None:
+        """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
+        if asked.turns is None or (asked.toolbox is None and asked.params.structured_outputs is None):
+            return
+
+        def check(form: StructuredOutputs) -> None:
+            self.what.check_form(asked.params.with_(structured_outputs=form))
+
+        form = partial(self.reading.talk.form, asked, check, self.texts.eos_ids)
+        await self._checking.run(form, tenant)
+
     # ---- texts -------------------------------------------------------------------------------------------------
 
     @property
@@ -208,15 +221,20 @@ class Served:
 
     @contextmanager
     def submit(
-        self, ids: list[list[int]], params: SamplingParams, terms: Terms, prediction: list[int] | None = None
+        self,
+        ids: list[list[int]],
+        params: SamplingParams,
+        terms: Terms,
+        prediction: list[int] | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> Iterator[list[TextStream]]:
         """Queue prompts; they count as the tenant's for as long as the `with` block lasts.
 
-        prediction: what each answer may be.
+        prediction: what each answer may be. shown: special tokens that their texts show.
         """
         self.check_open()
         with self._counted(terms.tenant, len(ids) * params.runs):
-            yield self.texts.submit(ids, params, terms=terms, prediction=prediction)
+            yield self.texts.submit(ids, params, terms=terms, prediction=prediction, shown=shown)
 
     @contextmanager
     def submit_vectors(self, ids: list[list[int]], terms: Terms) -> Iterator[list[Item[HostArray]]]:

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
-_CALL = (
-    '<tool_call>\n{"name": "the name of a tool", "arguments": {"the name of an argument": "its value"}}\n</tool_call>'
-)
+_CALL = '<tool_call>\n{"name": "...", "arguments": {"...": "..."}}\n</tool_call>'
 
 
 def described(
@@ -44,12 +42,11 @@ def described(
 
 
 def _about(tools: Sequence[Mapping[str, Any]]) -> str:
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
-        f"You can call tools. Each line between <tools> and </tools> describes one, with a JSON schema of its "
-        f"arguments:\n<tools>\n{lines}\n</tools>\nTo call a tool, answer with its name and arguments as JSON between "
-        f"<tool_call> and </tool_call>, and with nothing else; several calls follow each other:\n{_CALL}\n"
-        f"The results come between <tool_response> and </tool_response>."
+        f"You can call tools, with arguments of these schemas:\n<tools>\n{lines}\n</tools>\n"
+        f"To call one, write nothing but its name and arguments:\n{_CALL}\n"
+        f"Results come as <tool_response>."
     )
 
 

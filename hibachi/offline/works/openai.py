@@ -31,6 +31,7 @@ from hibachi.remote.identity import system_fingerprint
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
+from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
 from hibachi.tools.formats import Parsers
 
@@ -146,6 +147,7 @@ class OpenAIWork(Watching[Texts]):
             name = self._check_name(chat.model)
             asked = asking.chat(chat, defaults, self._bounds)
             ids = [self._reading.chat_now(asked, {"strftime_now": self._lines.created})]
+            self._reading.talk.form(asked, partial(self._check, asked.params), self.texts.eos_ids)
             writer = ChatWriter(
                 asked, name, self._vocabulary, self._fingerprint, id=self._lines.id_of(number, "chat"), **more
             )
@@ -162,6 +164,9 @@ class OpenAIWork(Watching[Texts]):
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
         return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens, asked.params.runs)
+
+    def _check(self, params: SamplingParams, form: StructuredOutputs) -> None:
+        self.texts.check_form(params.with_(structured_outputs=form))
 
     def _check_name(self, name: str | None) -> str:
         if name is not None and name not in self._names:
@@ -200,7 +205,7 @@ class OpenAIWork(Watching[Texts]):
                 terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
                 with said_by(asked.form):
                     ready.writer.streams = self.texts.submit(
-                        ready.ids, asked.params, terms=terms, prediction=asked.prediction
+                        ready.ids, asked.params, terms=terms, prediction=asked.prediction, shown=asked.shown
                     )
                 ready.writer.ids = ready.ids
                 streams = [c.tokens for s in ready.streams for c in s.choices]
