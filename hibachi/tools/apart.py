@@ -33,6 +33,8 @@ def taken_apart(template: Template, found: ToolFormat, call: Called, unclear: ty
     rest = z[: len(z) - len(opened)]
     n = whole_tags(rest, same_beginning(rest, w))
     inner, end, post = x[: len(x) - len(opened)], rest[:n], w[n:]
+    if not (opened.strip() and close.strip() and end.strip()):
+        raise unclear("arguments without texts around them")
     form = Tagged(open=opened, close=close, end=end, between=rest[n:])
     parts = [*found.call[: at - 1], *_texts(inner), Slot.ARGUMENTS, *_texts(post), *found.call[at + 2 :]]
     return replace(found, call=tuple(parts), arguments=_values(template, call, form))
