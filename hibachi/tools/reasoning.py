@@ -97,7 +97,7 @@ def spoken(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
         return ChatFormat(reasoning=thought)
     front, _, end = said.partition(SAID)
     before = front[written_from(template, front, thought) :]
-    if not _ANY_TAG.search(before):
+    if not _ANY_TAG.search(before) or (template.prompt() or "").endswith(before):
         return ChatFormat(reasoning=thought)
     prompted = _prompted_again(template, thought, before)
     if thought is not None and prompted:

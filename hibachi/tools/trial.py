@@ -64,7 +64,7 @@ def fits(template: Template, form: ChatFormat) -> bool:
         text = template.after([user(), template.answer(*calls)], tools=tools)
         if text is None:
             return False
-        found, said, _ = read(form, written(template, form, text), TOOLS)
+        found, said, _ = read(form, written(template, form, without_end(template, text)), TOOLS)
         if found != [(c.name, c.arguments) for c in calls] or not _TAGS_ONLY.fullmatch(said):
             return False
     return True
