@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
-from hibachi.tools.fit import BLANKS, WAIT, Fit, held, skip
-from hibachi.tools.format import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    ChatFormat,
-    Event,
-    Reasoned,
-    Said,
-    Thinking,
-)
-from hibachi.tools.reader import CallReader
+from hibachi.tools.fit import BLANKS, WAIT, held, skip
+from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
+from hibachi.tools.reader import Begun, CallReader
 from hibachi.tools.tools import Toolbox
 from hibachi.tools.values import Arguments
 
@@ -33,25 +25,37 @@ class Parser:
     """
 
     def __init__(self, format: ChatFormat, toolbox: Toolbox, thinking: Thinking) -> None:
-        wanted = format.tools is not None and toolbox.tools and toolbox.mode != "none"
+        wanted = toolbox.tools and toolbox.mode != "none"
         self._calls = CallReader(format.tools, toolbox) if wanted and format.tools is not None else None
         thinks = None if thinking is Thinking.NONE else format.reasoning
         self._think = thinks.begin.strip() if thinks is not None else ""
         self._thought = thinks.end.strip() if thinks is not None else ""
         self._before_said = format.before_said.strip()
+        silent = sorted(filter(None, {text.strip() for text in format.silent}), key=len, reverse=True)
+        self._silent = frozenset(silent)
+        self._marks = (*(self._calls.markers if self._calls is not None else ()), *silent)  # that are looked for
+        self._search = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))).search
+        self._begins = tuple(filter(None, (self._think, self._thought, self._before_said, *self._marks)))
+
         self._text, self._at = "", 0  # what has come, and how much of it is read
-        self._events: list[Event] = []
+        self._prompted = 0  # where the part of the text ends that the prompt has written
+        self._last = False  # no more text comes
         self._joined: list[str] = []  # pieces of one kind, which become one event
         self._kind: type[Said | Reasoned | CallArguments] | None = None  # what kind
+        self._events: list[Event] = []
         self._count = 0
-        self._arguments: Arguments | None = None
-        self._open = False  # a call has begun and not ended
+        self._begun: Begun | None = None  # the call that is read
+        self._arguments: Arguments | None = None  # of it
+        self._open = False  # it has begun and not ended
         self._drop = False  # blanks before what is said are left out
         self._fresh = True  # no reasoning but blanks has come since its marker
         self._state: Callable[[], bool] = self._start
         if thinking is Thinking.OPEN and self._thought:
             self._state = self._reason
-        elif not (self._think or self._thought or self._before_said or self._calls):
+        elif self._begins or self._calls is not None:
+            self._text = format.prompted
+            self._prompted = len(format.prompted)
+        else:
             self._state = self._say_all
 
     @property
@@ -63,95 +67,108 @@ class Parser:
         """What more text gives."""
         if self._state == self._say_all and not self._text:
             return [Said(text)] if text else []
-        self._text, self._at = self._text[self._at :] + text, 0
-        self._run()
-        return self._taken()
+        self._text += text
+        return self._read()
 
     def end(self, cut: bool = False) -> list[Event]:
         """What was held back. cut: the limit of tokens ended the answer, so what looks like the beginning of a marker
         is no text that was said.
         """
-        left = self._text[self._at :]
-        if self._open:
+        if cut and not self._open:
+            begun = self._begun_marker(self._text)
+            self._text = self._text[: len(self._text) - begun].rstrip(BLANKS) if begun else self._text
+        self._last = True
+        events = self._read()
+        self._state = self._say_all
+        return events
+
+    def _read(self) -> list[Event]:
+        while self._state():
+            pass
+        self._prompted = max(self._prompted - self._at, 0)
+        self._text, self._at = self._text[self._at :], 0
+        if self._last and self._open:
             self._end_call(False)
-        elif self._state == self._reason:
-            self._reasoned(left[: len(left) - self._partial(left, (self._thought,), cut)].rstrip(BLANKS))
-        elif self._state not in (self._behind, self._after) or not (cut or self._closes(left)):
-            markers = (self._think, self._before_said, self._calls.marker if self._calls else "")
-            begun = self._partial(left, markers, cut)
-            kept = left[: len(left) - begun].rstrip(BLANKS) if begun else left
-            if kept.strip(BLANKS) or not self._drop:
-                self._said(kept.lstrip(BLANKS) if self._drop else kept)
-        self._text, self._at, self._state = "", 0, self._say_all
-        return self._taken()
+        self._flush()
+        events, self._events = self._events, []
+        return events
 
-    def _partial(self, left: str, markers: tuple[str, ...], cut: bool) -> int:
-        """How much at the end of `left` is the beginning of a marker, or of a call. One letter says too little."""
-        if not cut:
-            return 0
+    def _begun_marker(self, left: str) -> int:
+        """How much at the end of what is held back is the beginning of a marker or a call. One letter says too
+        little.
+        """
         calls = self._calls
-        if calls is not None and self._state != self._reason:
-            at = skip(left, 0) if calls.alone else left.find(calls.marker)
-            if at >= 0 and len(left) - at > 1 and calls.first(left, at) == WAIT:
-                return len(left) - at
-        most = max((held(left, marker) for marker in markers), default=0)
+        if self.reasoning:
+            most = held(left, self._thought)
+            return most if most > 1 else 0
+        if calls is not None:
+            found = self._search(left) if self._marks else None
+            starts = [self._prompted if calls.alone else len(left), len(left) if found is None else found.start()]
+            for at in starts:
+                at = skip(left, at)
+                if len(left) - at > 1 and WAIT in (calls.first(left, at), calls.next(left, at)):
+                    return len(left) - at
+        most = max((held(left, mark) for mark in self._begins), default=0)
         return most if most > 1 else 0
-
-    def _closes(self, left: str) -> bool:
-        return self._calls is not None and (not left.strip(BLANKS) or self._calls.end(left, 0) == WAIT)
 
     # ---- the states: each reads something, or says False, as it needs more text ------------------------------------
 
-    def _run(self) -> None:
-        while self._state():
-            pass
-
     def _start(self) -> bool:
-        """At the beginning of the answer, or behind reasoning or calls."""
-        text, calls = self._text, self._calls
+        """At the beginning of the answer, or behind reasoning, calls or a silent text."""
+        text = self._text
         at = skip(text, self._at)
         if self._drop:
             self._at = at
-        if at == len(text) and at - self._at < MOST_BLANKS:
+        if at == len(text) and at - self._at < MOST_BLANKS and not self._last:
             return False
-        wait = False
         if at - self._at < MOST_BLANKS:
-            for marker, state in (
-                (self._think, self._reason),
-                (self._thought, self._start),
-                (self._before_said, self._speak),
+            begun = self._called(at)
+            if isinstance(begun, Begun):
+                return self._begin_call(begun)
+            left = text[at:]
+            if not self._last and (
+                begun == WAIT or any(mark.startswith(left) and mark != left for mark in self._begins)
             ):
-                if marker and text.startswith(marker, at):
-                    self._at, self._state = at + len(marker), state
-                    self._drop, self._fresh = marker != self._before_said, True
+                return False
+            for mark in self._begins:
+                if text.startswith(mark, at) and (next_state := self._behind_mark(mark)):
+                    self._at, self._state = at + len(mark), next_state
                     return True
-                wait |= bool(marker) and marker.startswith(text[at:])
-            if calls is not None and calls.alone:
-                found = calls.first(text, at)
-                if isinstance(found, Fit):
-                    return self._begin_call(found)
-                wait |= found == WAIT
-        if wait:
-            return False
         self._state = self._speak
         return True
 
+    def _called(self, at: int) -> Begun | int:
+        """The call that begins at the beginning."""
+        calls = self._calls
+        if calls is None or not (calls.alone or self._text.startswith(calls.markers, at)):
+            return -1
+        return calls.first(self._text, at)
+
+    def _behind_mark(self, mark: str) -> Callable[[], bool] | None:
+        """The state behind a mark that stands at the beginning. Blanks before and behind it are left out."""
+        if mark == self._before_said:
+            self._drop = False
+            return self._speak
+        if mark == self._think or mark == self._thought or mark in self._silent:
+            self._drop = self._fresh = True
+            return self._reason if mark == self._think else self._start
+        return None
+
     def _reason(self) -> bool:
-        text = self._text
+        text, think = self._text, self._think
         if self._fresh:
             self._at = skip(text, self._at)
-            left = text[self._at : self._at + len(self._think)]
-            if self._at == len(text) or (left != self._think and self._think.startswith(left)):
+            left = text[self._at : self._at + len(think)]
+            if self._at == len(text) or (left != think and think.startswith(left) and not self._last):
                 return False
-            if self._think and text.startswith(self._think, self._at):  # again, though the prompt has opened it
-                self._at += len(self._think)
+            if think and left == think:  # again, though the prompt has opened it
+                self._at += len(think)
                 return True
             self._fresh = False
         start = self._at
         end = text.find(self._thought, start)
-        last = end if end >= 0 else len(text) - held(text, self._thought, start)
-        stop = self._before_blanks(start, last)
-        self._reasoned(text[start:stop])
+        stop = self._before_blanks(start, end if end >= 0 else len(text) - self._held(start, (self._thought,)))
+        self._add(Reasoned, text[start:stop])
         self._at = stop
         if end < 0:
             return False
@@ -159,31 +176,31 @@ class Parser:
         return True
 
     def _speak(self) -> bool:
-        calls = self._calls
-        if calls is None or calls.alone:
+        if not self._marks:
             self._state = self._say_all
             return True
         text, start = self._text, self._at
-        found = text.find(calls.marker, start)
-        last = found if found >= 0 else len(text) - held(text, calls.marker, start)
-        stop = self._before_blanks(start, last)
-        if stop > start:
-            self._drop = False
-            self._said(text[start:stop])
-            self._at = stop
-        if found < 0:
+        found = self._search(text, start)
+        at = len(text) - self._held(start, self._marks) if found is None else found.start()
+        stop = at if found is None and self._last else self._before_blanks(start, at)
+        self._say(start, stop)
+        self._at = stop
+        if found is None:
             return False
-        fits = calls.first(text, found)
-        if isinstance(fits, Fit):
-            return self._begin_call(fits)
-        if fits == WAIT:
+        begun = self._called(at)
+        if isinstance(begun, Begun):
+            return self._begin_call(begun)
+        if not self._last and (begun == WAIT or self._held(at, self._marks) == len(text) - at):
             return False
-        self._said(text[stop : found + 1])
-        self._at, self._drop = found + 1, False
+        if found[0] in self._silent:
+            self._at, self._state, self._drop = found.end(), self._start, True
+            return True
+        self._say(stop, at + 1)
+        self._at = at + 1
         return True
 
     def _say_all(self) -> bool:
-        self._said(self._text[self._at :])
+        self._say(self._at, len(self._text))
         self._at = len(self._text)
         return False
 
@@ -192,11 +209,11 @@ class Parser:
         reader = self._arguments
         if reader is None:
             raise AssertionError("a call has a reader of its arguments")
-        self._argued(reader.feed(self._text[self._at :]))
+        self._add(CallArguments, reader.feed(self._text[self._at :]))
         self._at = len(self._text)
         if not (reader.done or reader.broken):
             return False
-        self._text, self._at = reader.rest, 0
+        self._text, self._at, self._prompted = reader.rest, 0, 0
         if reader.done and not reader.closing:
             self._end_call(True)
         self._state = self._spoil if reader.broken else self._behind
@@ -204,15 +221,15 @@ class Parser:
 
     def _behind(self) -> bool:
         """Behind the arguments of a call."""
-        calls, reader = self._of_call()
-        end = calls.tail(self._text, self._at)
+        calls, begun, reader = self._of_call()
+        end = calls.tail(begun.spelling, self._text, self._at)
         if end == WAIT:
-            return False
+            return self._close()
         if end < 0 and self._open:
             self._state = self._spoil
             return True
         if self._open:
-            self._argued(reader.closing)
+            self._add(CallArguments, reader.closing)
             self._end_call(True)
         self._at = max(end, self._at)
         self._begin_rest()
@@ -220,55 +237,55 @@ class Parser:
 
     def _spoil(self) -> bool:
         """In arguments that are not what the format says: up to what ends the call, they are given on as they are."""
-        calls, _ = self._of_call()
-        text, start = self._text, self._at
-        ends = [at for at in (text.find(stop, start) for stop in calls.stops) if at >= 0]
-        last = min(ends) if ends else len(text) - max((held(text, stop, start) for stop in calls.stops), default=0)
-        self._argued(text[start:last])
-        self._at = last
+        calls, begun, _ = self._of_call()
+        text, start, stops = self._text, self._at, calls.stops(begun.spelling)
+        ends = [at for at in (text.find(stop, start) for stop in stops) if at >= 0]
+        self._at = min(ends) if ends else len(text) - self._held(start, stops)
+        self._add(CallArguments, text[start : self._at])
         if not ends:
             return False
         self._end_call(False)
-        tail = calls.tail(text, last)
-        self._at = max(tail, last)
+        self._at = max(calls.tail(begun.spelling, text, self._at), self._at)
         self._begin_rest()
         return True
 
     def _after(self) -> bool:
         """Behind a call, where another or the end of all may follow."""
-        calls, _ = self._of_call()
-        text = self._text
-        following, end = calls.next(text, self._at), calls.end(text, self._at)
-        if isinstance(following, Fit):
+        calls = self._of_call()[0]
+        following, end = calls.next(self._text, self._at), calls.end(self._text, self._at)
+        if isinstance(following, Begun):
             return self._begin_call(following)
-        if end < 0 and WAIT in (following, end):
+        if end < 0 and WAIT in (following, end) and not self._last:
             return False
+        if end == WAIT:
+            return self._close()
         self._at, self._state = max(end, self._at), self._start
         return True
 
     # ---- what the states use ---------------------------------------------------------------------------------------
 
-    def _of_call(self) -> tuple[CallReader, Arguments]:
-        if self._calls is None or self._arguments is None:
+    def _close(self) -> bool:
+        """Waits for the rest of a text that ends calls; at the end of the answer, that is no loss."""
+        if self._last:
+            self._at = len(self._text)
+        return False
+
+    def _of_call(self) -> tuple[CallReader, Begun, Arguments]:
+        if self._calls is None or self._begun is None or self._arguments is None:
             raise AssertionError("a call has a reader of its arguments")
-        return self._calls, self._arguments
+        return self._calls, self._begun, self._arguments
 
     def _begin_rest(self) -> None:
-        self._state = self._after if self._calls is not None and self._calls.grouped else self._start
+        self._state = self._after if self._of_call()[0].grouped else self._start
         self._drop = True
 
-    def _before_blanks(self, start: int, last: int) -> int:
-        """Where the blanks at the end of the text up to `last` begin, but for whole heaps of them."""
-        blanks = last - start - len(self._text[start:last].rstrip(BLANKS))
-        return last - blanks % MOST_BLANKS
-
-    def _begin_call(self, found: Fit) -> bool:
+    def _begin_call(self, begun: Begun) -> bool:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
         self._flush()
-        self._events.append(CallBegun(self._count, found.name, found.id))
-        self._arguments = self._calls.arguments(found.name)
-        self._at, self._state, self._open = found.end, self._call, True
+        self._events.append(CallBegun(self._count, begun.name, begun.id))
+        self._begun, self._arguments = begun, self._calls.arguments(begun)
+        self._at, self._state, self._open = begun.end, self._call, True
         return True
 
     def _end_call(self, complete: bool) -> None:
@@ -277,14 +294,22 @@ class Parser:
         self._count += 1
         self._open = False
 
-    def _argued(self, text: str) -> None:
-        self._add(CallArguments, text)
+    def _held(self, start: int, marks: tuple[str, ...]) -> int:
+        """How much at the end of the text may be the beginning of one of some marks."""
+        if self._last:
+            return 0
+        return max([held(self._text, mark, start) for mark in marks], default=0)
 
-    def _said(self, text: str) -> None:
-        self._add(Said, text)
+    def _before_blanks(self, start: int, last: int) -> int:
+        """Where the blanks at the end of the text up to `last` begin, but for whole heaps of them."""
+        blanks = last - start - len(self._text[start:last].rstrip(BLANKS))
+        return last - blanks % MOST_BLANKS
 
-    def _reasoned(self, text: str) -> None:
-        self._add(Reasoned, text)
+    def _say(self, start: int, stop: int) -> None:
+        """Gives a piece of the text, without what the prompt has written."""
+        if stop > start:
+            self._drop = False
+        self._add(Said, self._text[max(start, self._prompted) : stop])
 
     def _add(self, kind: type[Said | Reasoned | CallArguments], text: str) -> None:
         if text:
@@ -300,8 +325,3 @@ class Parser:
         elif kind is not None:
             self._events.append(Said(text) if kind is Said else Reasoned(text))
         self._kind, self._joined = None, []
-
-    def _taken(self) -> list[Event]:
-        self._flush()
-        events, self._events = self._events, []
-        return events
