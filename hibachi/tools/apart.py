@@ -114,7 +114,7 @@ def _values(template: Template, call: Called, form: Tagged) -> Tagged:
             continue
         if form.item is not None:
             continue
-        close, python = _spelled(text, value)
+        close, python = _spelled(text, value, form.end)
         if close is not None and close != form.close:
             kinds[kind] = close
         form = replace(form, python=form.python or python)
@@ -123,10 +123,10 @@ def _values(template: Template, call: Called, form: Tagged) -> Tagged:
     return replace(form, kinds=kinds, cdata=cdata)
 
 
-def _spelled(text: str, value: Any) -> tuple[str | None, bool]:
+def _spelled(text: str, value: Any, end: str) -> tuple[str | None, bool]:
     """What stands before a value, and whether it is written as Python has it."""
+    before, found, _ = text.partition(end)
     for spelling, python in ((json.dumps(value), False), (repr(value), True)):
-        at = text.find(spelling)
-        if at >= 0:
-            return text[:at], python
+        if found and before.endswith(spelling):
+            return before[: len(before) - len(spelling)], python
     return None, False

@@ -43,33 +43,46 @@ class Unclear(Exception):
     """The texts do not fit together."""
 
 
-def derive(render: Render) -> ChatFormat:
+def derive(render: Render, record: tuple[str, ChatFormat] | None = None) -> ChatFormat:
     """The format of a chat template. Never raises; what is not found is None.
 
     render(messages, **variables) gives the text of a conversation, and raises InvalidRequest for what the template
     does not take. It is called at most 60 times, with add_generation_prompt, tools and such as variables.
+    record: a format, and its name, that is taken if the template writes so, or writes no calls.
     """
     template = Template(render)
-    written = template.settle()
-    thought = reasoning(template, ONE if written else None)
-    spoke = spoken(template, thought)
-    if not reads(template, spoke):
-        spoke, thought = ChatFormat(), None
-    found = replace(
-        spoke,
+    writes = template.settle()
+    found = _recorded(template, record, writes) if record else None
+    return replace(
+        found or _derived(template, writes),
         shows=_shows(template),
         switch=switch(template),
         effort=reads_effort(template),
         history=template.history,
     )
+
+
+def _recorded(template: Template, record: tuple[str, ChatFormat], writes: bool) -> ChatFormat | None:
+    name, form = record
+    if not reads(template, form) or (writes and not fits(template, form)):
+        return None
+    return replace(form, source=name)
+
+
+def _derived(template: Template, writes: bool) -> ChatFormat:
+    thought = reasoning(template, ONE if writes else None)
+    found = spoken(template, thought)
+    if not reads(template, found):
+        found, thought = ChatFormat(), None
     try:
-        tools = _tools(template, thought) if written else None
+        tools = _tools(template, thought) if writes else None
     except Unclear:
         tools = None
     if tools is None:
         return found
-    found = replace(found, tools=_marked(_without_blanks(_prompted(tools, found.prompted)), template, found.prompted))
-    return found if fits(template, found) else replace(found, tools=None)
+    tools = _marked(_without_blanks(_prompted(tools, found.prompted)), template, found.prompted)
+    whole = replace(found, tools=tools)
+    return whole if fits(template, whole) else found
 
 
 def _prompted(tools: ToolFormat, text: str) -> ToolFormat:
