@@ -33,6 +33,8 @@ def taken_apart(template: Template, found: ToolFormat, call: Called, unclear: ty
     rest = z[: len(z) - len(opened)]
     n = whole_tags(rest, same_beginning(rest, w))
     inner, end, post = x[: len(x) - len(opened)], rest[:n], w[n:]
+    if not (opened.strip() and close.strip() and end.strip()):
+        raise unclear("arguments without texts around them")
     form = Tagged(open=opened, close=close, end=end, between=rest[n:])
     parts = [*found.call[: at - 1], *_texts(inner), Slot.ARGUMENTS, *_texts(post), *found.call[at + 2 :]]
     return replace(found, call=tuple(parts), arguments=_values(template, call, form))
@@ -112,7 +114,7 @@ def _values(template: Template, call: Called, form: Tagged) -> Tagged:
             continue
         if form.item is not None:
             continue
-        close, python = _spelled(text, value)
+        close, python = _spelled(text, value, form.end)
         if close is not None and close != form.close:
             kinds[kind] = close
         form = replace(form, python=form.python or python)
@@ -121,10 +123,10 @@ def _values(template: Template, call: Called, form: Tagged) -> Tagged:
     return replace(form, kinds=kinds, cdata=cdata)
 
 
-def _spelled(text: str, value: Any) -> tuple[str | None, bool]:
+def _spelled(text: str, value: Any, end: str) -> tuple[str | None, bool]:
     """What stands before a value, and whether it is written as Python has it."""
+    before, found, _ = text.partition(end)
     for spelling, python in ((json.dumps(value), False), (repr(value), True)):
-        at = text.find(spelling)
-        if at >= 0:
-            return text[:at], python
+        if found and before.endswith(spelling):
+            return before[: len(before) - len(spelling)], python
     return None, False

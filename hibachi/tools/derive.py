@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from hibachi.tools.apart import taken_apart
 from hibachi.tools.format import Call, ChatFormat, ReasoningFormat, Slot, ToolFormat
 from hibachi.tools.probes import (
     IDS,
@@ -29,13 +30,12 @@ from hibachi.tools.probes import (
     user,
     whole_tags,
 )
-from hibachi.tools.reasoning import earlier, reads_effort, reasoning, spoken, switch, written_from
-from hibachi.tools.apart import taken_apart
+from hibachi.tools.reasoning import reads_effort, reasoning, spoken, switch, without_end, written_from
+from hibachi.tools.trial import fits, reads
 
 ONE = Called(NAMES[0], {KEYS[0]: VALUES[0]}, IDS[0])
 OTHER = Called(NAMES[1], {KEYS[1]: VALUES[1]}, IDS[1])
 _NEAR = 60  # characters behind a value, in which its name may stand again
-_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _OPENS = re.compile(r"[\s<\[{(\"]")
 
 
@@ -43,27 +43,46 @@ class Unclear(Exception):
     """The texts do not fit together."""
 
 
-def derive(render: Render) -> ChatFormat:
+def derive(render: Render, record: tuple[str, ChatFormat] | None = None) -> ChatFormat:
     """The format of a chat template. Never raises; what is not found is None.
 
     render(messages, **variables) gives the text of a conversation, and raises InvalidRequest for what the template
     does not take. It is called at most 60 times, with add_generation_prompt, tools and such as variables.
+    record: a format, and its name, that is taken if the template writes so, or writes no calls.
     """
     template = Template(render)
-    written = template.settle()
-    thought = reasoning(template, ONE if written else None)
-    found = replace(
-        spoken(template, thought),
+    writes = template.settle()
+    found = _recorded(template, record, writes) if record else None
+    return replace(
+        found or _derived(template, writes),
         shows=_shows(template),
         switch=switch(template),
         effort=reads_effort(template),
         history=template.history,
     )
+
+
+def _recorded(template: Template, record: tuple[str, ChatFormat], writes: bool) -> ChatFormat | None:
+    name, form = record
+    if not reads(template, form) or (writes and not fits(template, form)):
+        return None
+    return replace(form, source=name)
+
+
+def _derived(template: Template, writes: bool) -> ChatFormat:
+    thought = reasoning(template, ONE if writes else None)
+    found = spoken(template, thought)
+    if not reads(template, found):
+        found, thought = ChatFormat(), None
     try:
-        tools = _tools(template, thought) if written else None
+        tools = _tools(template, thought) if writes else None
     except Unclear:
         tools = None
-    return found if tools is None else replace(found, tools=_prompted(tools, found.prompted))
+    if tools is None:
+        return found
+    tools = _marked(_without_blanks(_prompted(tools, found.prompted)), template, found.prompted)
+    whole = replace(found, tools=tools)
+    return whole if fits(template, whole) else found
 
 
 def _prompted(tools: ToolFormat, text: str) -> ToolFormat:
@@ -71,11 +90,20 @@ def _prompted(tools: ToolFormat, text: str) -> ToolFormat:
     if not text:
         return tools
     if tools.begin:
-        return replace(tools, begin=text + tools.begin, marker=text + tools.marker)
+        return replace(tools, begin=text + tools.begin)
     first, *more = tools.call
     call = (text + first, *more) if isinstance(first, str) else (text, first, *more)
     between = tools.between[: -len(text)] if tools.between.endswith(text) else tools.between
-    return replace(tools, call=call, between=between, marker=text + (first if isinstance(first, str) else ""))
+    return replace(tools, call=call, between=between)
+
+
+def _without_blanks(tools: ToolFormat) -> ToolFormat:
+    """Blanks before the first call belong to what was said, and blanks before another between two calls."""
+    first, *more = tools.call
+    if tools.begin or not isinstance(first, str):
+        return replace(tools, begin=tools.begin.lstrip())
+    blanks = first[: len(first) - len(first.lstrip())]
+    return replace(tools, call=(first.lstrip(), *more), between=tools.between + blanks)
 
 
 def _shows(template: Template) -> bool:
@@ -151,12 +179,12 @@ def _tools(template: Template, thought: ReasoningFormat | None) -> ToolFormat:
         found = _several(template, two, first, start)
     if _json(one, ONE, 0) is None:
         found = taken_apart(template, found, ONE, Unclear)
-    return replace(found, **_marked(found, template), id="nine letters" if template.nine else None)
+    return replace(found, id="nine letters" if template.nine else None)
 
 
 def _single(template: Template, tail: str, lead: str, inner: list[str], spots: list[Spot]) -> ToolFormat:
     """Only one call is written."""
-    call = _joined([lead.lstrip()], spots, [[t] for t in inner], [_without_end(template, tail)])
+    call = _joined([lead], spots, [[t] for t in inner], [without_end(template, tail)])
     return ToolFormat(call=call, marker="", most=1)
 
 
@@ -167,7 +195,7 @@ def _several(template: Template, text: str, first: list[Spot], start: int) -> To
     lead, middle, tail = text[start : first[0].start], text[first[-1].end : second[0].start], text[second[-1].end :]
     numbers: set[int] = set()
     pre, of_lead, of_middle = _common_end(lead, middle, numbers)
-    behind, ended = middle[: len(middle) - of_middle], _without_end(template, tail)
+    behind, ended = middle[: len(middle) - of_middle], without_end(template, tail)
     n = whole_tags(behind, same_beginning(behind, tail))
     inner = [
         _numbered(text[a.end : b.start], text[c.end : d.start], numbers)
@@ -179,8 +207,6 @@ def _several(template: Template, text: str, first: list[Spot], start: int) -> To
     between = behind[n:]
     if not begin.strip():  # nothing is around all calls, and nothing is to be closed
         begin = end = ""
-        if isinstance(pre[0], str):
-            between, pre[0] = between + pre[0][: len(pre[0]) - len(pre[0].lstrip())], pre[0].lstrip()
     return ToolFormat(
         call=_joined(pre, first, inner, [behind[:n]]),
         marker="",
@@ -233,21 +259,6 @@ def _joined(pre: list[Any], spots: list[Spot], inner: list[Any], post: list[Any]
     return tuple(p for p in parts if p != "")
 
 
-def _without_end(template: Template, tail: str) -> str:
-    """What stands behind a call, without the end of the turn: what stands behind an answer of text, or the last tags
-    of it, or the first of it where the conversation goes on.
-    """
-    ends = [text.rpartition(SAID)[2] for text in (template.said(), earlier(template, SAID)) if text and SAID in text]
-    tail = tail.rstrip()
-    for end, forwards in zip(ends, (False, True), strict=False):
-        cuts = [m.end() if forwards else m.start() for m in _TAG.finditer(end)]
-        parts = [end, *([end[:at] for at in reversed(cuts)] if forwards else [end[at:] for at in cuts])]
-        for part in (p.rstrip() for p in parts):
-            if part and tail.endswith(part):
-                return tail[: len(tail) - len(part)]
-    return tail
-
-
 def _start(template: Template, text: str, thought: ReasoningFormat | None) -> int:
     """Where the model begins to write calls: behind what comes before an answer of text, too, if all of it is there."""
     start = written_from(template, text, thought)
@@ -258,18 +269,20 @@ def _start(template: Template, text: str, thought: ReasoningFormat | None) -> in
 # ---- the marker ------------------------------------------------------------------------------------------------------
 
 
-def _marked(found: ToolFormat, template: Template) -> dict[str, Any]:
-    """`marker` and `alone`."""
+def _marked(found: ToolFormat, template: Template, prompted: str) -> ToolFormat:
+    """The format with its marker: a tag, or what stands before a bracket or a new line."""
     first = found.call[0] if isinstance(found.call[0], str) else ""
     text = (found.begin + first).lstrip()
     said = template.said() or ""
     end = said.rpartition(SAID)[2].strip() if SAID in said else ""
     if re.match(r"[\[{]\s*[\[{\"]|[\[{]\s*\Z", text) or not text:
-        return {"marker": text.split(":")[0].rstrip(), "alone": True}
-    tag = re.match(r"<[^<>\s]+>|\[[A-Z_]+\]", text)
-    at = tag.end() if tag else len(re.split(r"[\[{\n]", text, maxsplit=1)[0].rstrip()) or len(text.rstrip())
+        return replace(found, marker=text.split(":")[0].rstrip(), alone=True)
+    skip = len(prompted)
+    tag = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]").match(text, skip)
+    at = tag.end() if tag else skip + len(re.split(r"[\[{\n]", text[skip:], maxsplit=1)[0].rstrip())
+    at = at if at > skip else len(text.rstrip())
     while end and end.startswith(text[:at].strip()) and at < len(text):  # this much ends a turn, too
         more = re.compile(r".*?<[^<>\s]+>|.+", re.DOTALL).match(text, at)
         assert more is not None
         at = more.end()
-    return {"marker": text[:at]}
+    return replace(found, marker=text[:at])

@@ -10,6 +10,7 @@ from hibachi.tools.probes import LATER, SAID, THINKING, THOUGHT, Called, Templat
 
 _TAG_AT_END = re.compile(r"(<[^<>\s]*>|\[[A-Z][A-Z_ ]*\])\s*\Z")
 _TAG_AT_BEGINNING = re.compile(r"\s*(</?[^<>\s]*>|\[/?[A-Z][A-Z_ ]*\])")
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _ANY_TAG = re.compile(r"<[^<>\s]+>")
 _SWITCHES = "enable_thinking", "thinking"
 
@@ -67,12 +68,26 @@ def written_from(template: Template, text: str, thought: ReasoningFormat | None)
     """Where the model begins to write: behind what prompts end with, and behind reasoning that is empty."""
     start = whole_tags(text, same_beginning(template.prompt() or "", text))
     if thought is not None:
-        empty = re.compile(rf"\s*(?:{re.escape(thought.begin.strip())})?\s*{re.escape(thought.end)}\s*")
-        for at in (start, whole_tags(text, max(0, text.find(thought.begin.strip())))):
-            found = empty.match(text, at)
-            if found is not None:
-                return found.end()
+        begin, end = re.escape(thought.begin.strip()), re.escape(thought.end)
+        found = re.compile(rf"\s*(?:{begin})?\s*{end}\s*").match(text, start) or re.search(rf"{begin}\s*{end}\s*", text)
+        if found is not None:
+            return found.end()
     return start
+
+
+def without_end(template: Template, tail: str) -> str:
+    """What stands behind a call, without the end of the turn: what stands behind an answer of text, or the last tags
+    of it, or the first of it where the conversation goes on.
+    """
+    ends = [text.rpartition(SAID)[2] for text in (template.said(), earlier(template, SAID)) if text and SAID in text]
+    tail = tail.rstrip()
+    for end, forwards in zip(ends, (False, True), strict=False):
+        cuts = [m.end() if forwards else m.start() for m in _TAG.finditer(end)]
+        parts = [end, *([end[:at] for at in reversed(cuts)] if forwards else [end[at:] for at in cuts])]
+        for part in (p.rstrip() for p in parts):
+            if part and tail.endswith(part):
+                return tail[: len(tail) - len(part)]
+    return tail
 
 
 def spoken(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
@@ -82,23 +97,24 @@ def spoken(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
         return ChatFormat(reasoning=thought)
     front, _, end = said.partition(SAID)
     before = front[written_from(template, front, thought) :]
-    behind = _behind_reasoning(template, thought)
-    prompted = ""
-    if thought is not None and before.strip() and behind.endswith(before) and behind != before:
-        prompted = behind[: len(behind) - len(before)].lstrip()
-        if prompted.strip() and (template.prompt() or "").endswith(prompted):
-            thought = ReasoningFormat(prompted + thought.begin, thought.end)
-        else:
-            prompted = ""
-    if not _ANY_TAG.search(before):
+    if not _ANY_TAG.search(before) or (template.prompt() or "").endswith(before):
         return ChatFormat(reasoning=thought)
-    silent = tuple(dict.fromkeys(_ANY_TAG.findall(end)))
+    prompted = _prompted_again(template, thought, before)
+    if thought is not None and prompted:
+        thought = ReasoningFormat(prompted + thought.begin, thought.end)
     return ChatFormat(
         reasoning=thought,
-        before_said=prompted + before.strip() if not prompted else prompted + before,
-        silent=silent,
+        before_said=prompted + before if prompted else before.strip(),
+        silent=tuple(dict.fromkeys(_ANY_TAG.findall(end))),
         prompted=prompted,
     )
+
+
+def _prompted_again(template: Template, thought: ReasoningFormat | None, before: str) -> str:
+    """The end of a prompt, if the model writes it again behind its reasoning, before what comes `before` a text."""
+    behind = _behind_reasoning(template, thought)
+    header = behind[: len(behind) - len(before)].lstrip() if behind.endswith(before) else ""
+    return header if header and (template.prompt() or "").endswith(header) else ""
 
 
 def _behind_reasoning(template: Template, thought: ReasoningFormat | None) -> str:
