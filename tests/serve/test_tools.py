@@ -101,8 +101,9 @@ def gathered(chunks):
 
 def plain(message):
     """A whole message in the same form."""
-    calls = [{"id": c["id"], **c["function"], **{"incomplete": True for _ in [0] if c.get("incomplete")}}
-             for c in message.get("tool_calls", ())]  # fmt: skip
+    calls = [{"id": c["id"], **c["function"]} for c in message.get("tool_calls", ())]
+    for mine, call in zip(calls, message.get("tool_calls", ()), strict=True):
+        mine |= {"incomplete": True} if call.get("incomplete") else {}
     return {"content": message["content"] or "", "tool_calls": calls}
 
 
@@ -271,8 +272,8 @@ def test_a_developer_is_the_system_of_most_templates(here):
 
 def test_a_list_is_a_result(here):
     parts = [{"type": "text", "text": "18"}, {"type": "text", "text": "C"}]
-    assert "<tool_response>\n18\nC\n</tool_response>" in shown(here, turns(content=None) [:2] + [
-        {"role": "tool", "tool_call_id": "call_1", "content": parts}])  # fmt: skip
+    [*before, result] = turns()
+    assert "<tool_response>\n18\nC\n</tool_response>" in shown(here, [*before, {**result, "content": parts}])
 
 
 def test_a_result_without_an_id_is_of_the_first_call(chat):
