@@ -91,10 +91,13 @@ def test_reasoning_and_what_turns_it_on(name, reasoning, switch, effort):
 
 def test_the_form_of_history_that_shows_calls():
     assert derive(rendering(ours("hermes"))).history == History()
-    assert derive(rendering(ours("fenced"))).history == History("text", "null")
+    assert derive(rendering(ours("fenced"))).history == History("text", "null", "content")
+    assert derive(rendering(ours("single"))).history == History(beside="calls")
     assert derive(rendering(ours("nine"))).tools.id == "nine letters"
     printed = ours("hermes").replace("(call.function.arguments | tojson)", "(call.function.arguments | string)")
     assert derive(rendering(printed)).history == History("text")  # as an object it would be Python's
+    split = ours("hermes").replace("message.content or ''", "message.content if loop.last else message.content.strip()")
+    assert split != ours("hermes") and derive(rendering(split)).history == History(content="empty")
 
 
 def test_one_call_at_most_and_two_at_most():

@@ -292,6 +292,8 @@ def test_a_template_reads_no_files(name):
         "'' .__class__",
         "x.value.__class__",
         "messages | map(attribute='__class__') | first",
+        "new_list_of_python.__globals__",
+        "new_list_of_python().__class__",
     ],
 )
 def test_a_template_sees_nothing_of_python(expression):
