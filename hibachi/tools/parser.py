@@ -267,8 +267,8 @@ class Parser:
 
     def _after(self) -> bool:
         """Behind a call, where another or the end of all may follow."""
-        calls = self._of_call()[0]
-        following, end = calls.next(self._text, self._at), calls.end(self._text, self._at)
+        calls, begun, _ = self._of_call()
+        following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, Begun):
             return self._begin_call(following)
         if end < 0 and WAIT in (following, end) and not self._last:
@@ -292,7 +292,7 @@ class Parser:
         return self._calls, self._begun, self._arguments
 
     def _begin_rest(self) -> None:
-        self._state = self._after if self._of_call()[0].grouped else self._start
+        self._state = self._after if self._of_call()[1].spelling.grouped else self._start
         self._drop = True
 
     def _begin_call(self, begun: Begun) -> bool:
