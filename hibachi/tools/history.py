@@ -33,6 +33,12 @@ class NotShown(InvalidRequest):
         self.field, self.unsupported = field, unsupported
 
 
+def as_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the arguments of its calls as objects."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [as_object(c) for c in calls]} if isinstance(calls, list) else message
+
+
 def as_object(given: Any) -> Any:
     """A tool call. OpenAI's API has its arguments as JSON in a text; templates want the object."""
     function = given.get("function") if isinstance(given, dict) else None
@@ -49,9 +55,9 @@ def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     """For a template that knows no "developer": the role is "system", and is joined to a system message in front."""
     found: list[Mapping[str, Any]] = []
     for m in messages:
-        if m["role"] != "developer":
+        if m.get("role") != "developer":
             found.append(m)
-        elif found and found[-1]["role"] == "system":
+        elif found and found[-1].get("role") == "system":
             texts = [t for t in (found[-1].get("content"), m.get("content")) if t]
             found[-1] = {**found[-1], "content": "\n\n".join(texts)}
         else:
@@ -94,12 +100,12 @@ def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
             found.append(m)
             continue
         behind = at
-        while behind < len(messages) and messages[behind]["role"] == "tool":
+        while behind < len(messages) and messages[behind].get("role") == "tool":
             behind += 1
         left = list(messages[at:behind])
         for call in calls:
             found.append({**m, "tool_calls": [call]})
-            m = {"role": m["role"], "content": None}
+            m = {"role": m.get("role"), "content": None}
             own = [r for r in left if r.get("tool_call_id") == call.get("id")]
             found += own
             left = [r for r in left if r not in own]

@@ -100,7 +100,7 @@ class Talk:
         try:
             return rendered(self._render, described(messages, tools), variables, open_end=open_end)
         except InvalidRequest:
-            if not tools or any(m["role"] == "system" for m in messages):
+            if not tools or any(m.get("role") == "system" for m in messages):
                 raise
             return rendered(self._render, described(messages, tools, system=False), variables, open_end=open_end)
 
