@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.model.fields import read_text
 from hibachi.model.text import sandbox
 
+# Such a template, for example Firefunction's, could not run without them.
+_ADDS_FUNCTIONS = re.compile(r"\+ functions -?%\}.*\+ datetime \+", re.DOTALL)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
 
 
@@ -45,6 +50,8 @@ def render_chat(
     """
     # As transformers passes them: `is not none` must be false, and `is defined` true.
     variables = {"tools": None, "documents": None, **variables, "add_generation_prompt": add_generation_prompt}
+    if _ADDS_FUNCTIONS.search(template):
+        variables = {**_functions(variables), **variables}
     try:
         given = [_message(m, nulls) for m in messages]
         plain = {name: _plain(value) for name, value in variables.items()}
@@ -65,6 +72,14 @@ def render_chat(
     )
 
 
+def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
+    """What templates of 2024 want to be told: the tools as a text, and the present."""
+    now = variables.get("strftime_now")
+    moment = time.gmtime(now) if isinstance(now, (int, float)) else time.gmtime()
+    tools = json.dumps(_plain(variables.get("tools") or []), ensure_ascii=False, indent=4)
+    return {"functions": tools, "datetime": time.strftime("%b %d %Y %H:%M:%S GMT", moment)}
+
+
 def _message(message: Any, nulls: bool) -> dict[str, Any]:
     """As plain data. What is null counts as missing, unless `nulls`; reasoning is found under each of its names."""
     if not isinstance(message, Mapping):
@@ -76,7 +91,7 @@ def _message(message: Any, nulls: bool) -> dict[str, Any]:
     return (
         given
         if reasoning is None
-        else {"thinking": reasoning, "reasoning": reasoning, **given, "reasoning_content": reasoning}
+        else {"thinking": reasoning, **given, "reasoning_content": reasoning, "reasoning": reasoning}
     )
 
 
