@@ -24,6 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=90)
 @pytest.fixture(scope="module")
 def llm():
     with LLM("tiny") as found:
+        found.generate("a", SamplingParams(max_tokens=1))  # its thread begins
         yield found
 
 
@@ -33,6 +34,7 @@ def says(tmp_path_factory):
     file = tmp_path_factory.mktemp("says") / "says.py"
     file.write_text(SAYS)
     with open_texts(f"{file}:Says") as texts:
+        texts.generate("a", SamplingParams(max_tokens=1))
 
         def call(text, **options):
             [done] = texts.chat(told(text), GREEDY.with_(max_tokens=400), chat_template=THINKS, **options)
