@@ -111,7 +111,7 @@ class Parser:
             return most if most > 1 else 0
         if calls is not None:
             found = self._search(left) if self._marks else None
-            starts = [self._prompted if calls.alone else len(left), len(left) if found is None else found.start()]
+            starts = [0 if calls.alone else len(left), len(left) if found is None else found.start()]
             for at in starts:
                 at = skip(left, at)
                 if len(left) - at > 1 and WAIT in (calls.first(left, at), calls.next(left, at)):
@@ -263,10 +263,10 @@ class Parser:
         following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, Begun):
             return self._begin_call(following)
-        if end < 0 and WAIT in (following, end) and not self._last:
-            return False
         if end == WAIT:
             return self._close()
+        if end < 0 and following == WAIT and not self._last:
+            return False
         self._at, self._state = max(end, self._at), self._start
         return True
 
