@@ -20,7 +20,8 @@ class Parser:
     """Reads one answer. Text cut anywhere gives the same events, up to joining neighbours.
 
     Only text that may be the beginning of a marker is held back: a few thousand characters at most. What begins like a
-    call and is none is said as it came. Arguments that are not what the format says are given on as they came, and
+    call and is none is said as it came. Reasoning that comes after other reasoning begins with a new line, and so does
+    what is said after a call or reasoning if something was said before. Arguments that are not what the format says are given on as they came, and
     their call ends incomplete. No text raises anything.
     """
 
@@ -44,6 +45,8 @@ class Parser:
         self._last = False  # no more text comes
         self._joined: list[str] = []  # pieces of one kind, which become one event
         self._kind: type[Said | Reasoned | CallArguments] | None = None  # what kind
+        self._given: set[type[Event]] = set()  # the kinds that have come
+        self._apart: set[type[Event]] = set()  # of these, the ones that a new line parts from what comes
         self._events: list[Event] = []
         self._count = 0
         self._begun: Begun | None = None  # the call that is read
@@ -89,7 +92,8 @@ class Parser:
         """Whether all of it surely is, which is so most of the time."""
         if self._state != self._speak:
             return self._state == self._say_all
-        return bool(text) and text[-1] not in BLANKS and not self._suspect(text)
+        goes_on = Said in self._given and Said not in self._apart
+        return goes_on and bool(text) and text[-1] not in BLANKS and not self._suspect(text)
 
     def _read(self) -> list[Event]:
         while self._state():
@@ -160,6 +164,7 @@ class Parser:
             return self._skip_blanks if self._blanks else self._speak
         if mark == self._think or mark == self._thought or mark in self._silent:
             self._drop = self._fresh = True
+            self._apart |= self._given
             return self._reason if mark == self._think else self._start
         return None
 
@@ -189,6 +194,7 @@ class Parser:
         if end < 0:
             return False
         self._at, self._state, self._drop = end + len(self._thought), self._start, True
+        self._apart |= self._given
         return True
 
     def _speak(self) -> bool:
@@ -210,6 +216,7 @@ class Parser:
             return False
         if found[0] in self._silent:
             self._at, self._state, self._drop = found.end(), self._start, True
+            self._apart |= self._given
             return True
         self._say(stop, at + 1)
         self._at = at + 1
@@ -299,6 +306,7 @@ class Parser:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
         self._flush()
+        self._apart |= self._given
         self._events.append(CallBegun(self._count, begun.name, begun.id))
         self._begun, self._arguments = begun, self._calls.arguments(begun)
         self._at, self._state, self._open = begun.end, self._call, True
@@ -331,7 +339,11 @@ class Parser:
         if text:
             if kind is not self._kind:
                 self._flush()
+                self._given.add(kind)
             self._kind = kind
+            if kind in self._apart and kind is not CallArguments:
+                self._joined.append("\n")
+            self._apart.discard(kind)
             self._joined.append(text)
 
     def _flush(self) -> None:
