@@ -282,7 +282,7 @@ EVERYTHING = [
     CallArguments(0, "1}"),
     CallEnded(0),
     Said("\n"),
-    CallBegun(1, "g"),
+    CallBegun(1, "g", "its own"),
     CallArguments(1, "{}"),
     CallEnded(1),
 ]
@@ -303,13 +303,13 @@ def test_each_block_begins_goes_on_and_ends():
     begun = {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {}, "caller": {"type": "direct"}}
     assert told[9]["content_block"] == begun
     assert told[10]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": '}
-    assert blocks.calls == 2
+    assert blocks.called
 
 
 def test_the_blocks_of_a_whole_answer_are_those_of_its_parts():
     thought, said, one, two = joined(parts_of(EVERYTHING)[1])
     assert (thought.thinking, thought.signature, said.text) == ("so so", SIGNATURE, "\nlook here")
-    assert (one.id, one.name, one.input, two.input) == ("toolu_0", "f", {"a": 1}, {})
+    assert (one.id, one.name, one.input) == ("toolu_0", "f", {"a": 1}) and (two.id, two.input) == ("its own", {})
 
 
 def test_reasoning_that_is_not_wanted_is_left_out():
@@ -324,7 +324,7 @@ def test_a_call_that_is_cut_off_is_marked():
     assert sent(parts)[1]["delta"]["partial_json"] == '{"city": "Par'
     assert sent(parts)[2] == {"type": "content_block_stop", "index": 0, "incomplete": True}
     (block,) = joined(parts)
-    assert isinstance(block, ToolUseBlock) and block.input == {} and block.incomplete and not blocks.calls
+    assert isinstance(block, ToolUseBlock) and block.input == {} and block.incomplete and not blocks.called
     back = {"role": "assistant", "content": [{**call("1"), "incomplete": True}]}
     assert asked(messages=[HELLO, back, {"role": "user", "content": [result("1", is_error=True)]}])
 

@@ -35,9 +35,10 @@ from hibachi.api.messages.answers import (
     ThoughtBlock,
     ToolUseBlock,
 )
+from hibachi.api.turns import cut_off
 from hibachi.api.writing import Writer, reason_of
 from hibachi.request import Finish
-from hibachi.streams.textstream import Piece, Stopped, TextChoice
+from hibachi.streams.textstream import Choice, Piece, Stopped, TextChoice
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 
 Part: TypeAlias = BlockStart | BlockDelta | BlockStop
@@ -53,8 +54,8 @@ def named(chunk: Any) -> bytes:
 class Blocks:
     """Makes the parts of content blocks from the events of a parser, one block after the other.
 
-    id_of: the id of a call, by its number. calls: how many are complete. Where only blanks are said there is no block
-    of text, unless there is no other block.
+    id_of: makes the id of a call, by its number, if the text has none. Where only blanks are said there is no block of
+    text, unless there is no other block.
     """
 
     def __init__(self, id_of: Callable[[int], str], *, reasoning: bool) -> None:
@@ -62,7 +63,12 @@ class Blocks:
         self._kind: type[Struct] | None = None  # of the open block
         self._index = -1
         self._blanks = ""
-        self.calls = 0
+        self._calls: list[bool] = []  # is each complete?
+
+    @property
+    def called(self) -> bool:
+        """There are calls, and all of them are complete."""
+        return bool(self._calls) and all(self._calls)
 
     def add(self, events: Iterable[Event]) -> list[Part]:
         return [part for event in events for part in self._add(event)]
@@ -82,11 +88,12 @@ class Blocks:
             begun = [] if self._kind is ThoughtBlock else self._begin(ThoughtBlock("", ""))
             return [*begun, self._delta(ThinkingDelta(event.text))]
         if isinstance(event, CallBegun):
-            return self._begin(ToolUseBlock(self._id_of(event.number), event.name, {}, Direct()))
+            id = event.id or self._id_of(event.number)
+            return self._begin(ToolUseBlock(id, event.name, {}, Direct()))
         if isinstance(event, CallArguments):
             return [self._delta(InputDelta(event.text))] if event.text else []
         assert isinstance(event, CallEnded)
-        self.calls += event.complete
+        self._calls.append(event.complete)
         return self._stop(incomplete=not event.complete)
 
     def _said(self, text: str) -> list[Part]:
@@ -183,28 +190,28 @@ class MessagesWriter(Writer):
 
     def end(self, choice: TextChoice) -> Any:
         reason_of(choice.finish_reason)  # which raises for a text that was cut off
-        parts = self._rest(choice.finish_reason)
+        parts = self._rest(choice)
         ending = Ending(*self._why(choice.finish_reason, choice.stopped_by))
         return [*parts, MessageDelta(ending, self._used()), MessageStop()]
 
     def whole(self) -> Any:
         (done,) = self._done()
         (choice,) = done.choices
-        parts = [*self._read(choice.text), *self._rest(choice.finish_reason)]
+        parts = [*self._read(choice.text), *self._rest(choice)]
         return self._message(joined(parts), *self._why(choice.finish_reason, choice.stopped_by))
 
     def _read(self, text: str) -> list[Part]:
         return self._blocks.add([Said(text)] if self._parser is None else self._parser.feed(text))
 
-    def _rest(self, finish: Finish | None) -> list[Part]:
-        rest = [] if self._parser is None else self._parser.end(cut=finish is Finish.LENGTH)
+    def _rest(self, choice: Choice | TextChoice) -> list[Part]:
+        rest = [] if self._parser is None else self._parser.end(cut=cut_off(choice))
         return [*self._blocks.add(rest), *self._blocks.end()]
 
     def _why(self, finish: Finish | None, by: Stopped | None) -> tuple[str, str | None]:
         """stop_reason and stop_sequence."""
         if reason_of(finish) == "length":
             return FULL if self._full else "max_tokens", None
-        if self._blocks.calls:
+        if self._blocks.called:
             return "tool_use", None
         if by is not None and isinstance(by.reason, str):
             return "stop_sequence", by.reason
