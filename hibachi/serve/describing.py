@@ -20,7 +20,10 @@ from hibachi.serve.routes import About, Route
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
 
-_ERRORS: Mapping[str, Any] = {"tgi": TgiError, "anthropic": AnthropicError}  # by the name of a dialect; others as OpenAI
+_ERRORS: Mapping[str, Any] = {
+    "tgi": TgiError,
+    "anthropic": AnthropicError,
+}  # by the name of a dialect; others as OpenAI
 _STYLED = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{_STYLED}'; base-uri 'none'; "

@@ -12,12 +12,13 @@ from hibachi.api.bodies import read
 from hibachi.api.dialects import ANTHROPIC, key_of, spoken
 from hibachi.api.errors import Refused, as_refused
 from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
-from hibachi.api.messages.asking import chat_of, in_its_words
+from hibachi.api.messages.asking import SWITCHES, chat_of, in_its_words
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.api.messages.writing import Blocks, joined, named
 from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
 
+ON, OFF = (dict.fromkeys(SWITCHES, on) for on in (True, False))
 HELLO = {"role": "user", "content": "hello"}
 WEATHER = {
     "name": "weather",
@@ -145,10 +146,10 @@ def test_the_form_of_an_answer(field):
 @pytest.mark.parametrize(
     ("thinking", "variables", "told"),
     [
-        (None, {"enable_thinking": False}, False),
-        ({"type": "disabled"}, {"enable_thinking": False}, False),
-        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}, True),
-        ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, {"enable_thinking": True}, False),
+        (None, OFF, False),
+        ({"type": "disabled"}, OFF, False),
+        ({"type": "enabled", "budget_tokens": 1024}, ON, True),
+        ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, ON, False),
         ({"type": "adaptive"}, None, True),
     ],
 )
@@ -213,7 +214,11 @@ def test_tools_of_servers_are_told_by_their_type(kind):
 @pytest.mark.parametrize(
     ("messages", "place", "words"),
     [
-        ([{"role": "user", "content": [result("1")]}], "messages[0].content[0].tool_use_id", "'1' is not of a tool_use"),
+        (
+            [{"role": "user", "content": [result("1")]}],
+            "messages[0].content[0].tool_use_id",
+            "'1' is not of a tool_use",
+        ),
         (
             [HELLO, {"role": "assistant", "content": [call("1")]}, {"role": "user", "content": [result("1")] * 2}],
             "messages[2].content[1].tool_use_id",

@@ -52,7 +52,11 @@ def test_conversations_stay_where_they_began(mock, route, path, more):
 
 
 def test_a_stream_passes_as_it_is(mock, route):
-    events = [b"event: message_start\ndata: {}\n\n", b'event: ping\ndata: {"type": "ping"}\n\n', b"event: message_stop\n"]
+    events = [
+        b"event: message_start\ndata: {}\n\n",
+        b'event: ping\ndata: {"type": "ping"}\n\n',
+        b"event: message_stop\n",
+    ]
     a = mock("m", script=lambda r: sse(events))
     router = route(a)
     answer = router.ask(PATH + "?beta=true", BODY, VERSION, b"anthropic-beta: x", b"x-api-key: theirs")

@@ -37,6 +37,8 @@ TOOL_DEFAULTS: dict[str, tuple[list[Any], str]] = {
     "input_examples": ([None, []], "Chat templates show no examples: say them in the description"),
 }
 """Fields of a tool that may only have these values, and why."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn reasoning on and off. A template reads one of them at most."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OURS = (  # names in OpenAI's form, and those that its sender knows
     (re.compile(r"\bresponse_format(\.json_schema\.schema|\.json_schema|\.schema)?(?![\w])"), "output_config.format"),
@@ -100,7 +102,7 @@ def _set_thinking(chat: ChatBody, body: CountBody) -> None:
     wanted = body.thinking
     kind = "disabled" if wanted is None else wanted.type
     if kind != "adaptive":
-        chat.chat_template_kwargs = {"enable_thinking": kind == "enabled"}
+        chat.chat_template_kwargs = dict.fromkeys(SWITCHES, kind == "enabled")
     chat.include_reasoning = kind != "disabled" and (wanted is None or wanted.display != "omitted")
 
 
@@ -266,9 +268,7 @@ def _joined(texts: Iterator[str] | Sequence[str]) -> str:
 
 
 def _elsewhere(place: str, kind: str, role: str) -> Refused:
-    return Refused(
-        f"{place}: a block {kind!r} stands in a message of the {role}.", param=place, code="invalid_value"
-    )
+    return Refused(f"{place}: a block {kind!r} stands in a message of the {role}.", param=place, code="invalid_value")
 
 
 # ---- in its sender's words ---------------------------------------------------------------------------------------
