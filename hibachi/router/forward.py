@@ -432,7 +432,9 @@ def unknown(model: str, models: list[str]) -> Refused:
 
 
 def _code_of(body: bytes) -> str:
-    """What our own servers say of a 503 or 529: "shutting_down", "engine_failed", ...; in TGI's dialect only the latter."""
+    """What our own servers say of what is `UNWELL`: "shutting_down", "engine_failed", ...; in TGI's dialect only the
+    latter.
+    """
     try:
         told = msgspec.json.decode(body)
         code = "engine_failed" if told.get("error_type") == "generation" else told["error"]["code"]

@@ -225,8 +225,13 @@ def test_tools_of_servers_are_told_by_their_type(kind):
             "'1' has a result already",
         ),
         (
-            [HELLO, {"role": "assistant", "content": [call("1")]}, HELLO, {"role": "assistant", "content": "a"}]
-            + [{"role": "user", "content": [result("1")]}],
+            [
+                HELLO,
+                {"role": "assistant", "content": [call("1")]},
+                HELLO,
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": [result("1")]},
+            ],
             "messages[4].content[0].tool_use_id",
             "'1' is not of a tool_use in the message before",
         ),

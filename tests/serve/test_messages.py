@@ -269,10 +269,10 @@ def test_models_in_anthropics_shape_where_its_version_is_sent(server):
 def waiting(tmp_path, monkeypatch):
     monkeypatch.setattr(comments, "EVERY", 0.05)
     gate = Gate(tmp_path)
-    with RemoteLLM(gate.model, max_num_seqs=1, max_num_queued_reqs=1) as texts:
-        with site(texts, chat_template="{{ messages[0].content }}") as here:
-            yield here, gate
-            gate.open()
+    template = "{{ messages[0].content }}"
+    with RemoteLLM(gate.model, max_num_seqs=1) as texts, site(texts, chat_template=template) as here:
+        yield here, gate
+        gate.open()
     gate.close()
 
 
@@ -285,7 +285,6 @@ def test_a_stream_that_waits_pings(waiting):
         assert [next(lines) for _ in range(6)] == ["event: ping", 'data: {"type":"ping"}', ""] * 2
         gate.open()
         told = events("\n".join(lines))
-    assert [e["type"] for e in told if e["type"] != "ping"][0] == "message_start"
     assert folded(told)["content"][0]["text"] == "bc"
 
 
