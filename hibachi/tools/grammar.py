@@ -167,7 +167,7 @@ class Answering:
     def _began(self, begin: str) -> str:
         parts = self._rules.cut(begin)
         if all(isinstance(part, str) for part in parts):
-            return self._rules.rule(f"/[ \\t\\r\\n]*/ {joined(parts)}", "think", "[lazy]")
+            return self._rules.rule(f"/[ \\t\\r\\n]{{0,8}}/ {joined(parts)}", "think", "[lazy]")
         return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "think")
 
     def _thought(self, reasoning: ReasoningFormat) -> str:
