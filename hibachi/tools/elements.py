@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from hibachi.tools.fit import NO, SLOT, WAIT, Finder, bare, held, match
 from hibachi.tools.format import Tagged
-from hibachi.tools.schema_types import STRING, Typed, value_of
+from hibachi.tools.schema_types import ALL, STRING, Typed, value_of
 from hibachi.tools.values import escaped
 
 _CDATA = ("<![CDATA[", "]]>")
+_OTHER = re.compile(r"[\d{\[(\-tfnTFN]")  # what values begin with that are no strings
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class TaggedArguments:
         self._typed = typed  # of the value
         self._allowed: Collection[str] = ()  # its types
         self._value: list[str] = []  # pieces of one that is no string
-        self._is_string = False
+        self._is_string = self._undecided = False
         self._end = self._word = self._lead = ""  # of the value; its first word; the blanks before it
 
     def feed(self, text: str) -> str:
@@ -142,6 +144,7 @@ class TaggedArguments:
                 self._at = at
         if self._is_string:
             self._out.append('"')
+        self._undecided = not self._is_string and "string" in self._allowed
         self._step = self._read
         return True
 
@@ -168,6 +171,12 @@ class TaggedArguments:
             self._out.append(escaped(text))
         elif text:
             self._value.append(text)
+            if self._undecided and (begun := text.lstrip()):
+                self._undecided = False
+                if not _OTHER.match(begun):  # it can be nothing but a string
+                    self._is_string = True
+                    self._out.append(f'"{escaped("".join(self._value))}')
+                    self._value = []
 
     def _end_value(self, at: int) -> bool:
         if self._is_string:
@@ -212,6 +221,8 @@ def _closes(form: Tagged) -> dict[str, tuple[str, frozenset[str] | None]]:
     for close in (form.close, *form.kinds.values()):
         if bare(close):
             types = frozenset(kind for kind, text in form.kinds.items() if text == close)
+            if form.kinds and not types:
+                types = ALL - form.kinds.keys() - {"integer"}
             types |= {"integer"} if "number" in types else frozenset()
             out[bare(close)] = (close[len(close.rstrip()) :], types or None)
     return out

@@ -31,6 +31,7 @@ class Parser:
         self._think = thinks.begin.strip() if thinks is not None else ""
         self._thought = thinks.end.strip() if thinks is not None else ""
         self._before_said = format.before_said.strip()
+        self._blanks = format.before_said[len(format.before_said.rstrip()) :]  # behind it, which are part of it
         silent = sorted(filter(None, {text.strip() for text in format.silent}), key=len, reverse=True)
         self._silent = frozenset(silent)
         self._marks = (*(self._calls.markers if self._calls is not None else ()), *silent)  # that are looked for
@@ -156,11 +157,18 @@ class Parser:
         """The state behind a mark that stands at the beginning. Blanks before and behind it are left out."""
         if mark == self._before_said:
             self._drop = False
-            return self._speak
+            return self._skip_blanks if self._blanks else self._speak
         if mark == self._think or mark == self._thought or mark in self._silent:
             self._drop = self._fresh = True
             return self._reason if mark == self._think else self._start
         return None
+
+    def _skip_blanks(self) -> bool:
+        left = self._text[self._at : self._at + len(self._blanks)]
+        if left != self._blanks and self._blanks.startswith(left) and not self._last:
+            return False
+        self._at, self._state = self._at + len(left) * (left == self._blanks), self._speak
+        return True
 
     def _reason(self) -> bool:
         text, think = self._text, self._think
@@ -259,8 +267,8 @@ class Parser:
 
     def _after(self) -> bool:
         """Behind a call, where another or the end of all may follow."""
-        calls = self._of_call()[0]
-        following, end = calls.next(self._text, self._at), calls.end(self._text, self._at)
+        calls, begun, _ = self._of_call()
+        following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, Begun):
             return self._begin_call(following)
         if end < 0 and WAIT in (following, end) and not self._last:
@@ -284,7 +292,7 @@ class Parser:
         return self._calls, self._begun, self._arguments
 
     def _begin_rest(self) -> None:
-        self._state = self._after if self._of_call()[0].grouped else self._start
+        self._state = self._after if self._of_call()[1].spelling.grouped else self._start
         self._drop = True
 
     def _begin_call(self, begun: Begun) -> bool:

@@ -1,6 +1,7 @@
 """Reasoning, what is said and calls in the text of an answer, however it is cut into pieces."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,6 +16,7 @@ from hibachi.tools.format import (
     ChatFormat,
     Reasoned,
     Said,
+    Slot,
     Thinking,
 )
 from hibachi.tools.parser import Parser
@@ -153,6 +155,28 @@ def test_spellings_that_are_never_asked_for_are_read():
     text = 'Now <|python|>f|{"a": 1}<|eop|>[CALLS] [{"name": "f", "arguments": {}}]'
     answer = read(FORMATS["spelled"], BOX, Thinking.NONE, text)
     assert answer == Answer(None, "Now", [ToolCall("f", '{"a": 1}'), ToolCall("f", "{}")])
+
+
+def test_a_list_that_is_another_spelling_holds_any_number_of_calls():
+    call = ('[CALL][{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}]")
+    format = ChatFormat(replace(FORMATS["header"].tools, spellings=(call,)))
+    one = '{"name": "f", "arguments": {"a": 1}}'
+    for text in (
+        f"[CALL][{one}]",
+        f"[CALL] [{one}, {one}, {one}]\n",
+        '[CALL]f[ARGS]{"a": 1}[CALL]f[ARGS]{"a": 1}',
+    ):
+        answer = read(format, BOX, Thinking.NONE, text)
+        assert (answer.content, set(answer.calls)) == ("", {ToolCall("f", '{"a": 1}')})
+        assert len(answer.calls) == text.count("f[") + text.count('"f"')
+
+
+def test_an_answer_in_json_is_no_call_of_a_format_without_a_marker():
+    call = ('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}")
+    format = ChatFormat(replace(FORMATS["alone"].tools, marker='{"name"', spellings=(call,)))
+    for text in ('{"name": "Bob", "arguments": {"a": 1}}', 'So: {"name": "f", "arguments": {}}'):
+        assert parsed(text, format) == [Said(text)]
+    assert len(read(format, BOX, Thinking.NONE, '{"name": "f", "arguments": {"a": 1}}').calls) == 1
 
 
 # ---- reasoning -------------------------------------------------------------------------------------------------------
