@@ -21,8 +21,8 @@ class Parser:
 
     Only text that may be the beginning of a marker is held back: a few thousand characters at most. What begins like a
     call and is none is said as it came. Reasoning that comes after other reasoning begins with a new line, and so does
-    what is said after a call or reasoning if something was said before. Arguments that are not what the format says are given on as they came, and
-    their call ends incomplete. No text raises anything.
+    what is said after a call or reasoning if something was said before. Arguments that are not what the format says
+    are given on as they came, and their call ends incomplete. No text raises anything.
     """
 
     def __init__(self, format: ChatFormat, toolbox: Toolbox, thinking: Thinking) -> None:
