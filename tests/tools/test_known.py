@@ -75,6 +75,7 @@ def test_tools_and_reasoning_are_named_apart():
     assert found.tools == KNOWN["hermes"].tools and found.reasoning == ReasoningFormat("[THINK]", "[/THINK]")
     assert (found.prompted, found.before_said) == ("", "")
     found = named("openai", None).over(PLAIN)
+    assert named("openai", "seed_oss").over(PLAIN).reasoning == ReasoningFormat("<seed:think>", "</seed:think>")
     assert found.prompted and found.reasoning == KNOWN["gpt_oss"].reasoning and found.source == "openai"
 
 
@@ -98,6 +99,17 @@ def test_the_token_before_a_call_of_llama_is_left_out():
         KNOWN["llama3_json"], BOX, Thinking.NONE, '<|python_tag|>{"name": "note-it", "parameters": {"days": 1}}'
     )
     assert [c.name for c in answer.calls] == ["note-it"] and answer.content == ""
+
+
+def test_a_template_of_llama_has_it_too():
+    text = (
+        "{# <|python_tag|> #}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "{% else %}{{ m.content }}{% endfor %}<|eot|>{% endfor %}"
+    )
+    assert Formats().of(text, rendering(text)).silent == ("<|python_tag|>",)
+    without = text.replace("<|python_tag|>", "")
+    assert Formats().of(without, rendering(without)).silent == ()
 
 
 # ---- templates -------------------------------------------------------------------------------------------------------
