@@ -16,6 +16,7 @@ from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused, unsupported
 from hibachi.api.forms import OURS, refused
 from hibachi.api.reading import Reading
+from hibachi.api.responses.store import Stores
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
@@ -65,7 +66,7 @@ class Served:
     chat_template: the name of one of the model's, or Jinja source; None means the model's own. timeout, queue_timeout:
     most seconds of a request. arrival: seconds for a body to come. tgi: limits of requests in TGI's dialect; None means
     those of `bounds`. nameless: names that clients send if they were given none; they are listed nowhere. fingerprint:
-    equal where the same bits are computed, see `system_fingerprint`.
+    equal where the same bits are computed, see `system_fingerprint`. responses: that are kept.
     """
 
     what: Texts | Tokens
@@ -82,6 +83,7 @@ class Served:
     tgi: TgiLimits | None = None
     nameless: frozenset[str] = frozenset()
     fingerprint: str | None = None
+    responses: Stores = field(default_factory=Stores)
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
