@@ -20,7 +20,7 @@ from hibachi.api.responses.writing import ResponsesWriter
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish, SamplingParams, Terms
 from hibachi.streams.textstream import Choice, Piece
-from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Reasoned, Said, Thinking
+from hibachi.tools.format import PLAIN, CallArguments, CallBegun, CallEnded, Reasoned, Said
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 WORDS = Vocabulary(lambda i: b"<%d>" % i, lambda ids: "".join(f"<{i}>" for i in ids))
@@ -74,10 +74,9 @@ class Parser:
         return []
 
 
-def writer_of(said, cut=False, *, ids=(7, 8), thinks=True, logprobs=None, keep=None, **fields):
-    thinking = Thinking.MAY if thinks else Thinking.NONE
+def writer_of(said, cut=False, *, ids=(7, 8), logprobs=None, keep=None, **fields):
     turns = SimpleNamespace(
-        parser=lambda: Parser(said), thinking=thinking, call_id=lambda answer, choice, number: f"call_{number}"
+        parser=lambda: Parser(said), format=PLAIN, call_id=lambda answer, choice, number: f"call_{number}"
     )
     asked = Asked(SamplingParams(), Terms(), stream=True, usage=False, usage_always=False, token_ids=False)
     asked.turns, asked.logprobs = turns, logprobs
@@ -197,15 +196,15 @@ def test_events_come_in_their_order_and_are_as_openai_describes_them(name, descr
     assert all("_abcdefgh_" in item["id"] for item in response["output"])
 
 
-@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("logprobs", [0, None])
 @pytest.mark.parametrize("name", SAID)
-def test_a_whole_answer_is_what_a_stream_ends_with(name, thinks, described):
+def test_a_whole_answer_is_what_a_stream_ends_with(name, logprobs, described):
     said, cut, _ = SAID[name]
-    end = built(streamed(said, cut, thinks=thinks))
-    if not thinks and len(said) != 1:  # then all of its text is read at once
+    end = built(streamed(said, cut, logprobs=logprobs))
+    if logprobs is None and len(said) != 1:  # then all of its text is read at once
         said = [[event for events in said for event in events]]
-    writer, pieces, _ = writer_of(said, cut, thinks=thinks)
-    assert writer.each is thinks
+    writer, pieces, _ = writer_of(said, cut, logprobs=logprobs)
+    assert writer.each is (logprobs is not None)
     writer.came(pieces)
     whole = json.loads(msgspec.json.encode(writer.whole()))
     described("Response", whole)
@@ -216,15 +215,13 @@ def test_a_whole_answer_is_what_a_stream_ends_with(name, thinks, described):
 
 
 def test_tokens_are_counted():
-    """Those of the reasoning are those that were read in it, or that end it."""
-    said = [[Reasoned("I")], [Reasoned(" see")], [Said("Yes")], [Said(".")]]
-    usage = built(streamed(said, ids=(1, 2, 3)))["usage"]
+    usage = built(streamed([[Said("Yes")], [Said(".")]], ids=(1, 2, 3)))["usage"]
     assert usage == {
         "input_tokens": 3,
         "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
-        "output_tokens": 4,
-        "output_tokens_details": {"reasoning_tokens": 3},
-        "total_tokens": 7,
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
     }
 
 

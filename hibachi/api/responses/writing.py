@@ -22,7 +22,7 @@ from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
 from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice
-from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said, Thinking
+from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 
 RESPONSES = copied(OPENAI, end=b"")  # the last event says that it is the last
 Keep = Callable[[Response], None]
@@ -67,13 +67,11 @@ class ResponsesWriter(Writer):
         self._suffix = f"{server}_{own}"
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.turns is None else asked.turns.parser()
-        thinks = asked.turns is not None and asked.turns.thinking is not Thinking.NONE
-        self.each = self._parser is not None and (thinks or asked.logprobs is not None)
+        self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
         self._echoed = _echo(body, asked)
         self._output: list[Output] = []
         self._open: _Open | None = None
         self._scores: list[TokenLogprob] = []  # of tokens whose text has not come out of the parser
-        self._reasoning_tokens = 0
         self._began = False
         self._number = -1
 
@@ -100,7 +98,6 @@ class ResponsesWriter(Writer):
         for event in parser.feed(p.text):
             self._take(event, told)
         if before or parser.reasoning:
-            self._reasoning_tokens += len(p.token_ids)
             self._scores.clear()
         return told
 
@@ -144,7 +141,7 @@ class ResponsesWriter(Writer):
         self._scores.clear()
         if isinstance(event, Reasoned):
             if event.text:
-                self._reasoned(event.text, told)
+                self._think(event.text, told)
         elif isinstance(event, CallBegun):
             self._begin_call(event, told)
         elif isinstance(event, CallArguments):
@@ -166,7 +163,7 @@ class ResponsesWriter(Writer):
         told.append(answers.PartAdded(self._next(), str(now.item.id), now.index, 0, OutputText("")))
         return now
 
-    def _reasoned(self, text: str, told: list[Any]) -> None:
+    def _think(self, text: str, told: list[Any]) -> None:
         now = self._open
         if now is None or type(now.item) is not Reasoning:
             now = self._begin(Reasoning(id=self._id("rs"), content=[], status="in_progress"), told)
@@ -265,7 +262,7 @@ class ResponsesWriter(Writer):
             used.prompt_tokens,
             answers.InputDetails(cached),
             used.completion_tokens,
-            answers.OutputDetails(self._reasoning_tokens),
+            answers.OutputDetails((used.completion_tokens_details or {}).get("reasoning_tokens", 0)),
             used.total_tokens,
         )
 
