@@ -15,13 +15,6 @@ async def prepare(served: Served, x: Exchange, body: ChatBody) -> tuple[Asked, l
     Raises Refused, InvalidRequest or PromptTooLong.
     """
     asked = asking.chat(body, served.texts.default_params, served.bounds)
-    assert asked.messages is not None
-    ids = await served.reading.render(
-        asked.messages,
-        asked.template,
-        x.tenant,
-        special=asked.special,
-        open_end=asked.open_end,
-        truncation=asked.truncation,
-    )
+    ids = await served.reading.chat(asked, x.tenant)
+    await served.form_chat(asked, x.tenant)
     return asked, ids

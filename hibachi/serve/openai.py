@@ -7,11 +7,12 @@ from typing import Any, NotRequired, TypedDict
 
 from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
+from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.openapi import Error
 from hibachi.api.vectors import shortened
-from hibachi.api.writing import ChatWriter, CompletionWriter
+from hibachi.api.writing import CompletionWriter
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.conversing import prepare
 from hibachi.serve.record import Record, Vectors
