@@ -20,6 +20,7 @@ from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
 from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText
+from hibachi.api.turns import cut_off
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
@@ -102,7 +103,7 @@ class ResponsesWriter(Writer):
         return told
 
     def end(self, choice: TextChoice) -> Any:
-        return self._end(reason_of(choice.finish_reason) == "length")
+        return self._end(choice)
 
     def failed(self, refused: Refused) -> Any:
         """The last events of a response that cannot go on."""
@@ -129,7 +130,7 @@ class ResponsesWriter(Writer):
         [choice] = self._done()[0].choices
         if not self.each:
             self.piece(_as_piece(choice))
-        return self._end(reason_of(choice.finish_reason) == "length")[-1].response
+        return self._end(choice)[-1].response
 
     # ---- items -------------------------------------------------------------------------------------------------
 
@@ -213,10 +214,10 @@ class ResponsesWriter(Writer):
         self._output.append(item)
         told.append(answers.ItemDone(self._next(), now.index, item))
 
-    def _end(self, cut: bool) -> list[Any]:
-        """cut: its tokens were used up."""
-        told = list[Any]()
-        for event in () if self._parser is None else self._parser.end(cut):
+    def _end(self, choice: Choice | TextChoice) -> list[Any]:
+        """Raises EngineClosed for one that was cut off by the server."""
+        told, cut = list[Any](), reason_of(choice.finish_reason) == "length"
+        for event in () if self._parser is None else self._parser.end(cut_off(choice)):
             self._take(event, told)
         if self._open is None and not self._output:  # so that there is a text, which is empty
             self._begin_message(told)
