@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from hibachi.api.responses.store import Stores
-from hibachi.remote.llm import RemoteLLM
 from hibachi.tools.choosing import Parsers
 from hibachi.web.tenants import Tenants
 
@@ -319,7 +318,7 @@ def others():
     """A server with two tenants, whose stores hold little."""
     tenants = Tenants((("k1", "one"), ("k2", "two")))
     settings = {"chat_template": CHATML, "tenants": tenants, "responses": Stores(20_000)}
-    with RemoteLLM("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
+    with ENGINES["own"]("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
         yield here
 
 
@@ -358,7 +357,8 @@ def test_what_is_driven_out_is_not_found(others):
 
 
 def test_a_server_that_keeps_nothing():
-    with RemoteLLM("tiny", max_num_seqs=2) as texts, site(texts, chat_template=CHATML, responses=Stores(0)) as here:
+    settings = {"chat_template": CHATML, "responses": Stores(0)}
+    with ENGINES["own"]("tiny", max_num_seqs=2) as texts, site(texts, **settings) as here:
         told = respond(here, "One?", store=True)
         assert told["store"] is False
         assert here.client.get("/v1/models").json()["data"][0]["server"] is None
