@@ -174,7 +174,10 @@ class Answering:
         return begin.removeprefix(prompted) if begin.startswith(prompted) else None
 
     def _began(self, begin: str) -> str:
+        """The beginning of the reasoning, behind blanks; but what goes on with the prompt's text comes at once."""
         parts = self._rules.cut(begin)
+        if self._format.prompted.strip():
+            return self._rules.lazily(parts)
         if all(isinstance(part, str) for part in parts):
             return self._rules.rule(f"/[ \\t\\r\\n]{{0,8}}/ {joined(parts)}", "think", "[lazy]")
         return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "think")

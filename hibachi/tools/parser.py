@@ -20,7 +20,8 @@ class Parser:
     """Reads one answer. Text cut anywhere gives the same events, up to joining neighbours.
 
     Only text that may be the beginning of a marker is held back: a few thousand characters at most. What begins like a
-    call and is none is said as it came. Arguments that are not what the format says are given on as they came, and
+    call and is none is said as it came. Reasoning that comes after other reasoning begins with a new line, and so does
+    what is said after a call or reasoning if something was said before. Arguments that are not what the format says are given on as they came, and
     their call ends incomplete. No text raises anything.
     """
 
@@ -44,6 +45,8 @@ class Parser:
         self._last = False  # no more text comes
         self._joined: list[str] = []  # pieces of one kind, which become one event
         self._kind: type[Said | Reasoned | CallArguments] | None = None  # what kind
+        self._given: set[type[Event]] = set()  # the kinds that have come
+        self._apart: set[type[Event]] = set()  # of these, the ones that a new line parts from what comes
         self._events: list[Event] = []
         self._count = 0
         self._begun: Begun | None = None  # the call that is read
@@ -89,7 +92,8 @@ class Parser:
         """Whether all of it surely is, which is so most of the time."""
         if self._state != self._speak:
             return self._state == self._say_all
-        return bool(text) and text[-1] not in BLANKS and not self._suspect(text)
+        goes_on = Said in self._given and Said not in self._apart
+        return goes_on and bool(text) and text[-1] not in BLANKS and not self._suspect(text)
 
     def _read(self) -> list[Event]:
         while self._state():
@@ -112,7 +116,7 @@ class Parser:
             return most if most > 1 else 0
         if calls is not None:
             found = self._search(left) if self._marks else None
-            starts = [self._prompted if calls.alone else len(left), len(left) if found is None else found.start()]
+            starts = [0 if calls.alone else len(left), len(left) if found is None else found.start()]
             for at in starts:
                 at = skip(left, at)
                 if len(left) - at > 1 and WAIT in (calls.first(left, at), calls.next(left, at)):
@@ -160,6 +164,7 @@ class Parser:
             return self._skip_blanks if self._blanks else self._speak
         if mark == self._think or mark == self._thought or mark in self._silent:
             self._drop = self._fresh = True
+            self._apart |= self._given
             return self._reason if mark == self._think else self._start
         return None
 
@@ -189,6 +194,7 @@ class Parser:
         if end < 0:
             return False
         self._at, self._state, self._drop = end + len(self._thought), self._start, True
+        self._apart |= self._given
         return True
 
     def _speak(self) -> bool:
@@ -210,6 +216,7 @@ class Parser:
             return False
         if found[0] in self._silent:
             self._at, self._state, self._drop = found.end(), self._start, True
+            self._apart |= self._given
             return True
         self._say(stop, at + 1)
         self._at = at + 1
@@ -271,10 +278,10 @@ class Parser:
         following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, Begun):
             return self._begin_call(following)
-        if end < 0 and WAIT in (following, end) and not self._last:
-            return False
         if end == WAIT:
             return self._close()
+        if end < 0 and following == WAIT and not self._last:
+            return False
         self._at, self._state = max(end, self._at), self._start
         return True
 
@@ -299,6 +306,7 @@ class Parser:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
         self._flush()
+        self._apart |= self._given
         self._events.append(CallBegun(self._count, begun.name, begun.id))
         self._begun, self._arguments = begun, self._calls.arguments(begun)
         self._at, self._state, self._open = begun.end, self._call, True
@@ -331,7 +339,11 @@ class Parser:
         if text:
             if kind is not self._kind:
                 self._flush()
+                self._given.add(kind)
             self._kind = kind
+            if kind in self._apart and kind is not CallArguments:
+                self._joined.append("\n")
+            self._apart.discard(kind)
             self._joined.append(text)
 
     def _flush(self) -> None:

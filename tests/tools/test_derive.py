@@ -13,10 +13,10 @@ import pytest
 from hibachi.errors import InvalidRequest
 from hibachi.model.text import render_chat
 from hibachi.tools.derive import derive
-from hibachi.tools.format import HERMES, THINK, ChatFormat, History, ReasoningFormat, Thinking
+from hibachi.tools.format import HERMES, THINK, ChatFormat, History, ReasoningFormat, Slot, Thinking
 from hibachi.tools.formats import Formats
 from hibachi.tools.known import KNOWN
-from hibachi.tools.probes import MOST, USER
+from hibachi.tools.probes import MOST, USER, Template
 from hibachi.tools.trial import heard
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,12 @@ def test_one_call_at_most_and_two_at_most():
     assert derive(rendering(ends)).tools.most == 2
 
 
+def test_numbers_of_calls():
+    for name, number, parts in (("action", 0, 7), ("typed", 1, 7), ("numbered", 0, 7)):
+        tools = derive(rendering(ours(name))).tools
+        assert tools.first_number == number and Slot.NUMBER in tools.call and len(tools.call) == parts
+
+
 def test_what_is_around_an_answer_of_text():
     found = derive(rendering(ours("channels")))
     assert found.prompted == "<|begin|>assistant" and found.before_said == "<|begin|>assistant<|content|>"
@@ -171,6 +177,12 @@ def test_renderings_are_counted():
 
         derive(render)
         assert len(asked) <= MOST * 2 // 3, file.stem
+
+
+def test_no_more_are_made_than_are_allowed():
+    template = Template(lambda messages, **variables: messages[0]["content"], most=2)
+    asked = [template.text([{"role": "user", "content": word}]) for word in ("a", "b", "a", "c", "b")]
+    assert asked == ["a", "b", "a", None, "b"]
 
 
 def test_one_that_refuses_everything_has_no_format():

@@ -75,6 +75,7 @@ def test_tools_and_reasoning_are_named_apart():
     assert found.tools == KNOWN["hermes"].tools and found.reasoning == ReasoningFormat("[THINK]", "[/THINK]")
     assert (found.prompted, found.before_said) == ("", "")
     found = named("openai", None).over(PLAIN)
+    assert named("openai", "seed_oss").over(PLAIN).reasoning == ReasoningFormat("<seed:think>", "</seed:think>")
     assert found.prompted and found.reasoning == KNOWN["gpt_oss"].reasoning and found.source == "openai"
 
 

@@ -205,6 +205,13 @@ def test_reasoning(text, thinking, events):
     assert parsed(text, thinking=thinking) == events
 
 
+def test_what_belongs_together_is_joined_by_new_lines():
+    text = f"One.\n{CALL}\n<think>a</think><think>b\n</think>\nTwo.\n\nThree.\n{CALL}\nFour."
+    answer = read(HERMES_CHAT, BOX, Thinking.MAY, text)
+    assert (answer.content, answer.reasoning) == ("One.\nTwo.\n\nThree.\nFour.", "a\nb")
+    assert [call.arguments for call in answer.calls] == ['{"city": "Paris"}'] * 2
+
+
 def test_whether_it_reasons_now():
     parser = Parser(ChatFormat(None, THINK), Toolbox(), Thinking.MAY)
     seen = [(parser.feed(text), parser.reasoning)[1] for text in ("\n<thi", "nk>a", "b</thi", "nk>", "c")]
@@ -259,9 +266,17 @@ def check_cuts(name, seed, texts, cuts):
         thinking, end = random.choice(list(Thinking)), random.random() < 0.5
         whole = events_of(format, [text], thinking=thinking, cut=end)
         check_whole(whole)
+        check_said(format, text, whole if not end else [Reasoned("")])
         for _ in range(cuts):
             pieces = pieces_of(random, text, random.choice([1, 2, 5, len(text)]))
             assert events_of(format, pieces, thinking=thinking, cut=end) == whole, (text, pieces)
+
+
+def check_said(format, text, events):
+    """What is neither reasoning nor a call is said exactly."""
+    if all(isinstance(event, Said) for event in events) and not (format.silent or format.before_said):
+        marks = ("<think>", "</think>")
+        assert any(mark in text for mark in marks) or "".join(event.text for event in events) == text
 
 
 def check_whole(events):
