@@ -1,8 +1,8 @@
 """schemathesis with a description of an API, over the routes that are served: it finds nothing.
 
 Four descriptions: OpenAI's own of its API, and of its responses; that of text-generation-inference; and ours, GET
-/openapi.json. Each in two runs: with requests as the document describes them, most of which say something that is refused;
-and with those that are answered. Together at least 2,000 examples.
+/openapi.json. Each in two runs: with requests as the document describes them, most of which say something that is
+refused; and with those that are answered. Together at least 2,000 examples.
 """
 
 import json
