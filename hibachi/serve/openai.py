@@ -7,12 +7,16 @@ from typing import Any, NotRequired, TypedDict
 
 from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
+from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.conversation import conversation
+from hibachi.api.dialects import ANTHROPIC
 from hibachi.api.errors import Refused
+from hibachi.api.messages import answers as anthropic
 from hibachi.api.openapi import Error
 from hibachi.api.vectors import shortened
-from hibachi.api.writing import ChatWriter, CompletionWriter
+from hibachi.api.writing import CompletionWriter
 from hibachi.request import SamplingParams, Terms
+from hibachi.serve.conversing import prepare
 from hibachi.serve.record import Record, Vectors
 from hibachi.serve.routes import About, Route, for_chat, for_ids, for_text, for_vectors
 from hibachi.serve.served import Served
@@ -39,14 +43,24 @@ MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context hold
 
 
 async def models(served: Served, x: Exchange) -> None:
-    """The names that are served."""
+    """The names that are served; in Anthropic's form for clients that send its version."""
+    if x.dialect is ANTHROPIC:
+        await x.json(anthropic.models([_as_anthropic(served, name) for name in served.names]))
+        return
     await x.json(answers.models(served.names, served.created, served.max_model_len, served.root, served.numerics))
 
 
 async def model(served: Served, x: Exchange) -> None:
-    """One of the names that are served."""
+    """One of the names that are served, likewise."""
     name = served.named(x.params["model"])
+    if x.dialect is ANTHROPIC:
+        await x.json(_as_anthropic(served, name))
+        return
     await x.json(answers.model(name, served.created, served.max_model_len, served.root, served.numerics))
+
+
+def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:
+    return anthropic.model(name, served.created, served.max_model_len)
 
 
 async def completions(served: Served, x: Exchange) -> None:
@@ -74,16 +88,7 @@ async def converse(served: Served, x: Exchange, raw: bytes) -> None:
     """`chat` with a body that was read."""
     body = read(ChatBody, raw)
     name = served.check_name(body.model)
-    asked = asking.chat(body, served.texts.default_params, served.bounds)
-    assert asked.messages is not None
-    ids = await served.reading.render(
-        asked.messages,
-        asked.template,
-        x.tenant,
-        special=asked.special,
-        open_end=asked.open_end,
-        truncation=asked.truncation,
-    )
+    asked, ids = await prepare(served, x, body)
     await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.fingerprint), [ids])
 
 
@@ -193,9 +198,11 @@ CHAT = About(
     example=lambda served: {"messages": MESSAGES, "max_tokens": 8},
     useful=for_chat,
 )
+MODELS = About(answer=(answers.Models, anthropic.AnthropicModels), dialects=(ANTHROPIC,))
+MODEL = About(answer=(answers.Model, anthropic.AnthropicModel), dialects=(ANTHROPIC,), named=True)
 ROUTES = (
-    Route("GET", "/v1/models", models, about=About(answer=answers.Models)),
-    Route("GET", "/v1/models/{model:path}", model, about=About(answer=answers.Model, named=True)),
+    Route("GET", "/v1/models", models, about=MODELS),
+    Route("GET", "/v1/models/{model:path}", model, about=MODEL),
     Route("POST", "/v1/completions", completions, about=COMPLETION),
     Route("POST", "/v1/chat/completions", chat, about=CHAT),
     Route(

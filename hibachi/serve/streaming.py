@@ -35,7 +35,9 @@ async def answer_text(
     with (
         said_by(asked.form),
         served.record(x, asked.params, ids) as record,
-        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant), asked.predicted) as writer.streams,
+        served.submit(
+            ids, asked.params, served.terms(asked.terms, x.tenant), asked.predicted, asked.shown
+        ) as writer.streams,
     ):
         writer.ids = ids
         text = _one(writer.streams, asked.params.n)
@@ -56,7 +58,7 @@ async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, 
 
 async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
     more = None if headers is None else headers(record)
-    comments, dialect = Comments(x, more=more), writer.dialect
+    comments, dialect = Comments(x, comment=writer.waiting, more=more), writer.dialect
     chunks: list[Any] | None = None  # None means nothing has come
     open_ = {c.index: c for c in text.choices}
     try:
@@ -84,7 +86,7 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
         record.failed(e)
         refused = as_refused(e)
         x.blame(refused, e)
-        chunks = [dialect.error(refused)]
+        chunks = [dialect.told(refused, x.id)]
     finally:
         comments.stop()
     await x.write(_events(writer, chunks) + dialect.end, more=False)

@@ -93,6 +93,10 @@ GIVEN = {
     "max_body_size": ("2k", 2048),
     "max_logprobs": ("4", 4),
     "max_n": ("2", 2),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("none", "none"),
+    "reasoning_field": ("both", "both"),
+    "enable_auto_tool_choice": ("off", False),
     "compat": ("tgi", "tgi"),
     "metric_names": ("vllm", "vllm"),
     "log_format": ("json", "json"),
@@ -100,11 +104,11 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_fifty_flags_and_each_is_tried_here():
+def test_there_are_at_most_fifty_five_flags_and_each_is_tried_here():
     commands = parser()._subparsers._group_actions[0].choices
     flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
     flags = [a for a in flags if a.help != SUPPRESS]  # TGI's: see test_compat.py
-    assert len(flags) <= 50
+    assert len(flags) <= 55
     assert {a.dest for a in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 

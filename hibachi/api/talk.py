@@ -1,0 +1,80 @@
+"""Chats as requests have them: prompts, and forms of answers, refused by the names of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hibachi.api.asking import Asked
+from hibachi.api.conversation import refusing
+from hibachi.api.errors import Refused
+from hibachi.api.forms import refused
+from hibachi.api.turns import Turns
+from hibachi.errors import InvalidRequest
+from hibachi.structured import StructuredOutputs
+from hibachi.tools.choosing import Parsers
+from hibachi.tools.history import Messages
+from hibachi.tools.talk import NO_TOOLS, Talk
+
+
+class ChatTalk:
+    """See `Talk`, which raises InvalidRequest where this raises Refused."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, parsers: Parsers | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, chat_template
+        self._talk = Talk(tokenizer, chat_template, parsers)
+
+    def check(self) -> None:
+        """Raises Refused if there is no template."""
+        if self._template is None and not self._tokenizer.chat_templates:
+            raise Refused(
+                "This model has no chat template: send a prompt to /v1/completions, or give it a template at the "
+                "start, with --chat-template.",
+                param="messages",
+                code="no_chat_template",
+            )
+
+    def written(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
+        with refusing():
+            return self._talk.written(messages, variables, open_end=open_end)
+
+    def spoken(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt of a chat. How its answer is read is noted in `asked.turns`. variables: further ones for the
+        template. Raises Refused or InvalidRequest.
+        """
+        assert asked.messages is not None
+        given = {**(variables or {}), **asked.template}
+        with refusing():
+            found = self._talk.spoken(
+                asked.messages, given, asked.toolbox, effort=asked.effort, open_end=asked.open_end
+            )
+        if found.special:
+            fields = self._talk.choosing.parsers.fields
+            box = asked.toolbox or NO_TOOLS
+            asked.turns = Turns(found.format, box, found.thinking, asked.include_reasoning, fields, found.shown)
+        return found.prompt
+
+    def form(self, asked: Asked, check: Callable[[StructuredOutputs], object], ends: Collection[int]) -> None:
+        """Make the form of the answer to a chat, behind `spoken`: of its tools, its reasoning and what was asked for.
+
+        check: checks a form, which may take seconds. ends: tokens that end a text. Raises Refused, which names a tool,
+        and what `check` raises.
+        """
+        turns, answer = asked.turns, asked.params.structured_outputs
+        if turns is None:
+            return
+        assert answer is None or isinstance(answer, StructuredOutputs)
+        try:
+            found = self._talk.form(turns.format, turns.thinking, asked.toolbox, answer, check, ends)
+        except InvalidRequest as e:
+            raise _refused(e, asked.form) from e
+        if found is not answer:
+            asked.params = asked.params.with_(structured_outputs=found)
+            asked.form = asked.form or "tools"
+
+
+def _refused(error: InvalidRequest, said: str | None) -> Refused:
+    words = str(error)
+    if not words.startswith("tools"):
+        return refused(error, said)
+    return Refused(words, param=words.partition(" ")[0].rstrip(":"), code="invalid_value")

@@ -1,0 +1,176 @@
+"""Rules for the arguments of a call, by the tool's schema and the notation in which the model writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hibachi.guide.worker import Refused
+from hibachi.tools.format import Arguments, Json, Python, Quoted, Tagged
+from hibachi.tools.lark import Rules, chain, quoted, repeated
+from hibachi.tools.notations import Literals, PythonWords, QuotedWords
+from hibachi.tools.schemas import (
+    Schema,
+    alone,
+    alternatives,
+    as_json,
+    number,
+    properties,
+    resolved,
+    string_body,
+)
+
+COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
+NOTES = ("title", "description", "default", "examples")
+MOST = 64  # objects whose entries have texts of their own
+WORD = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # for names that the schema leaves open
+
+
+def arguments(rules: Rules, dialect: Arguments, parameters: Schema) -> str:
+    """The name of a rule, or an expression, for the arguments of one call. Raises Refused."""
+    schema = as_object(parameters)
+    if isinstance(dialect, Json):
+        return quoted("{}") if is_empty(schema) else rules.json(closed(schema))
+    top = resolved(schema, schema)
+    if isinstance(dialect, Tagged):
+        return TaggedWords(rules, dialect, schema).entries(top)
+    if isinstance(dialect, Python):
+        return Literals(rules, PythonWords(rules), schema).keywords(top)
+    assert isinstance(dialect, Quoted)
+    return Literals(rules, QuotedWords(rules, dialect.quote), schema).object(top, top=True)
+
+
+def as_object(parameters: Any) -> dict[str, Any]:
+    """The schema of arguments; nothing means there are none."""
+    if not isinstance(parameters, Mapping):
+        raise Refused("it must be a JSON schema of an object")
+    schema = dict(parameters)
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise Refused('its `type` must be "object", as arguments have names', "type")
+    return {**schema, "type": "object"}
+
+
+def is_empty(schema: Schema) -> bool:
+    """No arguments. To JSON Schema any would do, but the client has named none."""
+    return not schema.get("properties") and not any(
+        schema.get(key) for key in (*COMBINING, "additionalProperties", "required")
+    )
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without further arguments, unless the schema speaks of them: a function takes no others."""
+    if "additionalProperties" in schema or any(key in schema for key in COMBINING):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+class TaggedWords:
+    """Arguments between texts of their own, see `Tagged`."""
+
+    def __init__(self, rules: Rules, dialect: Tagged, root: Schema) -> None:
+        self._rules, self._dialect, self._root = rules, dialect, root
+        self._objects = 0
+
+    def entries(self, schema: Schema) -> str:
+        """All that an object holds. Names that its schema does not have do not come, unless it has none at all."""
+        self._objects += 1
+        if self._objects > MOST:
+            raise Refused(f"it has more than {MOST} objects that are written without JSON, or one that holds itself")
+        if any(key in schema for key in ("allOf", "anyOf", "oneOf", "patternProperties")):
+            raise Refused("`properties` are needed at its top in the form in which this model writes calls", "anyOf")
+        found = properties(schema)
+        more = schema.get("additionalProperties", False)
+        if not found and more is not False:
+            return self._rules.rule(repeated(*self._entry("", more), 0, ""), "entries")
+        return chain(self._rules, [(*self._entry(name, each), needed) for name, each, needed in found])
+
+    def _entry(self, name: str, schema: Any) -> tuple[str, str]:
+        """One argument as the first, and as it is behind another. name: "" means any."""
+        dialect = self._dialect
+        if not name and "{key}" in f"{dialect.open}{dialect.close}{dialect.end}":
+            raise Refused("names of properties are needed in the form in which this model writes calls", "properties")
+        kinds = alternatives(schema, self._root)
+        first = self._led(name, kinds, "")
+        return first, self._led(name, kinds, dialect.between) if dialect.between else first
+
+    def _led(self, name: str, kinds: list[Schema], lead: str) -> str:
+        """One argument behind a text. Both are one, as the lexer never goes back: what ends them all may begin like
+        what comes between two.
+        """
+        dialect = self._dialect
+        begin, end = lead + dialect.open.replace("{key}", name), dialect.end.replace("{key}", name)
+        if not dialect.kinds:
+            return self._rules.rule(f"{self._named(begin, name, dialect.close)} {self._value(kinds, end)}", "entry")
+        found = []
+        for kind in [each for k in kinds for each in typed(k)]:
+            close = dialect.kinds.get("number" if kind["type"] == "integer" else kind["type"], dialect.close)
+            found.append(f"{self._named(begin, name, close)} {self._value([kind], end)}")
+        return self._rules.rule(" | ".join(found), "entry")
+
+    def _named(self, begin: str, name: str, close: str) -> str:
+        rules = self._rules
+        if name:
+            return rules.fixed(begin + name + close.replace("{key}", name))
+        return " ".join([rules.fixed(begin), rules.terminal(WORD, "WORD"), rules.fixed(close)])
+
+    def _value(self, kinds: list[Schema], end: str) -> str:
+        """A value and the text that ends it. Where it may be a string it is any text, or else one of what is listed."""
+        texts = [kind for kind in kinds if kind.get("type", "string") == "string"]
+        if not texts:
+            return self._rules.rule(" | ".join(self._other(kind, end) for kind in kinds), "value")
+        bodies = [self._rules.either(kind["enum"]) if "enum" in kind else string_body(kind) for kind in texts]
+        if any(map(is_bounded, kinds)):  # a text that looks like a value of these would be read as one
+            bodies = [f"({body}) & ~/[ \\t\\r\\n]*[-0-9{{\\[(](?s:.)*/" for body in bodies]
+        others = [body for kind in kinds for body in plain(kind)]
+        return self._raw(either(bodies), either([*bodies, *others]), end)
+
+    def _raw(self, text: str, body: str, end: str) -> str:
+        """A value that is any text of `body`, or between brackets of XML, where the format has them, of `text`."""
+        rules = self._rules
+        if not self._dialect.cdata:
+            return rules.before(end.split()[0], body, end)
+        bare = rules.terminal(f"({body}) & /[^<&\\n]*/", "BARE")
+        within = rules.before("]]>", text, "]]>" + end)
+        return rules.rule(f"{bare} {rules.fixed(end)} | {quoted('<![CDATA[')} {within}", "raw")
+
+    def _other(self, kind: Schema, end: str) -> str:
+        """A value that is no string, and the end."""
+        rules, dialect = self._rules, self._dialect
+        if dialect.item is not None and kind["type"] == "object" and "enum" not in kind:
+            return f"{self.entries(kind)} {rules.fixed(end)}"
+        if dialect.item is not None and kind["type"] == "array" and "enum" not in kind:
+            each = self._entry(dialect.item, kind.get("items", True))
+            return f"{repeated(*each, kind.get('minItems', 0), kind.get('maxItems', ''))} {rules.fixed(end)}"
+        schema = number(kind) if kind["type"] in ("number", "integer") else alone(kind, self._root)
+        return f"{rules.json(schema)} {rules.fixed(end)}"
+
+
+def typed(kind: Schema) -> list[Schema]:
+    """Schemas with a type each: a schema without one is of any."""
+    if "type" in kind:
+        return [kind]
+    return [{**kind, "type": name} for name in ("string", "number", "boolean", "object", "array", "null")]
+
+
+def either(bodies: list[str]) -> str:
+    return " | ".join(f"({body})" for body in bodies)
+
+
+def is_bounded(kind: Schema) -> bool:
+    """Not any number, object or array, but some."""
+    return kind.get("type") in ("number", "integer", "object", "array") and bool(set(kind) - {"type", *NOTES})
+
+
+def plain(kind: Schema) -> list[str]:
+    """What a value beside a string may be: what a regular expression can say. Of others the string is left."""
+    match kind.get("type"):
+        case "null":
+            return ['"null"']
+        case "boolean" | "integer" | "number" if "enum" in kind:
+            return [quoted(as_json(value)) for value in kind["enum"]]
+        case "boolean":
+            return ['"true" | "false"']
+        case "integer" if not set(number(kind)) - {"type"}:
+            return ["/-?(0|[1-9][0-9]*)/"]
+    return []
