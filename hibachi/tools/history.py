@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from hibachi.errors import InvalidRequest
+from hibachi.tools.completed import completed
 from hibachi.tools.format import ChatFormat, History
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -85,8 +86,17 @@ def as_written(messages: Messages, format: ChatFormat) -> Messages:
     tools = format.tools
     if tools is None or not any(m.get("tool_calls") for m in messages):
         return messages
+    if format.history.beside == "content":  # it would hide the calls
+        messages = [part for m in messages for part in _apart(m)]
     found = [_in_form(m, format.history) for m in (_one_by_one(messages) if tools.most == 1 else messages)]
     return found if tools.id is None else [_with_short_ids(m) for m in found]
+
+
+def _apart(m: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is said and what is called, each as a message of its own."""
+    if not m.get("tool_calls") or not m.get("content"):
+        return [m]
+    return [{name: value for name, value in m.items() if name != "tool_calls"}, {**m, "content": None}]
 
 
 def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
@@ -197,13 +207,22 @@ def _opened(
 
 def _rendered(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any]) -> str:
     first: InvalidRequest | None = None
-    for form in _forms(messages):
-        try:
-            return render(form, **variables)
-        except InvalidRequest as e:
-            first = first or e
+    for given in _given(variables):
+        for form in _forms(messages):
+            try:
+                return render(form, **given)
+            except InvalidRequest as e:
+                first = first or e
     assert first is not None
     raise first
+
+
+def _given(variables: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The variables as they are; with tools that have all their parts."""
+    yield variables
+    tools = variables.get("tools")
+    if tools and (whole := completed(tools)) != tools:
+        yield {**variables, "tools": whole}
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:

@@ -73,7 +73,7 @@ class Talk:
         self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
     ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-        if "developer" not in self._source(tools=bool(given.get("tools"))):
+        if "developer" not in self._source(tools=bool(given.get("tools"))) or not format.history.developer:
             messages = without_developer(messages)
         if self.choosing.parsers.generic:
             return self._described(messages, given.pop("tools", None) or (), given, open_end=open_end)
