@@ -124,3 +124,10 @@ def test_a_call_that_must_come_is_whole_json():
         text = llm.generate("He ", SamplingParams(max_tokens=99, temperature=0, structured_outputs=form))[0].text
         first = text.split("</tool_call>")[0].removeprefix("<tool_call>")
         assert json.loads(first)["name"] in ("walk", "dance", "rest")
+
+
+def test_whether_texts_can_be_guided_is_known(monkeypatch):
+    with LLM("tiny", backend="numpy") as llm:
+        assert llm.guides_text
+        monkeypatch.setattr("hibachi.lm.texts.installed", lambda: False)
+        assert not llm.guides_text
