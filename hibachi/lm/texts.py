@@ -13,7 +13,6 @@ from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.errors import InvalidRequest, shown
-from hibachi.guide.find import installed
 from hibachi.lm.chats import Asking, Chats, told
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
@@ -61,14 +60,6 @@ class Texts(Holding):
         self._chats: Chats | None = None
         if vocab_size is not None:
             engine.forms.vocabulary = partial(vocabulary_of, tokenizer, vocab_size, self.eos_ids)
-
-    @property
-    def guides_text(self) -> bool:
-        """Whether answers can be held to a form of text: the engine samples single ids, the tokenizer says which bytes
-        each stands for, and a library that guides is installed.
-        """
-        spells = bool(getattr(self.tokenizer, "spells", False))
-        return spells and self.engine.forms.vocabulary is not None and installed()
 
     @spelled
     def stream(

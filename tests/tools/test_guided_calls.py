@@ -5,6 +5,8 @@ import json
 import pytest
 
 from hibachi import LLM, SamplingParams
+from hibachi.engine.forms import Forms, guides_text
+from hibachi.model.text.own import NoTokenizer
 from hibachi.tools.format import (
     HERMES,
     CallBegun,
@@ -128,6 +130,7 @@ def test_a_call_that_must_come_is_whole_json():
 
 def test_whether_texts_can_be_guided_is_known(monkeypatch):
     with LLM("tiny", backend="numpy") as llm:
-        assert llm.guides_text
-        monkeypatch.setattr("hibachi.lm.texts.installed", lambda: False)
-        assert not llm.guides_text
+        assert guides_text(llm.engine.forms, llm.tokenizer)
+        assert not guides_text(llm.engine.forms, NoTokenizer()) and not guides_text(Forms(), llm.tokenizer)
+        monkeypatch.setattr("hibachi.engine.forms.installed", lambda: False)
+        assert not guides_text(llm.engine.forms, llm.tokenizer)
