@@ -1,0 +1,7 @@
+// @ai-sdk/anthropic.
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { tell } from "./ai_tools.mjs";
+import { base, tiny } from "./weather.mjs";
+
+const model = (baseURL) => createAnthropic({ baseURL, apiKey: "none" })("tiny");
+await tell(model(base), model(tiny));
