@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -36,12 +36,22 @@ class Usage(Struct, omit_defaults=True):
     completion_tokens_details: dict[str, int] | None = None
 
 
-def usage(prompt: int, new: int, cached: int | None = None, predicted: tuple[int, int] | None = None) -> Usage:
-    """predicted: tokens of a prediction that were proposed, and were drawn or were not; None means there was none."""
+def usage(
+    prompt: int,
+    new: int,
+    cached: int | None = None,
+    predicted: tuple[int, int] | None = None,
+    reasoning: int | None = None,
+) -> Usage:
+    """predicted: tokens of a prediction that were proposed, and were drawn or were not; None means there was none.
+    reasoning: tokens of it; None means the model's reasoning is not told from its text.
+    """
     used = Usage(prompt, new, prompt + new, None if cached is None else {"cached_tokens": cached})
+    details = {} if reasoning is None else {"reasoning_tokens": reasoning}
     if predicted is not None:
         names = "accepted_prediction_tokens", "rejected_prediction_tokens"
-        used.completion_tokens_details = dict(zip(names, predicted, strict=True))
+        details |= dict(zip(names, predicted, strict=True))
+    used.completion_tokens_details = details or None
     return used
 
 
@@ -154,10 +164,31 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class Function(Struct):
+    """arguments: JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, omit_defaults=True):
+    """incomplete: the answer ended within this call, and `arguments` is only their beginning."""
+
+    id: str
+    type: Literal["function"] | UnsetType  # or the value would be left out
+    function: Function
+    incomplete: bool = False
+
+
 class ChatMessage(Struct):
+    """content: null where there are only calls. reasoning_content, reasoning: one of them, or both, by a setting."""
+
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct, omit_defaults=True):
@@ -183,9 +214,27 @@ class ChatAnswer(Struct, Generic[C], omit_defaults=True):
     prompt_token_ids: list[int] | None = None
 
 
+class FunctionDelta(Struct, omit_defaults=True):
+    name: str | UnsetType
+    arguments: str
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    """A piece of a call. id, type and the name come with its first. incomplete: see `ToolCall`."""
+
+    index: int
+    id: str | UnsetType
+    type: Literal["function"] | UnsetType
+    function: FunctionDelta
+    incomplete: bool = False
+
+
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatPiece(Struct, omit_defaults=True):

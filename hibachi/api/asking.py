@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +16,11 @@ from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
+from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
+from hibachi.tools.asked import as_shown, toolbox_of
+from hibachi.tools.tools import Toolbox
 
 _DIGITS = re.compile(r"-?[0-9]{1,18}")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -25,7 +30,6 @@ REFUSED = {
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
-    "reasoning_effort": "The models served have no such setting",
     "verbosity": "The models served have no such setting",
     "web_search_options": "Nothing is searched",
     "moderation": "Nothing is judged",
@@ -37,8 +41,7 @@ REFUSED = {
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "use_beam_search": (False, "Beams are not searched; best_of keeps the best of several texts"),
     "length_penalty": (1, "It is of beam search, which is not served"),
-    "include_reasoning": (True, "Reasoning is part of the text"),
-    "thinking_token_budget": (-1, "Reasoning is part of the text, and max_tokens limits all of it"),
+    "thinking_token_budget": (-1, "max_tokens limits reasoning and text together"),
     "stream_interval": (1, "A chunk has what came since the one before it"),
     "watermarking": (False, "Texts are not marked"),
     "routed_experts_prompt_start": (0, "The experts of a token are not told"),
@@ -103,6 +106,15 @@ class Asked:
     form: str | None = None  # the field of the request that says what form the answer must have
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
+    toolbox: Toolbox | None = None  # of a chat: tools that may be called
+    effort: str | None = None  # of reasoning, if one was asked for
+    include_reasoning: bool = True
+    turns: Turns | None = None  # how the answer to a chat is read; None means it is all text
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens that its text shows."""
+        return frozenset() if self.turns is None else self.turns.shown
 
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
@@ -136,8 +148,8 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise unsupported("modalities", "Only text is served")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "A tool cannot be demanded: 'auto' and 'none' are")
+    with by_name():
+        toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
     named, limit = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         named, limit = "max_completion_tokens", body.max_completion_tokens
@@ -155,15 +167,26 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     asked.template = dict(body.chat_template_kwargs or {})
     asked.template["add_generation_prompt"] = body.add_generation_prompt
     asked.open_end = goes_on(body.continue_final_message, body.add_generation_prompt)
-    if body.tools and body.tool_choice != "none":
-        asked.template["tools"] = body.tools
+    if toolbox is not None:
+        asked.toolbox, asked.template["tools"] = toolbox, as_shown(body.tools or ())
     if body.documents:
         asked.template["documents"] = body.documents
+    asked.effort, asked.include_reasoning = body.reasoning_effort, body.include_reasoning is not False
     asked.special, asked.truncation = body.add_special_tokens, truncation(body, asked.limit)
     last = asked.messages[-1]
     if body.echo and last["role"] == "assistant":
         asked.front = last.get("content") or ""
     return asked
+
+
+@contextmanager
+def by_name() -> Iterator[None]:
+    """Where a message begins with the field that it is about, the refusal names it."""
+    try:
+        yield
+    except InvalidRequest as e:
+        code = "unsupported_parameter" if " is not supported " in str(e) else "invalid_value"
+        raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
 
 
 def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:

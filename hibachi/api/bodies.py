@@ -45,6 +45,7 @@ class Bounds:
     bias: int = 1024  # entries of logit_bias
     token_ids: int = 4096  # of stop_token_ids or allowed_token_ids
     messages: int = 4096
+    tools: int = 1024
     rows: int = 4096  # continuations of all prompts of a request
     new: int | None = None  # new tokens of a continuation: the most that it gets, whatever it asks for
 
@@ -182,6 +183,7 @@ class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool = False
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
     return_prompt_text: bool | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -191,7 +193,6 @@ class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     audio: Anything = UNSET
     functions: Anything = UNSET
     function_call: Anything = UNSET
-    reasoning_effort: Anything = UNSET
     verbosity: Anything = UNSET
     web_search_options: Anything = UNSET
     moderation: Anything = UNSET

@@ -11,9 +11,15 @@ from contextlib import suppress
 from typing import Any
 
 from hibachi.api.errors import Refused
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, shown
+from hibachi.tools.format import History
 
 Messages = Sequence[Mapping[str, Any]]
+WAY_OUT = (
+    " Start the server with --tool-call-parser generic, which describes them in a system message, or name the form in "
+    "which the model writes calls."
+)
+"""What an operator can do about tools that a template does not know."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
@@ -29,7 +35,78 @@ def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, A
         raise Refused(
             f"messages has {len(given)} entries; at most {most} are served.", param="messages", code="invalid_value"
         )
-    return [message(m, i) for i, m in enumerate(given)]
+    return _answered([message(m, i) for i, m in enumerate(given)])
+
+
+def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each result of a call names a call that was made; one that names none is of the first call in front of it that
+    has no result yet. Raises Refused.
+    """
+    made: set[Any] = set()
+    open_: list[Any] = []  # calls of the last message with calls that have no result
+    found = []
+    for i, m in enumerate(messages):
+        calls = m.get("tool_calls")
+        if isinstance(calls, list) and calls:
+            open_ = [c.get("id") if isinstance(c, dict) else None for c in calls]
+            made.update(id for id in open_ if isinstance(id, (str, type(None))))
+        if m["role"] == "tool":
+            m = _result(m, f"messages[{i}].tool_call_id", made, open_)
+        found.append(m)
+    return found
+
+
+def _result(m: dict[str, Any], place: str, made: set[Any], open_: list[Any]) -> dict[str, Any]:
+    """A result with the id of its call, which is no longer open."""
+    given = m.get("tool_call_id")
+    if given is None and open_:
+        id = open_.pop(0)
+        return m if id is None else {**m, "tool_call_id": id}
+    if given is None:
+        raise Refused(
+            f"{place} is missing, and no call in front of this result is without one.",
+            param=place,
+            code="missing_required_parameter",
+        )
+    if not isinstance(given, str) or (given not in made and None not in made):
+        raise Refused(
+            f"{place} names a call that was not made: expected the id of one of the tool_calls in front of it; got "
+            f"{shown(given)}.",
+            param=place,
+            code="invalid_value",
+        )
+    if given in open_:
+        open_.remove(given)
+    return m
+
+
+def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """For a template that knows no "developer": the role is "system", and is joined to a system message in front."""
+    found: list[Mapping[str, Any]] = []
+    for m in messages:
+        if m["role"] != "developer":
+            found.append(m)
+        elif found and found[-1]["role"] == "system":
+            texts = [t for t in (found[-1].get("content"), m.get("content")) if t]
+            found[-1] = {**found[-1], "content": "\n\n".join(texts)}
+        else:
+            found.append({**m, "role": "system"})
+    return found
+
+
+def hidden_calls(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str) -> str | None:
+    """The first field with calls that the template does not show to the model; None means there is none.
+
+    text: of the conversation as it is.
+    """
+    for i, m in enumerate(messages):
+        if m.get("tool_calls"):
+            without = [*messages[:i], {k: v for k, v in m.items() if k != "tool_calls"}, *messages[i + 1 :]]
+            with suppress(InvalidRequest):
+                if _rendered(render, without, variables) == text:
+                    return f"messages[{i}].tool_calls"
+            return None  # one is like the other
+    return None
 
 
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:
@@ -67,32 +144,68 @@ def _call(given: Any) -> Any:
     return given
 
 
+def as_written(messages: Messages, history: History, *, nine: bool) -> Messages:
+    """The form of messages with calls that a template is known to take. nine: ids of calls have nine letters."""
+    if not any(m.get("tool_calls") for m in messages):
+        return messages
+    found = [_in_form(m, history) for m in messages]
+    return [_with_short_ids(m) for m in found] if nine else found
+
+
+def _in_form(m: Mapping[str, Any], history: History) -> Mapping[str, Any]:
+    if not isinstance(m.get("tool_calls"), list) or not m["tool_calls"]:
+        return m
+    out = dict(m)
+    if not m.get("content"):
+        out.pop("content", None)
+        if history.content != "missing":
+            out["content"] = "" if history.content == "empty" else None
+    if history.arguments == "text":
+        out["tool_calls"] = [_as_text(c) for c in m["tool_calls"]]
+    return out
+
+
+def _as_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def rendered(
-    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False
+    render: Callable[..., str],
+    messages: Messages,
+    variables: Mapping[str, Any],
+    *,
+    open_end: bool = False,
+    doubted: Sequence[str] = ("tools", "documents"),
 ) -> str:
     """Call `render(messages, **variables)` with the first form of the messages that the template takes.
 
-    open_end: up to the end of the last message's content, which is to be continued. Raises InvalidRequest if the
-    template takes no form. Raises Refused for tools or documents that do not change its text, and for a last message
-    that it does not show to its end.
+    open_end: up to the end of the last message's content, which is to be continued. doubted: variables that the
+    template may not look at. Raises InvalidRequest if the template takes no form. Raises Refused for a doubted variable
+    that does not change its text, and for a last message that it does not show to its end.
     """
     if open_end:
-        return _opened(render, messages, variables)
+        return _opened(render, messages, variables, doubted)
     text = _rendered(render, messages, variables)
-    for shown in ("tools", "documents"):
-        if variables.get(shown):
-            without = {name: value for name, value in variables.items() if name != shown}
+    for name in doubted:
+        if variables.get(name):
+            without = {other: value for other, value in variables.items() if other != name}
             with suppress(InvalidRequest):
                 if _rendered(render, messages, without) == text:
                     raise Refused(
-                        f"{shown} is not supported: this model's chat template does not show them to the model.",
-                        param=shown,
+                        f"{name} is not supported: this model's chat template does not show them to the model."
+                        f"{WAY_OUT if name == 'tools' else ''}",
+                        param=name,
                         code="unsupported_parameter",
                     )
     return text
 
 
-def _opened(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any]) -> str:
+def _opened(
+    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], doubted: Sequence[str]
+) -> str:
     """A mark behind the last content says where the template puts its end, whatever else looks like it."""
     *before, last = messages
     content = last.get("content")
@@ -103,7 +216,7 @@ def _opened(render: Callable[..., str], messages: Messages, variables: Mapping[s
             code="invalid_value",
         )
     mark = f"END{secrets.token_hex(12)}"
-    text = rendered(render, [*before, {**last, "content": f"{content}{mark} "}], variables)
+    text = rendered(render, [*before, {**last, "content": f"{content}{mark} "}], variables, doubted=doubted)
     front, found, behind = text.rpartition(mark)
     if not found:
         raise Refused(

@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hibachi.api.conversation import rendered
+from hibachi.api.asking import Asked
 from hibachi.api.errors import Refused
+from hibachi.api.talk import Talk
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.truncation import Truncation
 from hibachi.errors import PromptTooLong
 from hibachi.model.text.prompts import Prompts
+from hibachi.tools.formats import Parsers
 
 
 class Reading:
     """Reads prompts for one model. vocab_size: None means any id is a token. chat_template: the name of one of the
     model's, or Jinja source; None means the model's own. longest: tokens of a prompt; None means what the context
-    leaves.
+    leaves. parsers: how the format of tool calls and reasoning is chosen.
     """
 
     def __init__(
@@ -26,12 +28,13 @@ class Reading:
         vocab_size: int | None,
         chat_template: str | None = None,
         longest: int | None = None,
+        parsers: Parsers | None = None,
     ) -> None:
         self.longest = longest
         self.prompts: Prompts = prompts
         self.vocab_size: int | None = vocab_size
-        self.chat_template: str | None = chat_template
         self._tokenizing = Tokenizing()
+        self.talk: Talk = Talk(prompts.tokenizer, chat_template, parsers)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.vocab_size
@@ -119,6 +122,18 @@ class Reading:
         spans = self.prompts.tokenizer.spans
         return await self._tokenizing.run(len(text), lambda: spans(text, add_special_tokens=special), tenant)
 
+    async def chat(self, asked: Asked, tenant: str = "") -> list[int]:
+        """Token ids of the prompt of a chat, not too long. What is found out about its answer is noted in `asked`, see
+        `Talk.spoken`. Raises Refused, InvalidRequest or PromptTooLong.
+        """
+        self.talk.check()
+        text = await self._tokenizing.aside(partial(self.talk.spoken, asked), tenant)
+        self._check_text(text, asked.truncation)
+        return self._chat(await self.tokens([text], asked.special, tenant), asked)
+
+    def _chat(self, ids: list[list[int]], asked: Asked) -> list[int]:
+        return self._kept([_said(own) for own in ids], asked.truncation)[0]
+
     # ---- here and now, where nobody else waits -------------------------------------------------------------------
 
     def encode_now(
@@ -141,6 +156,13 @@ class Reading:
         text = self._rendering(messages, variables, open_end)()
         self._check_text(text, truncation)
         return self._kept([_said(ids) for ids in self._cut([text], special)], truncation)[0]
+
+    def chat_now(self, asked: Asked, variables: Mapping[str, Any]) -> list[int]:
+        """As `chat`. variables: further ones for the template."""
+        self.talk.check()
+        text = self.talk.spoken(asked, variables)
+        self._check_text(text, asked.truncation)
+        return self._chat(self._cut([text], asked.special), asked)
 
     # ---- what both do --------------------------------------------------------------------------------------------
 
@@ -172,18 +194,8 @@ class Reading:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], open_end: bool
     ) -> Callable[[], str]:
         """A function that renders a conversation. Raises Refused if there is no template for it."""
-        tokenizer = self.prompts.tokenizer
-        if self.chat_template is None and not tokenizer.chat_templates:
-            raise Refused(
-                "This model has no chat template: send a prompt to /v1/completions, or give it a template at the "
-                "start, with --chat-template.",
-                param="messages",
-                code="no_chat_template",
-            )
-        more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
-        given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-        shown = {**given, **more}
-        return lambda: rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, shown, open_end=open_end)
+        self.talk.check()
+        return partial(self.talk.written, messages, variables, open_end=open_end)
 
 
 def _texts(prompts: Sequence[Any]) -> list[str]:

@@ -9,20 +9,15 @@ from typing import Any
 
 from hibachi.api import answers
 from hibachi.api.answers import (
-    ChatAnswer,
-    ChatChoice,
-    ChatLogprobs,
-    ChatMessage,
-    ChatPiece,
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
-    Delta,
     Usage,
     Vocabulary,
 )
 from hibachi.api.asking import Asked
 from hibachi.api.dialects import OPENAI, Dialect
+from hibachi.api.turns import Thought
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, TextStream
@@ -67,6 +62,7 @@ class Writer:
         self.ids: list[list[int]] = []
         self._lengths: dict[int, int] = {}  # characters written, by choice
         self._given = asked.params.n
+        self._thoughts: dict[int, Thought] = {}  # by choice
 
     def usage(self) -> Usage:
         """Token usage of what has been read so far."""
@@ -76,7 +72,24 @@ class Writer:
         if self.asked.prediction is not None and self.cached:
             each = [c.tokens.predicted for s in self.streams for c in s.choices]
             predicted = sum(accepted for accepted, _ in each), sum(rejected for _, rejected in each)
-        return answers.usage(sum(map(len, self.ids)), 0 if self.asked.unwritten else new, cached, predicted)
+        prompt = sum(map(len, self.ids))
+        return answers.usage(prompt, 0 if self.asked.unwritten else new, cached, predicted, self._reasoned())
+
+    def _reasoned(self) -> int | None:
+        """Tokens of reasoning that have been read so far; None means reasoning is not told from text."""
+        turns = self.asked.turns
+        if turns is None or turns.format.reasoning is None:
+            return None
+        total = 0
+        for choice in (c for s in self.streams for c in s.choices):
+            found = self._thoughts.get(choice.index)
+            if found is None:
+                found = self._thoughts[choice.index] = Thought(turns.format.reasoning, turns.thinking, self._raw)
+            total += found.upto(choice.token_ids)
+        return total
+
+    def _raw(self, token: int) -> bytes:
+        return bytes(self.vocabulary(token)[1])
 
     def prompt_of(self, index: int) -> int:
         """The index of the prompt that a choice belongs to."""
@@ -187,52 +200,6 @@ class CompletionWriter(Writer):
     def _answer(self, choices: Sequence[CompletionChoice]) -> CompletionAnswer:
         return CompletionAnswer(
             self.id, self.object, self.created, self.name, list(choices), self._always(), self.fingerprint
-        )
-
-
-class ChatWriter(Writer):
-    prefix, object = "chatcmpl", "chat.completion"
-
-    def opening(self) -> list[Any]:
-        firsts = [Delta("assistant", "")] + [Delta(None, front) for front in [self.asked.front] if front]
-        choices = [c.index for s in self.streams for c in s.choices]
-        return [self._chunk([ChatPiece(index, delta, None, None)]) for delta in firsts for index in choices]
-
-    def piece(self, p: Piece) -> Any:
-        found, most = None, self.asked.logprobs
-        if most is not None and p.logprobs is not None:
-            found = self._scores(p.token_ids, p.logprobs, most)
-        return self._chunk([ChatPiece(p.index, Delta(None, p.text), found, None, self._told(p.token_ids))])
-
-    def end(self, choice: TextChoice) -> Any:
-        why, by = reason_of(choice.finish_reason), choice.stopped_by
-        return self._chunk([ChatPiece(choice.index, Delta(), None, why, stop_reason=by.reason if by else None)])
-
-    def last(self) -> Any:
-        return self._chunk([], self.usage())
-
-    def whole(self) -> Any:
-        (done,) = self._done()
-        choices, most = [], self.asked.logprobs
-        for c in done.choices:
-            scores = c.logprobs if most is not None else None
-            found = None if scores is None else self._scores(c.token_ids, scores, most or 0)
-            message = ChatMessage("assistant", self.asked.front + c.text)
-            reason, ids = reason_of(c.finish_reason), self._told(c.token_ids)
-            choices.append(ChatChoice(c.index, message, found, reason, ids, c.stop_reason))
-        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage(), self.fingerprint)
-        if done.prompt_logprobs is not None:
-            answer.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
-        answer.prompt_token_ids = self._told(done.prompt_token_ids)
-        return answer
-
-    def _scores(self, ids: list[int], scores: Any, most: int) -> ChatLogprobs:
-        return answers.chat_logprobs(ids, scores, most, self.vocabulary, named_ids=self.asked.named_ids)
-
-    def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer[ChatPiece]:
-        used = used or self._always()
-        return ChatAnswer(
-            self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.fingerprint
         )
 
 

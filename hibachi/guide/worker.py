@@ -121,9 +121,16 @@ def make_source(library: Any, form: Form, texts: bool) -> str:
 
 
 def json_source(text: str, form: Form) -> str:
-    schema = without_notes(read_schema(text))
+    part = json_part(read_schema(text), form["whitespace_pattern"], any_of=form["one_of_as_any_of"])
+    return f"{FREE}start: {part}\n"
+
+
+def json_part(schema: dict[str, Any], between: str | None = None, *, any_of: bool = False) -> str:
+    """A schema as a part of a rule. between: a pattern of the blanks between tokens. any_of: read `oneOf` as `anyOf`.
+    Raises Refused.
+    """
+    schema = without_notes(schema)
     check_characters(schema)
-    between = form["whitespace_pattern"]
     if between is not None:
         between = json_blanks(between)
     options = {
@@ -131,12 +138,12 @@ def json_source(text: str, form: Form) -> str:
         "key_separator": ": ?" if between is None else ":",
         "whitespace_flexible": False,
         "whitespace_pattern": between,
-        "coerce_one_of": form["one_of_as_any_of"],
+        "coerce_one_of": any_of,
         "lenient": False,
         # No \\u: else "\\u0061" would be another way to write the name "a", which no rule for "a" sees.
         "json_allowed_escapes": 'nrbtf\\"',
     }
-    return f"{FREE}start: %json {json.dumps({**schema, 'x-guidance': options})}\n"
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def read_schema(text: str) -> dict[str, Any]:

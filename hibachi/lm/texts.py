@@ -88,12 +88,14 @@ class Texts(Holding):
         *,
         prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> list[TextStream]:
         """Queue all prompts, after all have been checked, and return a stream for each. See `generate`.
 
+        shown: special tokens that texts show though others are left out.
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed; then nothing is queued.
         """
-        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction)
+        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction, shown)
 
     @spelled
     def generate(
@@ -333,6 +335,7 @@ class Texts(Holding):
         params: Any,
         terms: Any = None,
         prediction: Predictions = None,
+        shown: frozenset[int] = frozenset(),
     ) -> list[TextStream]:
         """Queue requests, after all of them have been checked."""
         each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
@@ -354,7 +357,7 @@ class Texts(Holding):
                     TextChoice(
                         i,
                         self.engine.submit(one),
-                        partial(self._text, p, after=own),
+                        partial(self._text, p, after=own, shown=shown),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),
@@ -407,7 +410,7 @@ class Texts(Holding):
             ready.append(self.engine.check(request))
         return ready
 
-    def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
+    def _text(self, p: SamplingParams, *, after: list[int], shown: frozenset[int]) -> Detokenizer:
         return Detokenizer(
             self.tokenizer,
             p.stop,
@@ -415,6 +418,7 @@ class Texts(Holding):
             include_stop=bool(p.include_stop),
             min_tokens=p.min_tokens,
             skip_special=p.skip_special_tokens,
+            shown=shown,
         )
 
 

@@ -113,6 +113,7 @@ class Batch:
                 "max_model_len": settings.max_model_len,
                 "generation_config": _with_digest(settings.generation_config, "generation_config.json"),
                 "chat_template": _with_digest(settings.chat_template),
+                "parsers": [settings.tool_call_parser, settings.reasoning_parser, settings.reasoning_field],
             },
             "served_names": list(self.served_names),
         }

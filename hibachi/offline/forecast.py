@@ -36,6 +36,7 @@ from hibachi.phases import duration
 from hibachi.plan.compose import Composer
 from hibachi.plan.limits import Limits
 from hibachi.remote.opening import sampling_defaults, template_of
+from hibachi.remote.settings import parsers_of
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime, read_step_time
 
@@ -128,7 +129,8 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
         need("msgspec", "Lines of OpenAI's batches", BATCH)
         from hibachi.offline.works.openai import OpenAIWork
 
-        work = OpenAIWork(open_, batch.served_names or names_of(batch.settings.model), seed=batch.seed)
+        names = batch.served_names or names_of(batch.settings.model)
+        work = OpenAIWork(open_, names, seed=batch.seed, parsers=parsers_of(batch.settings))
     else:
         kind = EmbeddingWork if batch.task == "embed" else TextWork
         work = kind(batch.columns, open_, seed=batch.seed)

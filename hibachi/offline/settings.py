@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from hibachi.remote.settings import ENGINE, MODEL
+from hibachi.remote.settings import CHAT, ENGINE, MODEL
 from hibachi.settings import settle as shared
 from hibachi.settings.kinds import Setting, choice, seconds
 
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": MODEL,
+    "chats": CHAT,
     "engine": (
         Setting("engine", choice("child", "own"), "child", "process of the engine: its own, or this one"),
         *ENGINE,

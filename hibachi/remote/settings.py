@@ -5,8 +5,11 @@ A command adds to them, in words of its own, `engine` (child or own: where it ru
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hibachi.lm.llm import QUANTIZATIONS
 from hibachi.settings.kinds import SWITCH, Setting, choice, integer, size, text
+from hibachi.tools.formats import Parsers
 
 MODEL: tuple[Setting, ...] = (
     Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
@@ -28,6 +31,15 @@ MODEL: tuple[Setting, ...] = (
             "the model's"),
 )  # fmt: skip
 
+CHAT: tuple[Setting, ...] = (
+    Setting("tool-call-parser", text("NAME"), "auto", "how the model writes tool calls: as its chat template says"
+            " (auto), generic, or a name: docs/tools.md"),
+    Setting("reasoning-parser", text("NAME"), "auto", "how it writes reasoning: as its chat template says (auto), none,"
+            " or a name"),
+    Setting("reasoning-field", choice("reasoning_content", "reasoning", "both"), "reasoning_content", "the field of an"
+            " answer that has the reasoning"),
+)  # fmt: skip
+
 ENGINE: tuple[Setting, ...] = (
     Setting("max-num-seqs", integer(1), 64, "most requests that run at once"),
     Setting("max-num-batched-tokens", integer(1), 2048, "most tokens computed in a step"),
@@ -42,3 +54,10 @@ ENGINE: tuple[Setting, ...] = (
     ),
     Setting("enable-prefix-caching", SWITCH, True, "let requests that begin alike share keys and values"),
 )
+
+
+def parsers_of(settings: SimpleNamespace) -> Parsers:
+    """What settings of `CHAT` say. Raises ConfigError."""
+    field = settings.reasoning_field
+    fields = ("reasoning_content", "reasoning") if field == "both" else (field,)
+    return Parsers(settings.tool_call_parser, settings.reasoning_parser, fields)

@@ -11,6 +11,7 @@ from hibachi.api.tgi.limits import TgiLimits
 from hibachi.plan.policy import Fair, Policy, Priority, WaitingServed
 from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.remote.opening import open_settled
+from hibachi.remote.settings import parsers_of
 from hibachi.serve.served import Served
 from hibachi.serve.tgi_settings import NAME, NAMELESS
 from hibachi.web.keys import tenants_of
@@ -20,6 +21,7 @@ from hibachi.web.tenants import Tenants
 def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
     """The model, loaded and warmed up. Raises what making a model raises, and ConfigError."""
     tenants = tenants_of(settings) if tenants is None else tenants
+    parsers = parsers_of(settings)
     texts, template = open_settled(settings, **options(settings, tenants))
     try:
         if settings.seed is not None:
@@ -38,6 +40,7 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             arrival=settings.arrival_timeout or None,
             tgi=None if settings.tgi is None else TgiLimits(**settings.tgi.limits()),
             nameless=frozenset() if settings.tgi is None else NAMELESS,
+            parsers=parsers,
             fingerprint=system_fingerprint(texts.engine.facts, settings.model),
         )
     except BaseException:

@@ -7,12 +7,14 @@ from typing import Any, NotRequired, TypedDict
 
 from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
+from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.openapi import Error
 from hibachi.api.vectors import shortened
-from hibachi.api.writing import ChatWriter, CompletionWriter
+from hibachi.api.writing import CompletionWriter
 from hibachi.request import SamplingParams, Terms
+from hibachi.serve.conversing import prepare
 from hibachi.serve.record import Record, Vectors
 from hibachi.serve.routes import About, Route, for_chat, for_ids, for_text, for_vectors
 from hibachi.serve.served import Served
@@ -74,16 +76,7 @@ async def converse(served: Served, x: Exchange, raw: bytes) -> None:
     """`chat` with a body that was read."""
     body = read(ChatBody, raw)
     name = served.check_name(body.model)
-    asked = asking.chat(body, served.texts.default_params, served.bounds)
-    assert asked.messages is not None
-    ids = await served.reading.render(
-        asked.messages,
-        asked.template,
-        x.tenant,
-        special=asked.special,
-        open_end=asked.open_end,
-        truncation=asked.truncation,
-    )
+    asked, ids = await prepare(served, x, body)
     await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.fingerprint), [ids])
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
+from hibachi.api.asking import Asked as Chat
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused, unsupported
 from hibachi.api.forms import OURS, refused
@@ -31,7 +32,9 @@ from hibachi.serve.gate import Gate
 from hibachi.serve.record import Meter, NoMeter, Record
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
+from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tools.formats import Parsers
 from hibachi.web.exchange import Exchange
 from hibachi.web.tenants import Tenants, salt_of
 
@@ -46,14 +49,14 @@ def smaller(a: float | None, b: float | None) -> float | None:
 class _Text:
     """Reads and writes text."""
 
-    def __init__(self, texts: Texts, chat_template: str | None, tgi: TgiLimits | None) -> None:
-        tokenizer = texts.tokenizer
+    def __init__(self, texts: Texts, served: Served) -> None:
+        tokenizer, tgi = texts.tokenizer, served.tgi
         self.texts = texts
         self.vocabulary = Vocabulary(
             tokenizer.token_bytes, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
         )
         longest = None if tgi is None else tgi.max_input_tokens
-        self.reading = Reading(texts.prompts, texts.vocab_size, chat_template, longest)
+        self.reading = Reading(texts.prompts, texts.vocab_size, served.chat_template, longest, served.parsers)
         self.words = Words(self.vocabulary, tokenizer, texts.eos_ids)
 
 
@@ -65,7 +68,8 @@ class Served:
     chat_template: the name of one of the model's, or Jinja source; None means the model's own. timeout, queue_timeout:
     most seconds of a request. arrival: seconds for a body to come. tgi: limits of requests in TGI's dialect; None means
     those of `bounds`. nameless: names that clients send if they were given none; they are listed nowhere. fingerprint:
-    equal where the same bits are computed, see `system_fingerprint`.
+    equal where the same bits are computed, see `system_fingerprint`. parsers: how the format of tool calls and
+    reasoning is chosen.
     """
 
     what: Texts | Tokens
@@ -82,13 +86,14 @@ class Served:
     tgi: TgiLimits | None = None
     nameless: frozenset[str] = frozenset()
     fingerprint: str | None = None
+    parsers: Parsers = field(default_factory=Parsers)
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
     def __post_init__(self) -> None:
         self.gate = Gate(None if self.tgi is None else self.tgi.max_concurrent_requests)
-        self._text = _Text(self.what, self.chat_template, self.tgi) if isinstance(self.what, Texts) else None
+        self._text = _Text(self.what, self) if isinstance(self.what, Texts) else None
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
         self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
@@ -177,6 +182,17 @@ class Served:
         except InvalidRequest as e:
             raise refused(e, said) from e
 
+    async def form_chat(self, asked: Chat, tenant: str) -> None:
+        """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
+        if asked.turns is None or (asked.toolbox is None and asked.params.structured_outputs is None):
+            return
+
+        def check(form: StructuredOutputs) -> None:
+            self.what.check_form(asked.params.with_(structured_outputs=form))
+
+        form = partial(self.reading.talk.form, asked, check, self.texts.eos_ids)
+        await self._checking.run(form, tenant)
+
     # ---- texts -------------------------------------------------------------------------------------------------
 
     @property
@@ -205,15 +221,20 @@ class Served:
 
     @contextmanager
     def submit(
-        self, ids: list[list[int]], params: SamplingParams, terms: Terms, prediction: list[int] | None = None
+        self,
+        ids: list[list[int]],
+        params: SamplingParams,
+        terms: Terms,
+        prediction: list[int] | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> Iterator[list[TextStream]]:
         """Queue prompts; they count as the tenant's for as long as the `with` block lasts.
 
-        prediction: what each answer may be.
+        prediction: what each answer may be. shown: special tokens that their texts show.
         """
         self.check_open()
         with self._counted(terms.tenant, len(ids) * params.runs):
-            yield self.texts.submit(ids, params, terms=terms, prediction=prediction)
+            yield self.texts.submit(ids, params, terms=terms, prediction=prediction, shown=shown)
 
     @contextmanager
     def submit_vectors(self, ids: list[list[int]], terms: Terms) -> Iterator[list[Item[HostArray]]]:

@@ -12,7 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from hibachi.remote.settings import ENGINE, MODEL
+from hibachi.remote.settings import CHAT, ENGINE, MODEL
 from hibachi.serve import tgi_settings as tgi
 from hibachi.settings import settle as shared
 from hibachi.settings.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
@@ -68,6 +68,10 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("max-body-size", size(), "16M", "largest body of a request"),
         Setting("max-logprobs", integer(0), 20, "most log-probabilities returned with each token"),
         Setting("max-n", integer(1), 128, "most continuations of a prompt"),
+    ),
+    "chats": (
+        *CHAT,
+        Setting("enable-auto-tool-choice", SWITCH, True, "vLLM's, without effect: a model may always choose"),
     ),
     "dialect": (
         Setting("compat", choice("none", tgi.COMPAT), "none", "tgi: also accept the flags and variables of"

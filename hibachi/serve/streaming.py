@@ -35,7 +35,9 @@ async def answer_text(
     with (
         said_by(asked.form),
         served.record(x, asked.params, ids) as record,
-        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant), asked.predicted) as writer.streams,
+        served.submit(
+            ids, asked.params, served.terms(asked.terms, x.tenant), asked.predicted, asked.shown
+        ) as writer.streams,
     ):
         writer.ids = ids
         text = _one(writer.streams, asked.params.n)

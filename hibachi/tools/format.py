@@ -36,6 +36,10 @@ class Tagged:
     `open`, `close` and `end` "{key}" stands for the name, where it is written again. between: two arguments. kinds: the
     text that takes the place of `close`, by the type of the value in JSON's words ("string", "number", "boolean",
     "object", "array", "null"), where the format tells it.
+    item: objects and arrays are no JSON but written in the same texts again, one for each entry of an object, and one
+    of this name for each of an array; None means JSON. cdata: strings that hold "<", "&" or a new line stand between
+    "<![CDATA[" and "]]>". python: values other than strings may be written as Python has them (True, None, 'a'), and
+    are read so where they are no JSON; the grammar asks for JSON all the same.
     """
 
     open: str
@@ -43,6 +47,9 @@ class Tagged:
     end: str
     between: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
+    item: str | None = None
+    cdata: bool = False
+    python: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,8 @@ class ToolFormat:
     there is no such text, so calls are the whole answer, and the marker stands at its beginning (after blanks).
     most: calls of one answer; None means any number. first_number: of NUMBER slots.
     id: the form that ids of calls must have in a conversation: None means any.
+    spellings: other parts of a call that models are known to write; they are read like `call`, each with the text it
+    begins with as a further marker, and never asked for.
     """
 
     call: Call
@@ -84,6 +93,7 @@ class ToolFormat:
     most: int | None = None
     first_number: int = 0
     id: Literal["nine letters"] | None = None
+    spellings: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +108,30 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """What a template takes of a message with calls.
+
+    arguments: as an object, or as JSON in a text. content, where nothing is said: no such key, the text "", or null
+    that reaches the template as none (`render_chat(..., nulls=True)`).
+    """
+
+    arguments: Literal["object", "text"] = "object"
+    content: Literal["missing", "empty", "null"] = "missing"
+
+
+@dataclass(frozen=True, slots=True)
 class ChatFormat:
     """Both, of one chat template. None means that there is none, or none that is known.
 
-    before_said: a text that comes before what is said, and is no part of it, such as the header of a channel. shows:
-    the template shows tools to the model. source: "derived", or the name of the record that was taken.
+    before_said: a text that comes before what is said, and is no part of it, such as the header of a channel. silent:
+    further texts that are part of nothing wherever they stand outside of reasoning and calls, such as the end of a
+    channel. prompted: the end of a prompt for an answer that belongs to the answer: what the model writes is read as
+    if it stood behind this text, and a text that it is asked for (a call, `before_said`, the beginning of reasoning)
+    is asked for without it where it is the first of the answer.
+    shows: the template shows tools to the model. source: "derived", or the name of the record that was taken.
+    switch: the template's variable that turns thinking on and off (True, False), if there is one. effort: the template
+    reads `reasoning_effort`.
+    history: the form of messages in which the template writes calls.
     """
 
     tools: ToolFormat | None = None
@@ -110,6 +139,11 @@ class ChatFormat:
     before_said: str = ""
     shows: bool = True
     source: str = "derived"
+    silent: tuple[str, ...] = ()
+    prompted: str = ""
+    switch: str | None = None
+    effort: bool = False
+    history: History = field(default_factory=History)
 
 
 PLAIN = ChatFormat()

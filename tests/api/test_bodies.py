@@ -264,7 +264,7 @@ FIELDS = {
         "audio": (ANY, UNSET),
         "functions": (ANY, UNSET),
         "function_call": (ANY, UNSET),
-        "reasoning_effort": (ANY, UNSET),
+        "reasoning_effort": (TEXT, None),
         "verbosity": (ANY, UNSET),
         "web_search_options": (ANY, UNSET),
     },

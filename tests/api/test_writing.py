@@ -12,7 +12,8 @@ from hibachi import LLM
 from hibachi.api.answers import Vocabulary, encode
 from hibachi.api.asking import chat, completion
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody
-from hibachi.api.writing import ChatWriter, CompletionWriter
+from hibachi.api.chatwriting import ChatWriter
+from hibachi.api.writing import CompletionWriter
 from hibachi.request import SamplingParams
 
 PROMPT = list(range(5, 45))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,23 @@ from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.model.fields import read_text
 from hibachi.model.text import sandbox
 
+# Such a template, for example Firefunction's, could not run without them.
+_ADDS_FUNCTIONS = re.compile(r"\+ functions -?%\}.*\+ datetime \+", re.DOTALL)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
 
 
 def render_chat(
-    template: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    nulls: bool = False,
+    **variables: Any,
 ) -> str:
     """A conversation as text: the Jinja `template`, rendered byte for byte as transformers' apply_chat_template does.
 
     messages: [{"role": ..., "content": ...}, ...]. add_generation_prompt: end with the beginning of an answer.
+    nulls: a null in a message reaches the template as none; otherwise it counts as missing.
     variables: for the template, such as bos_token, or tools, a list of JSON schemas. Templates see plain data only.
     strftime_now: a number among them is the Unix time that templates take for the present, in UTC; without it, it is
     now, in local time.
@@ -39,8 +50,10 @@ def render_chat(
     """
     # As transformers passes them: `is not none` must be false, and `is defined` true.
     variables = {"tools": None, "documents": None, **variables, "add_generation_prompt": add_generation_prompt}
+    if _ADDS_FUNCTIONS.search(template):
+        variables = {**_functions(variables), **variables}
     try:
-        given = [_message(m) for m in messages]
+        given = [_message(m, nulls) for m in messages]
         plain = {name: _plain(value) for name, value in variables.items()}
     except RecursionError:
         raise InvalidRequest("A message is nested too deep for a chat template. Send less deep data.") from None
@@ -59,15 +72,27 @@ def render_chat(
     )
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """As plain data. What is null counts as missing, and reasoning is found under each of its names."""
+def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
+    """What templates of 2024 want to be told: the tools as a text, and the present."""
+    now = variables.get("strftime_now")
+    moment = time.gmtime(now) if isinstance(now, (int, float)) else time.gmtime()
+    tools = json.dumps(_plain(variables.get("tools") or []), ensure_ascii=False, indent=4)
+    return {"functions": tools, "datetime": time.strftime("%b %d %Y %H:%M:%S GMT", moment)}
+
+
+def _message(message: Any, nulls: bool) -> dict[str, Any]:
+    """As plain data. What is null counts as missing, unless `nulls`; reasoning is found under each of its names."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"The chat template takes messages such as {{'role': 'user', 'content': '...'}}; got {message!r:.80}."
         )
-    given = {str(k): _plain(v) for k, v in message.items() if v is not None}
-    reasoning = next((given[name] for name in _REASONING if name in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+    given = {str(k): _plain(v) for k, v in message.items() if nulls or v is not None}
+    reasoning = next((given[name] for name in _REASONING if given.get(name) is not None), None)
+    return (
+        given
+        if reasoning is None
+        else {"thinking": reasoning, "reasoning": reasoning, **given, "reasoning_content": reasoning}
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ class Detokenizer:
     after: the ids in front, if the text goes on from there: at a beginning some tokenizers drop a space. If they end
     inside a character, that character comes with the token that completes it.
     skip_special: False means special tokens are shown, as `Tokenizer.decode(ids, skip_special_tokens=False)` shows
-    them.
+    them. shown: ids of those that are shown in any case, such as the marks of tool calls.
     """
 
     __slots__ = ("_early", "_stops", "_text")
@@ -34,9 +34,13 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         stop = (stop,) if isinstance(stop, str) else stop
-        self._text = (tokenizer.text_after if skip_special else tokenizer.full_text_after)(after)
+        if shown and skip_special:
+            self._text = tokenizer.text_showing(shown)(after)
+        else:
+            self._text = (tokenizer.text_after if skip_special else tokenizer.full_text_after)(after)
         self._stops = StopStrings(stop, include=include_stop) if stop else None
         self._early = min_tokens
 

@@ -93,6 +93,14 @@ class OwnTokenizer:
         """The same: what its `decode` leaves out is not known."""
         return self.text_after
 
+    def text_showing(self, shown: frozenset[int]) -> Callable[[Sequence[int]], Text]:
+        """The same."""
+        return self.text_after
+
+    def split_special(self, text: str) -> list[str | int]:
+        """The whole text: which tokens are special is not known."""
+        return [text] if text else []
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -160,6 +168,12 @@ class NoTokenizer:
     @property
     def full_text_after(self) -> Callable[[Sequence[int]], Text]:
         return self.text_after
+
+    def text_showing(self, shown: frozenset[int]) -> Callable[[Sequence[int]], Text]:
+        return self.text_after
+
+    def split_special(self, text: str) -> list[str | int]:
+        return [text] if text else []
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         raise InvalidRequest(

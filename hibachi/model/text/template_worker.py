@@ -16,6 +16,10 @@ from typing import Any, NoReturn
 
 # transformers marks the answers in a training text with this block; for a prompt it means nothing but its own scope.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
+# minijinja's own lists cannot be changed, but Python's can: an empty one that a template names may be filled later.
+_FILLED = re.compile(r"\.(?:append|extend|insert|pop)\(")
+_TAG = re.compile(r"\{([%{]).*?[%}]\}", re.DOTALL)
+_EMPTY_LIST = re.compile(r"(?<![=!<>])=\s*\[\s*\]")
 _LONGEST = 2**25  # characters of a text
 _BROKEN = ("SyntaxError", "UnknownFilter", "UnknownFunction", "UnknownTest", "BadEscape")
 
@@ -122,7 +126,18 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "center": lambda value, width=80: str(value).center(width),
     "wordcount": lambda value: len(re.findall(r"\w+", str(value))),
 }
-GLOBALS = {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+GLOBALS = {
+    "raise_exception": refuse,
+    "strftime_now": lambda form: datetime.now().strftime(form),
+    "new_list_of_python": lambda: [],
+}
+
+
+def with_lists(template: str) -> str:
+    """The template with lists that it can fill, if it fills any."""
+    if not _FILLED.search(template):
+        return template
+    return _TAG.sub(lambda tag: _EMPTY_LIST.sub("= new_list_of_python()", tag[0]), template)
 
 
 def clock(now: float) -> Callable[[str], str]:
@@ -134,7 +149,7 @@ def clock(now: float) -> Callable[[str], str]:
 
 
 def render(minijinja: Any, environment: Any, template: str, variables: dict[str, Any]) -> tuple[str, str]:
-    template = _GENERATION.sub(lambda tag: f"{tag[1]}{tag[2] or ''}with", template)
+    template = with_lists(_GENERATION.sub(lambda tag: f"{tag[1]}{tag[2] or ''}with", template))
     now = variables.get("strftime_now")
     try:
         given = frozen(variables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from hibachi.model.text.rules import check_rules
 from hibachi.model.text.sentencepiece import read_sentencepiece
 from hibachi.model.text.special import add_special_tokens
 
+MOST_SHOWING = 8  # tables of texts for special tokens that are shown
 AT_ONCE = 4096  # characters, of which others wait for a millisecond or two
 
 
@@ -51,6 +53,7 @@ class Tokenizer:
         self.chat_templates: dict[str, str] = {name: source for name, source in named.items() if source is not None}
         # Tokens are special by their text, so asking is the only way.
         added = raw.get_added_tokens_decoder()
+        self._showing: dict[frozenset[int], Callable[[Sequence[int]], Text]] = {}
         self._special = {i for i in added if self.decode([i], skip_special_tokens=False) and not self.decode([i])}
 
     @classmethod
@@ -194,6 +197,37 @@ class Tokenizer:
         """`text_after` that shows special tokens, as `decode` does without skip_special_tokens."""
         tokens = {i: t for t, i in self._raw.get_vocab(with_added_tokens=True).items()}
         return texts(self._decoder, tokens, partial(self.decode, skip_special_tokens=False))
+
+    def text_showing(self, shown: frozenset[int]) -> Callable[[Sequence[int]], Text]:
+        """`text_after` that shows these special tokens. It takes some milliseconds where they were not shown before."""
+        found = self._showing.get(shown)
+        if found is None:
+            hidden = self._special - shown
+            tokens = {i: t for t, i in self._raw.get_vocab(with_added_tokens=True).items() if i not in hidden}
+
+            def decode(ids: Iterable[int]) -> str:
+                return self.decode((i for i in ids if i not in hidden), skip_special_tokens=False)
+
+            if len(self._showing) >= MOST_SHOWING:
+                self._showing.clear()
+            found = self._showing[shown] = texts(self._decoder, tokens, decode)
+        return found
+
+    def split_special(self, text: str) -> list[str | int]:
+        """A text cut at its special tokens: texts, and ids of special tokens. None of the texts is empty."""
+        names = self._special_names
+        if names is None:
+            return [text] if text else []
+        found, ids = names
+        return [ids.get(part, part) for part in found.split(text) if part]
+
+    @cached_property
+    def _special_names(self) -> tuple[re.Pattern[str], dict[str, int]] | None:
+        """What finds them, the longest first as the library does, and their ids."""
+        ids = {name: i for i in self._special if (name := self._raw.id_to_token(i))}
+        if not ids:
+            return None
+        return re.compile(f"({'|'.join(re.escape(n) for n in sorted(ids, key=len, reverse=True))})"), ids
 
     def render_chat(
         self,

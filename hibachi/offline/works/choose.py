@@ -22,6 +22,7 @@ from hibachi.offline.works.textwork import EmbeddingWork, TextWork
 from hibachi.offline.works.work import Work
 from hibachi.remote.identity import name_of
 from hibachi.remote.opening import open_settled
+from hibachi.remote.settings import parsers_of
 
 Task = Literal["generate", "embed", "forward"]
 Opened: TypeAlias = "tuple[Texts | Tokens, str | None]"
@@ -48,8 +49,9 @@ def work_of(
         need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.works.openai import OpenAIWork
 
-        called = names or names_of(model)
-        return OpenAIWork(partial(_texts, settings, []), called, seed=seed, created=created, model=model)
+        called, parsers = names or names_of(model), parsers_of(settings)
+        open_ = partial(_texts, settings, [])
+        return OpenAIWork(open_, called, seed=seed, created=created, model=model, parsers=parsers)
     if task == "forward":
         if not is_own(model):
             raise ConfigError(f"The task forward is for a model of your own, named as pkg:Class; got {model}.")

@@ -10,11 +10,12 @@ from typing import Any
 from hibachi.api import answers, asking
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
+from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.errors import SERVER, Refused
 from hibachi.api.forms import said_by
 from hibachi.api.reading import Reading
 from hibachi.api.vectors import shortened
-from hibachi.api.writing import ChatWriter, CompletionWriter, Writer
+from hibachi.api.writing import CompletionWriter, Writer
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError, shown
 from hibachi.lm.texts import Texts
@@ -30,7 +31,9 @@ from hibachi.remote.identity import system_fingerprint
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
+from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tools.formats import Parsers
 
 _BODIES: dict[str, Any] = {COMPLETIONS: CompletionBody, CHAT: ChatBody, EMBEDDINGS: EmbeddingBody}
 _ROWS = 1 << 14  # continuations of one line
@@ -54,15 +57,23 @@ class _Ready:
 
 class OpenAIWork(Watching[Texts]):
     """Answers lines by a model. names: that a body may call the model by. model: whose fingerprint answers bear; None:
-    none."""
+    none. parsers: how the format of tool calls and reasoning is chosen."""
 
     carries, compares = False, True
     fields: Sequence[Field] = FIELDS
 
     def __init__(
-        self, open_: Opens, names: Sequence[str], *, seed: int = 0, created: int = 0, model: str | None = None
+        self,
+        open_: Opens,
+        names: Sequence[str],
+        *,
+        seed: int = 0,
+        created: int = 0,
+        model: str | None = None,
+        parsers: Parsers | None = None,
     ) -> None:
         super().__init__()
+        self._parsers = parsers
         self._open, self._names, self._model = open_, names, model
         self._fingerprint: str | None = None
         self._lines = Lines(seed, created)
@@ -77,7 +88,7 @@ class OpenAIWork(Watching[Texts]):
         self._fingerprint = None if self._model is None else system_fingerprint(facts, self._model)
         self.places = 2 * facts.limits.rows
         self._block = facts.limits.block_size if facts.cached else 0
-        self._reading = Reading(texts.prompts, texts.vocab_size, template)
+        self._reading = Reading(texts.prompts, texts.vocab_size, template, parsers=self._parsers)
         tokenizer = texts.tokenizer
         self._vocabulary = Vocabulary(
             tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
@@ -135,16 +146,8 @@ class OpenAIWork(Watching[Texts]):
             chat = taken(ChatBody, body)
             name = self._check_name(chat.model)
             asked = asking.chat(chat, defaults, self._bounds)
-            assert asked.messages is not None
-            variables = {"strftime_now": self._lines.created, **asked.template}
-            own = self._reading.render_now(
-                asked.messages,
-                variables,
-                special=asked.special,
-                open_end=asked.open_end,
-                truncation=asked.truncation,
-            )
-            ids = [own]
+            ids = [self._reading.chat_now(asked, {"strftime_now": self._lines.created})]
+            self._reading.talk.form(asked, partial(self._check, asked.params), self.texts.eos_ids)
             writer = ChatWriter(
                 asked, name, self._vocabulary, self._fingerprint, id=self._lines.id_of(number, "chat"), **more
             )
@@ -161,6 +164,9 @@ class OpenAIWork(Watching[Texts]):
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
         return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens, asked.params.runs)
+
+    def _check(self, params: SamplingParams, form: StructuredOutputs) -> None:
+        self.texts.check_form(params.with_(structured_outputs=form))
 
     def _check_name(self, name: str | None) -> str:
         if name is not None and name not in self._names:
@@ -199,7 +205,7 @@ class OpenAIWork(Watching[Texts]):
                 terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
                 with said_by(asked.form):
                     ready.writer.streams = self.texts.submit(
-                        ready.ids, asked.params, terms=terms, prediction=asked.prediction
+                        ready.ids, asked.params, terms=terms, prediction=asked.prediction, shown=asked.shown
                     )
                 ready.writer.ids = ready.ids
                 streams = [c.tokens for s in ready.streams for c in s.choices]

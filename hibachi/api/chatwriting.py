@@ -1,0 +1,174 @@
+"""Writes the answers to chats: what is said, thought and called, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from hibachi.api import answers
+from hibachi.api.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatPiece,
+    Delta,
+    Function,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from hibachi.api.turns import Turns, cut_off
+from hibachi.api.writing import Writer, reason_of
+from hibachi.streams.textstream import Choice, Piece, TextChoice
+from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
+from hibachi.tools.parser import Parser
+from hibachi.tools.turn import Turn
+
+
+class ChatWriter(Writer):
+    prefix, object = "chatcmpl", "chat.completion"
+    _telling: dict[int, _Telling]  # by choice; {} means all is text
+
+    def opening(self) -> list[Any]:
+        firsts = [Delta("assistant", "")] + [Delta(None, front) for front in [self.asked.front] if front]
+        choices = [c.index for s in self.streams for c in s.choices]
+        self._telling = {} if self.asked.turns is None else {i: _Telling(self.asked.turns, self.id, i) for i in choices}
+        return [self._chunk([ChatPiece(index, delta, None, None)]) for delta in firsts for index in choices]
+
+    def piece(self, p: Piece) -> Any:
+        found, most = None, self.asked.logprobs
+        if most is not None and p.logprobs is not None:
+            found = self._scores(p.token_ids, p.logprobs, most)
+        ids = self._told(p.token_ids)
+        if not self._telling:
+            return self._chunk([ChatPiece(p.index, Delta(None, p.text), found, None, ids)])
+        deltas = self._telling[p.index].feed(p.text)
+        if not deltas and (found is not None or ids is not None):
+            deltas = [Delta()]  # they come with their token, whatever it says
+        chunks = []
+        for delta in deltas:
+            chunks.append(self._chunk([ChatPiece(p.index, delta, found, None, ids)]))
+            found = ids = None
+        return chunks or None
+
+    def end(self, choice: TextChoice) -> Any:
+        why, by, deltas = reason_of(choice.finish_reason), choice.stopped_by, [Delta()]
+        if self._telling:
+            telling = self._telling[choice.index]
+            deltas = [*telling.end(cut_off(choice)), telling.last]
+            why = _finish(why, telling.complete)
+        *more, last = deltas
+        chunks = [self._chunk([ChatPiece(choice.index, delta, None, None)]) for delta in more]
+        stop = by.reason if by else None
+        return [*chunks, self._chunk([ChatPiece(choice.index, last, None, why, stop_reason=stop)])]
+
+    def last(self) -> Any:
+        return self._chunk([], self.usage())
+
+    def whole(self) -> Any:
+        (done,) = self._done()
+        choices = [self._choice(c) for c in done.choices]
+        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage(), self.fingerprint)
+        if done.prompt_logprobs is not None:
+            answer.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
+        answer.prompt_token_ids = self._told(done.prompt_token_ids)
+        return answer
+
+    def _choice(self, c: Choice) -> ChatChoice:
+        most, turns = self.asked.logprobs, self.asked.turns
+        scores = c.logprobs if most is not None else None
+        found = None if scores is None else self._scores(c.token_ids, scores, most or 0)
+        reason, ids = reason_of(c.finish_reason), self._told(c.token_ids)
+        if turns is None:
+            message = ChatMessage("assistant", self.asked.front + c.text)
+        else:
+            turn = turns.read(c)
+            message, reason = self._message(turns, turn, c.index), _finish(reason, turn.complete)
+        return ChatChoice(c.index, message, found, reason, ids, c.stop_reason)
+
+    def _message(self, turns: Turns, turn: Turn, index: int) -> ChatMessage:
+        said = self.asked.front + turn.text
+        message = ChatMessage("assistant", said if said or not turn.calls else None)
+        if turn.calls:
+            message.tool_calls = [
+                ToolCall(
+                    call.id or turns.call_id(self.id, index, i),
+                    "function",
+                    Function(call.name, call.arguments),
+                    not call.complete,
+                )
+                for i, call in enumerate(turn.calls)
+            ]
+        if turn.reasoning and turns.include_reasoning:
+            message.reasoning_content = turn.reasoning if "reasoning_content" in turns.fields else UNSET
+            message.reasoning = turn.reasoning if "reasoning" in turns.fields else UNSET
+        return message
+
+    def _scores(self, ids: list[int], scores: Any, most: int) -> ChatLogprobs:
+        return answers.chat_logprobs(ids, scores, most, self.vocabulary, named_ids=self.asked.named_ids)
+
+    def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer[ChatPiece]:
+        used = used or self._always()
+        return ChatAnswer(
+            self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.fingerprint
+        )
+
+
+def _finish(why: str, complete: bool) -> str:
+    """complete: there are calls, and all of them are whole."""
+    return "tool_calls" if complete and why == "stop" else why
+
+
+def _more(number: int, text: str, *, incomplete: bool = False) -> ToolCallDelta:
+    return ToolCallDelta(number, UNSET, UNSET, FunctionDelta(UNSET, text), incomplete)
+
+
+class _Telling:
+    """Tells one continuation in deltas. last: the delta of its last chunk."""
+
+    def __init__(self, turns: Turns, answer: str, index: int) -> None:
+        self._turns, self._answer, self._index = turns, answer, index
+        self._parser: Parser = turns.parser()
+        self._calls = 0
+        self.last = Delta()
+
+    @property
+    def complete(self) -> bool:
+        return self._calls > 0 and self.last.tool_calls is None
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._deltas(self._parser.feed(text)) if text else []
+
+    def end(self, cut: bool) -> list[Delta]:
+        return self._deltas(self._parser.end(cut))
+
+    def _deltas(self, events: Iterable[Event]) -> list[Delta]:
+        return [delta for event in events if (delta := self._delta(event)) is not None]
+
+    def _delta(self, event: Event) -> Delta | None:
+        match event:
+            case Said(text):
+                return Delta(None, text)
+            case CallArguments(number, text):
+                return Delta(tool_calls=[_more(number, text)])
+            case CallBegun(number, name, id):
+                self._calls += 1
+                id = id or self._turns.call_id(self._answer, self._index, number)
+                return Delta(tool_calls=[ToolCallDelta(number, id, "function", FunctionDelta(name, ""))])
+            case CallEnded(number, complete):
+                if not complete:
+                    self.last = Delta(tool_calls=[_more(number, "", incomplete=True)])
+                return None
+            case Reasoned(text):
+                return self._thought(text) if self._turns.include_reasoning else None
+
+    def _thought(self, text: str) -> Delta:
+        fields = self._turns.fields
+        return Delta(
+            reasoning_content=text if "reasoning_content" in fields else None,
+            reasoning=text if "reasoning" in fields else None,
+        )

@@ -1,0 +1,94 @@
+"""How the answer to a chat is read: which text is reasoning, which is said, which are calls of tools."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hibachi.request import Finish
+from hibachi.streams.textstream import Choice, TextChoice
+from hibachi.tools.format import ChatFormat, ReasoningFormat, Thinking
+from hibachi.tools.parser import Parser
+from hibachi.tools.tools import Toolbox
+from hibachi.tools.turn import Turn, turn_of
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """format: of the model's template. thinking: where the answer begins. include_reasoning: False means it is read and
+    left out. fields: the names under which reasoning is told. shown: special tokens that its texts show.
+    """
+
+    format: ChatFormat
+    toolbox: Toolbox = field(default_factory=Toolbox)
+    thinking: Thinking = Thinking.NONE
+    include_reasoning: bool = True
+    fields: tuple[str, ...] = ("reasoning_content",)
+    shown: frozenset[int] = frozenset()
+
+    def parser(self) -> Parser:
+        """One for each continuation."""
+        return Parser(self.format, self.toolbox, self.thinking)
+
+    def read(self, choice: Choice) -> Turn:
+        """A continuation that has ended."""
+        parser = self.parser()
+        return turn_of([*parser.feed(choice.text), *parser.end(cut_off(choice))])
+
+    def call_id(self, answer: str, choice: int, number: int) -> str:
+        """The id of a call, in the form that the template wants. See `call_id`."""
+        tools = self.format.tools
+        return call_id(answer, choice, number, nine=tools is not None and tools.id == "nine letters")
+
+
+def cut_off(choice: Choice | TextChoice) -> bool:
+    """Whether something else than the model has ended a continuation: its limit or a stop string."""
+    by = choice.stopped_by
+    return choice.finish_reason is not Finish.STOP or (by is not None and isinstance(by.reason, str))
+
+
+class Thought:
+    """Counts the tokens of a reasoning, its markers included. raw: the bytes of a token."""
+
+    def __init__(self, reasoning: ReasoningFormat, thinking: Thinking, raw: Callable[[int], bytes]) -> None:
+        self._begin, self._end = reasoning.begin.strip().encode(), reasoning.end.strip().encode()
+        self._raw, self._state = raw, thinking
+        self._tail, self._seen, self._tokens = b"", 0, 0
+
+    def upto(self, ids: Sequence[int]) -> int:
+        """Tokens of the reasoning among these ids, which begin with those of the call before."""
+        while self._state is not Thinking.NONE and self._seen < len(ids):
+            self._tail += self._raw(ids[self._seen])
+            self._seen += 1
+            self._look()
+        return self._tokens
+
+    def _look(self) -> None:
+        if self._state is Thinking.MAY:
+            head = self._tail.lstrip()
+            if head.startswith(self._begin):
+                self._state = Thinking.OPEN
+            elif not self._begin.startswith(head):
+                self._state = Thinking.NONE
+        if self._state is Thinking.OPEN:
+            self._tokens = self._seen
+            if self._end in self._tail:
+                self._state = Thinking.NONE
+            self._tail = self._tail[-len(self._end) :]
+
+
+def call_id(answer: str, choice: int, number: int, *, nine: bool = False) -> str:
+    """The id of call `number` of a continuation: "call_" and 24 letters, or nine letters. The same for the same answer,
+    so that a run that is done again writes the same bytes.
+
+    answer: the id of the answer.
+    """
+    left = int.from_bytes(hashlib.sha256(f"{answer} {choice} {number}".encode(errors="replace")).digest())
+    letters = []
+    for _ in range(9 if nine else 24):
+        left, one = divmod(left, len(_LETTERS))
+        letters.append(_LETTERS[one])
+    return ("" if nine else "call_") + "".join(letters)

@@ -1,0 +1,20 @@
+"""Prepares chats, whichever route they came by: from a body to what is submitted."""
+
+from __future__ import annotations
+
+from hibachi.api import asking
+from hibachi.api.asking import Asked
+from hibachi.api.bodies import ChatBody
+from hibachi.serve.served import Served
+from hibachi.web.exchange import Exchange
+
+
+async def prepare(served: Served, x: Exchange, body: ChatBody) -> tuple[Asked, list[int]]:
+    """What a chat asks for, with how its answer is to be read in `Asked.turns`, and the token ids of its prompt.
+
+    Raises Refused, InvalidRequest or PromptTooLong.
+    """
+    asked = asking.chat(body, served.texts.default_params, served.bounds)
+    ids = await served.reading.chat(asked, x.tenant)
+    await served.form_chat(asked, x.tenant)
+    return asked, ids

@@ -1,0 +1,77 @@
+"""Which format the chats of a model have: what its template shows, or what the operator says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hibachi.errors import InvalidRequest, shown
+from hibachi.tools.format import HERMES, PLAIN, ChatFormat
+from hibachi.tools.formats import Formats
+from hibachi.tools.known import recognized
+
+_THINKS = re.compile("think|reason|channel|analysis", re.IGNORECASE)  # one of them is in every template that knows it
+_KNOWS_NONE = re.compile("""['"]none['"]""")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """How formats are chosen. tools: "auto" means as the template shows; "generic": tools are described in a system
+    message; else the name of a record. reasoning: "auto", "none" or the name of a record. fields: the names under which
+    reasoning is told.
+    """
+
+    tools: str = "auto"
+    reasoning: str = "auto"
+    fields: tuple[str, ...] = ("reasoning_content",)
+
+    @property
+    def generic(self) -> bool:
+        return self.tools == "generic"
+
+
+class Choosing:
+    """Chooses the format of a chat. render: renders a conversation in the template, see `derive`. Raises ConfigError for
+    a record that there is not.
+    """
+
+    def __init__(self, render: Callable[..., str], parsers: Parsers | None = None) -> None:
+        self.parsers: Parsers = parsers or Parsers()
+        own, given = self.parsers.tools, self.parsers.reasoning
+        self._render = render
+        self._formats = Formats(None if self.parsers.generic else own, None if given == "none" else given)
+
+    def format(self, template: str, *, tools: bool) -> ChatFormat:
+        """The format of a chat. template: the text of the chat template. tools: the chat has tools, or calls; if not,
+        nobody asks how they are written.
+
+        The first time it takes some hundredths of a second. Never raises.
+        """
+        by = self.parsers
+        wanted = (tools and not by.generic) or (by.reasoning != "none" and self._speaks(template))
+        found = self._formats.of(template, self._render) if wanted else PLAIN
+        if by.reasoning == "none":
+            found = replace(found, reasoning=None)
+        if by.generic:
+            found = replace(found, tools=HERMES, shows=True, source="generic")
+        return found
+
+    def _speaks(self, template: str) -> bool:
+        """Whether there may be more in an answer than what is said."""
+        named = self.parsers.reasoning != "auto" or self.parsers.tools not in ("auto", "generic")
+        return named or _THINKS.search(template) is not None or recognized(template) is not None
+
+    def effort(self, template: str, asked: str) -> Mapping[str, Any]:
+        """The variables of the template by which it reads OpenAI's reasoning_effort. Raises InvalidRequest, whose
+        message begins with this name, if there are none.
+        """
+        found = self._formats.of(template, self._render)
+        if asked == "none" and found.switch is not None:
+            return {found.switch: False}
+        if not found.effort or (asked == "none" and not _KNOWS_NONE.search(template)):
+            raise InvalidRequest(
+                f"reasoning_effort is not supported as {shown(asked)}: this model's chat template has no such setting."
+            )
+        return {"reasoning_effort": asked}

@@ -1,0 +1,170 @@
+"""Conversations of made-up words, rendered through a chat template to see how it writes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hibachi.errors import InvalidRequest
+from hibachi.tools.format import History
+
+Render = Callable[..., str]
+"""render(messages, **variables) -> text; raises InvalidRequest."""
+
+MOST = 60  # renderings of one template
+SECONDS = 20.0  # of all of them; each is bounded by the sandbox, too
+
+# Words that no template has, and of which none begins or ends like another.
+USER, SAID, THOUGHT, LATER = "Brillowex", "Quandorpi", "Hemstivly", "Ozgrafund"
+THINKING = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}  # in any name
+NAMES = "wuplandic", "jexomarth"
+KEYS = "kolquist", "yttervo"  # in the order of letters, as some templates sort them
+VALUES = "Fnordaxil", "Muzbenhoc"
+NUMBER = 48151623
+IDS = "call_Lvaggwen0", "call_Rbixtopp8"
+SHORT_IDS = "Lvaggwen0", "Rbixtopp8"  # nine letters and digits, as Mistral's templates want them
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A call of a probe."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = IDS[0]
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        KEYS[0]: {"type": "string", "description": "a"},
+        KEYS[1]: {"type": "string", "description": "b"},
+    },
+    "required": [],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "does it", "parameters": PARAMETERS}}
+    for name in NAMES
+]
+
+
+class Template:
+    """A template that can be asked so many times. What it refuses, and what is asked too late, is None."""
+
+    def __init__(self, render: Render, most: int = MOST, seconds: float = SECONDS) -> None:
+        self._render = render
+        self._left = most
+        self._until = time.monotonic() + seconds
+        self._known: dict[str, str | None] = {}
+        self.history = History()
+        self.nine = False
+        """Ids of calls must have nine letters."""
+
+    def text(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str | None:
+        """The whole text."""
+        key = json.dumps([messages, variables])
+        if key not in self._known:
+            self._known[key] = self._ask(messages, variables)
+        return self._known[key]
+
+    def _ask(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
+        if self._left <= 0 or time.monotonic() > self._until:
+            return None
+        self._left -= 1
+        nulls = {"nulls": True} if self.history.content == "null" else {}
+        try:
+            return self._render(messages, **{"tools": TOOLS, "add_generation_prompt": False, **nulls, **variables})
+        except InvalidRequest:
+            return None
+
+    def after(self, messages: Sequence[Mapping[str, Any]], word: str = USER, **variables: Any) -> str | None:
+        """What comes behind the last time that `word` stands in the text."""
+        text = self.text(messages, **variables)
+        if text is None or word not in text:
+            return None
+        return text.rpartition(word)[2]
+
+    def prompt(self, **variables: Any) -> str | None:
+        """What the template writes behind the user's words where an answer is to begin."""
+        return self.after([user()], add_generation_prompt=True, **variables)
+
+    def said(self, **more: Any) -> str | None:
+        """What it writes behind the user's words for an answer of text."""
+        return self.after([user(), {"role": "assistant", "content": SAID} | more])
+
+    def called(self, *calls: Called, said: str = "", **more: Any) -> str | None:
+        """What it writes behind the user's words for an answer of calls."""
+        return self.after([user(), self.answer(*calls, said=said, **more)])
+
+    def answer(self, *calls: Called, said: str = "", **more: Any) -> dict[str, Any]:
+        """A message with calls, in the form that the template takes."""
+        content: dict[str, Any] = {"missing": {}, "empty": {"content": ""}, "null": {"content": None}}[
+            self.history.content
+        ]
+        if said:
+            content = {"content": said}
+        return {"role": "assistant", **content, "tool_calls": [self._call(c) for c in calls], **more}
+
+    def _call(self, called: Called) -> dict[str, Any]:
+        given: Any = dict(called.arguments)
+        if self.history.arguments == "text":
+            given = json.dumps(given, ensure_ascii=False)
+        id_ = called.id[-9:] if self.nine else called.id
+        return {"id": id_, "type": "function", "function": {"name": called.name, "arguments": given}}
+
+    def settle(self) -> bool:
+        """Find the form of messages whose calls the template writes. False means there is none."""
+        call = Called(NAMES[0], {KEYS[0]: VALUES[0]})
+        for nine in (False, True):
+            for content in ("missing", "null", "empty"):
+                for arguments in ("object", "text"):
+                    self.nine, self.history = nine, History(arguments, content)
+                    text = self.called(call)
+                    if text is not None and call.name in text and VALUES[0] in text:
+                        return self._settled(text)
+        self.nine, self.history = False, History()
+        return False
+
+    def _settled(self, text: str) -> bool:
+        """Arguments that come out as Python's are better given as text."""
+        if self.history.arguments == "object" and f"{{'{KEYS[0]}': '{VALUES[0]}'" in text:
+            before, self.history = self.history, replace(self.history, arguments="text")
+            better = self.called(Called(NAMES[0], {KEYS[0]: VALUES[0]}))
+            if better is None or f'{{"{KEYS[0]}"' not in better:
+                self.history = before
+        return True
+
+
+def user(words: str = USER) -> dict[str, Any]:
+    """The user's message."""
+    return {"role": "user", "content": words}
+
+
+# ---- comparing texts ---------------------------------------------------------------------------------------------
+
+
+def same_beginning(a: str, b: str) -> int:
+    """Characters at the beginning that both have."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def same_end(a: str, b: str) -> int:
+    """Characters at the end that both have."""
+    return same_beginning(a[::-1], b[::-1])
+
+
+def whole_tags(text: str, end: int) -> int:
+    """`end`, or the beginning of the tag that it lies in: no text is cut within <...> or [...]."""
+    for opens, closes in ("<>", "[]"):
+        at = text.rfind(opens, 0, end)
+        if at >= 0 and closes not in text[at:end] and closes in text[at:]:
+            end = at
+    return end

@@ -1,0 +1,127 @@
+"""Which types a JSON schema gives to properties of arguments, and values that are read by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
+
+from hibachi.tools.values import PYTHON_VALUE, Values, escaped
+
+ALL: Final = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
+STRING: Final = frozenset(("string",))
+_DEPTH = 16  # of schemas within schemas that are looked into
+_MOST = 64  # schemas that are looked into for one
+_UNIONS = ("anyOf", "oneOf")
+_WORDS = {"True": "true", "False": "false", "TRUE": "true", "FALSE": "false", "None": "null"}
+
+
+class Typed:
+    """A schema of a value within the schema of a tool. It says what may stand there; unknown parts allow all."""
+
+    def __init__(self, schema: Any, root: Any = None) -> None:
+        self._schema = schema
+        self._root = schema if root is None else root
+        self.types = self._types(schema, 0)
+
+    def property(self, name: str) -> Typed:
+        """The schema of a property of an object."""
+        others: Any = None
+        for form in self._forms(self._schema, 0):
+            properties = form.get("properties")
+            if isinstance(properties, Mapping) and name in properties:
+                return Typed(properties[name], self._root)
+            others = form.get("additionalProperties") if others is None else others
+        return Typed(others if isinstance(others, Mapping) else True, self._root)
+
+    def item(self) -> Typed:
+        """The schema of an item of an array."""
+        for form in self._forms(self._schema, 0):
+            if isinstance(form.get("items"), Mapping):
+                return Typed(form["items"], self._root)
+        return Typed(True, self._root)
+
+    def _forms(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+        """A schema and those that it is made of."""
+        if not isinstance(schema, Mapping) or depth > _DEPTH:
+            return
+        yield schema
+        if "$ref" in schema:
+            yield from self._forms(self._referred(schema["$ref"]), depth + 1)
+        for word in ("allOf", *_UNIONS):
+            for form in _listed(schema.get(word)):
+                yield from self._forms(form, depth + 1)
+
+    def _types(self, schema: Any, depth: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > _DEPTH:
+            return ALL
+        out = _named(schema.get("type"))
+        if values := _listed(schema.get("enum")):
+            out &= frozenset().union(*map(types_of, values))
+        if "const" in schema:
+            out &= types_of(schema["const"])
+        if "$ref" in schema:
+            out &= self._types(self._referred(schema["$ref"]), depth + 1)
+        for form in _listed(schema.get("allOf")):
+            out &= self._types(form, depth + 1)
+        for word in _UNIONS:
+            if forms := _listed(schema.get(word)):
+                out &= frozenset().union(*(self._types(form, depth + 1) for form in forms))
+        return out or ALL
+
+    def _referred(self, ref: Any) -> Any:
+        found = self._root
+        for part in str(ref).removeprefix("#").split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+
+def types_of(value: Any) -> frozenset[str]:
+    """The types that a value has in JSON's words."""
+    if value is None:
+        return frozenset(("null",))
+    if isinstance(value, bool):
+        return frozenset(("boolean",))
+    if isinstance(value, (int, float)):
+        return frozenset(("integer", "number") if float(value).is_integer() else ("number",))
+    return frozenset(("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object",))
+
+
+def value_of(text: str, types: Collection[str], python: bool = False) -> str:
+    """The JSON text of a value that a model wrote: JSON if it is of one of `types` and no string, else the string.
+
+    python: it may be Python's too, also where all types are allowed.
+    """
+    stripped = text.strip()
+    try:
+        value = json.loads(stripped, parse_constant=_refuse)
+        given = stripped if not isinstance(value, str) and types_of(value) & frozenset(types) else None
+    except (ValueError, OverflowError, RecursionError):
+        given = _pythons(stripped, types) if python or len(types) < len(ALL) else None
+    return f'"{escaped(text)}"' if given is None else given
+
+
+def _pythons(text: str, types: Collection[str]) -> str | None:
+    """What a model wrote as Python does, if that is a value of one of the types."""
+    if text in _WORDS:
+        word = _WORDS[text]
+        return word if ("null" if word == "null" else "boolean") in types else None
+    if not ((text.startswith("{") and "object" in types) or (text.startswith(("[", "(")) and "array" in types)):
+        return None
+    values = Values(PYTHON_VALUE, value=True)
+    out = values.feed(text)
+    return out if values.done and not values.rest.strip() else None
+
+
+def _named(types: Any) -> frozenset[str]:
+    names = frozenset(name for name in _listed([types] if isinstance(types, str) else types) if isinstance(name, str))
+    return ((names | {"integer"} if "number" in names else names) & ALL) or ALL
+
+
+def _listed(value: Any) -> list[Any]:
+    return value[:_MOST] if isinstance(value, list) else []
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")

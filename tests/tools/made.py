@@ -1,0 +1,201 @@
+"""Formats in the forms that models have, calls and texts of any kind, and events whose neighbours are joined."""
+
+import json
+from dataclasses import replace
+
+from hibachi.tools.format import (
+    HERMES,
+    THINK,
+    CallArguments,
+    ChatFormat,
+    Python,
+    Quoted,
+    Reasoned,
+    ReasoningFormat,
+    Said,
+    Slot,
+    Tagged,
+    Thinking,
+    ToolFormat,
+)
+from hibachi.tools.parser import Parser
+from hibachi.tools.tools import Tool, Toolbox
+from hibachi.tools.write import ToolCall
+
+NAME, ARGUMENTS, ID, NUMBER = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER
+JSON_LIST = ToolFormat(
+    ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, ', "id": "', ID, '"}'), "[CALLS]", "[CALLS] [", ", ", "]"
+)
+TOOLS = {
+    "hermes": HERMES,
+    "list": JSON_LIST,
+    "list between tags": ToolFormat(('{"', NAME, '": ', ARGUMENTS, "}"), "<|pre|>", "<|pre|>[", ", ", "]<|suf|>"),
+    "header": ToolFormat(("[CALL]", NAME, "[ARGS]", ARGUMENTS), "[CALL]"),
+    "numbered": ToolFormat(
+        ("<|call|>functions.", NAME, ":", NUMBER, "<|args|>", ARGUMENTS, "<|end|>"),
+        "<|calls|>",
+        "<|calls|>",
+        end="<|/c|>",
+    ),
+    "fenced": ToolFormat(
+        ("<｜call｜>function<｜sep｜>", NAME, "\n```json\n", ARGUMENTS, "\n```<｜end｜>"),
+        "<｜calls｜>",
+        "<｜calls｜>",
+        "\n",
+        "<｜/calls｜>",
+    ),
+    "id first": ToolFormat(
+        ('{"tool_call_id": "', ID, '", "tool_name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
+        "<|ACTION|>",
+        "<|ACTION|>[\n    ",
+        ",\n    ",
+        "\n]<|END|>",
+    ),
+    "alone": ToolFormat(
+        ('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"), '{"name": "', between="; ", alone=True, most=1
+    ),
+    "parameters": ToolFormat(
+        ("<tool_call>\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n</tool_call>"),
+        "<tool_call>",
+        between="\n",
+        arguments=Tagged("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "keys and values": ToolFormat(
+        ("<tool_call>", NAME, "\n", ARGUMENTS, "\n</tool_call>"),
+        "<tool_call>",
+        between="\n",
+        arguments=Tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"),
+    ),
+    "kinds": ToolFormat(
+        ('<D|invoke name="', NAME, '">\n', ARGUMENTS, "</D|invoke>\n"),
+        "<D|calls>",
+        "\n\n<D|calls>\n",
+        end="</D|calls>",
+        arguments=Tagged(
+            '<D|parameter name="',
+            "",
+            "</D|parameter>\n",
+            kinds={"string": '" string="true">'}
+            | dict.fromkeys(("number", "boolean", "object", "array", "null"), '" string="false">'),
+        ),
+    ),
+    "nested": ToolFormat(
+        (']<]m[>[<invoke name="', NAME, '">', ARGUMENTS, "]<]m[>[</invoke>\n"),
+        "]<]m[>[<tool_call>",
+        "]<]m[>[<tool_call>\n",
+        end="]<]m[>[</tool_call>",
+        arguments=Tagged("]<]m[>[<", ">", "]<]m[>[</{key}>", item="item"),
+    ),
+    "cdata": ToolFormat(
+        ('<function name="', NAME, '">', ARGUMENTS, "</function>"),
+        "<function",
+        between="\n",
+        arguments=Tagged('<param name="', '">', "</param>", cdata=True),
+    ),
+    "named twice": ToolFormat(
+        (" to=", NAME, '<|message|><calls>\n<invoke name="', NAME, '">\n', ARGUMENTS, "</invoke>\n</calls>"),
+        "to=",
+        between="<|eom|><|start|>assistant",
+        arguments=Tagged('<parameter name="', '">', "</parameter>\n"),
+        alone=True,
+    ),
+    "python": ToolFormat((NAME, "(", ARGUMENTS, ")"), "<|py|>[", "<|py|>[", ", ", "]<|/py|>", arguments=Python()),
+    "quoted": ToolFormat(("<|call>call:", NAME, ARGUMENTS, "<call|>"), "<|call>", arguments=Quoted('<|"|>')),
+    "spelled": replace(JSON_LIST, spellings=(("<|python|>", NAME, "|", ARGUMENTS, "<|eop|>"),)),
+}
+CHANNELS = ChatFormat(
+    ToolFormat(
+        ("<|start|>assistant to=functions.", NAME, "<|channel|>commentary json<|message|>", ARGUMENTS, "<|call|>"),
+        "<|start|>assistant to=functions.",
+        spellings=(
+            ("<|start|>assistant<|channel|>commentary to=functions.", NAME, "<|message|>", ARGUMENTS, "<|call|>"),
+        ),
+    ),
+    ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
+    before_said="<|channel|>final<|message|>",
+    silent=("<|start|>assistant", "<|end|>"),
+    prompted="<|start|>assistant",
+)
+FORMATS = {name: ChatFormat(tools, THINK) for name, tools in TOOLS.items()} | {"channels": CHANNELS}
+
+FULL = "a\"'\\\n\t <>&{}[](),:=é你😀👩‍👧\u2028\x07"
+
+
+def text_of(random, most=12):
+    return "".join(random.choice(FULL + "abc def") for _ in range(random.randrange(most)))
+
+
+def value_of(random, depth=0):
+    kind = random.randrange(9 if depth < 3 else 6)
+    if kind == 6:
+        return [value_of(random, depth + 1) for _ in range(random.randrange(4))]
+    if kind >= 7:
+        return {
+            random.choice(["k", "long key", "x-y", "你"]): value_of(random, depth + 1)
+            for _ in range(random.randrange(3))
+        }
+    simple = [
+        None,
+        True,
+        random.randrange(-99, 99),
+        random.choice([0.5, 1e300, -2.0]),
+        text_of(random),
+        text_of(random),
+    ]
+    return simple[kind]
+
+
+def calls_of(random, number=None):
+    """Calls with arguments of any kind. Their ids are letters."""
+    calls = []
+    for i in range(random.randrange(1, 4) if number is None else number):
+        keys = random.sample(["city", "n", "flag_2", "x-y", "ort你", "e"], random.randrange(5))
+        arguments = {key: value_of(random) for key in keys}
+        name = random.choice(["get_weather", "f", "a.b-c2"])
+        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False), "abcdefgh" + "xyz"[i]))
+    return calls
+
+
+def toolbox_of(calls, **fields):
+    """Tools that allow exactly the types that calls have; several calls of one name may differ."""
+    tools = {}
+    for call in calls:
+        for name, value in json.loads(call.arguments).items():
+            forms = tools.setdefault(call.name, {}).setdefault(name, {"anyOf": []})
+            forms["anyOf"].append(schema_of(value))
+        tools.setdefault(call.name, {})
+    return Toolbox(tuple(Tool(n, {"type": "object", "properties": p}) for n, p in tools.items()), **fields)
+
+
+def schema_of(value):
+    if isinstance(value, dict):
+        return {"type": "object", "properties": {key: schema_of(entry) for key, entry in value.items()}}
+    if isinstance(value, list):
+        return {"type": "array", "items": {"anyOf": [schema_of(entry) for entry in value]} if value else {}}
+    types = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    return {"type": types[type(value)]}
+
+
+BOX = Toolbox(
+    (Tool("get_weather", {"properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}), Tool("f", {}))
+)
+
+
+def events_of(format, pieces, toolbox=BOX, thinking=Thinking.MAY, cut=False):
+    """All events of an answer in pieces, neighbours joined."""
+    parser = Parser(format, toolbox, thinking)
+    out = []
+    for event in (
+        event for piece in [*pieces, None] for event in (parser.end(cut) if piece is None else parser.feed(piece))
+    ):
+        joins = out and type(out[-1]) is type(event) and isinstance(event, (Said, Reasoned, CallArguments))
+        if joins:
+            out[-1] = replace(event, text=out[-1].text + event.text)
+        else:
+            out.append(event)
+    return out
+
+
+def pieces_of(random, text, cuts):
+    places = sorted(random.randrange(len(text) + 1) for _ in range(cuts))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
