@@ -26,7 +26,7 @@ from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 from hibachi.tools.parser import Parser
-from hibachi.tools.turn import Turn
+from hibachi.tools.whole import Answer
 
 
 class ChatWriter(Writer):
@@ -87,11 +87,12 @@ class ChatWriter(Writer):
             message = ChatMessage("assistant", self.asked.front + c.text)
         else:
             turn = turns.read(c)
-            message, reason = self._message(turns, turn, c.index), _finish(reason, turn.complete)
+            complete = bool(turn.calls) and all(call.complete for call in turn.calls)
+            message, reason = self._message(turns, turn, c.index), _finish(reason, complete)
         return ChatChoice(c.index, message, found, reason, ids, c.stop_reason)
 
-    def _message(self, turns: Turns, turn: Turn, index: int) -> ChatMessage:
-        said = self.asked.front + turn.text
+    def _message(self, turns: Turns, turn: Answer, index: int) -> ChatMessage:
+        said = self.asked.front + turn.content
         message = ChatMessage("assistant", said if said or not turn.calls else None)
         if turn.calls:
             message.tool_calls = [

@@ -11,9 +11,10 @@ from hibachi.api.errors import Refused
 from hibachi.api.forms import refused
 from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest
+from hibachi.model.text.chat import choose_template
 from hibachi.structured import StructuredOutputs
+from hibachi.tools.choosing import Choosing, Parsers
 from hibachi.tools.format import ChatFormat, thinking_of
-from hibachi.tools.formats import Formats, Parsers
 from hibachi.tools.forming import formed, shown_by
 from hibachi.tools.generic import described
 from hibachi.tools.tools import Toolbox
@@ -31,9 +32,7 @@ class Talk:
 
     def __init__(self, tokenizer: Any, chat_template: str | None, parsers: Parsers | None = None) -> None:
         self._tokenizer, self._template = tokenizer, chat_template
-        own: dict[str, str] = dict(getattr(tokenizer, "chat_templates", ()))
-        sources = [*own.values()] if chat_template is None else [own.get(chat_template, chat_template)]
-        self.formats: Formats = Formats(self._render, "\n".join(sources), parsers)
+        self.choosing: Choosing = Choosing(self._render, parsers)
 
     def check(self) -> None:
         """Raises Refused if there is no template."""
@@ -44,6 +43,14 @@ class Talk:
                 param="messages",
                 code="no_chat_template",
             )
+
+    def _source(self, *, tools: bool) -> str:
+        """The text of the template that is taken for a conversation."""
+        return choose_template(dict(self._tokenizer.chat_templates), self._template, tools=tools)
+
+    def _format(self, variables: Mapping[str, Any], messages: Messages) -> ChatFormat:
+        tools = bool(variables.get("tools"))
+        return self.choosing.format(self._source(tools=tools), tools=tools or _calls(messages))
 
     def _render(self, messages: Messages, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
@@ -63,16 +70,15 @@ class Talk:
 
         Raises InvalidRequest, and Refused for what the template does not show.
         """
-        tools = bool(variables.get("tools")) or _calls(messages)
-        return self._written(messages, variables, self.formats.of(tools=tools), open_end=open_end)
+        return self._written(messages, variables, self._format(variables, messages), open_end=open_end)
 
     def _written(
         self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
     ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-        if not self.formats.knows_developer:
+        if "developer" not in self._source(tools=bool(given.get("tools"))):
             messages = without_developer(messages)
-        if self.formats.parsers.generic:
+        if self.choosing.parsers.generic:
             return self._described(messages, given.pop("tools", None) or (), given, open_end=open_end)
         sure = format.shows and format.tools is not None and format.source == "derived"
         if sure and format.tools is not None:
@@ -108,7 +114,7 @@ class Talk:
         """
         assert asked.messages is not None
         box, given = asked.toolbox, {**(variables or {}), **asked.template}
-        format = self.formats.of(tools=box is not None or _calls(asked.messages))
+        format = self._format(given, asked.messages)
         if box is not None and format.shows and format.tools is None:
             raise Refused(
                 f"tools is not supported: how this model writes calls is not known.{WAY_OUT}",
@@ -117,16 +123,16 @@ class Talk:
             )
         if asked.effort is not None:
             with by_name():
-                given |= self.formats.effort(asked.effort)
+                given |= self.choosing.effort(self._source(tools=box is not None), asked.effort)
         text = self._written(asked.messages, given, format, open_end=asked.open_end)
-        if box is not None or format.reasoning is not None or format.before_said:
+        if box is not None or format.reasoning is not None or format.before_said or format.silent:
             self._turn(asked, format, box or NO_TOOLS, text)
         return text
 
     def _turn(self, asked: Asked, format: ChatFormat, box: Toolbox, prompt: str) -> None:
         thinking = thinking_of(format.reasoning, prompt)
         shown = shown_by(format, self._tokenizer.split_special)
-        asked.turns = Turns(format, box, thinking, asked.include_reasoning, self.formats.parsers.fields, shown)
+        asked.turns = Turns(format, box, thinking, asked.include_reasoning, self.choosing.parsers.fields, shown)
 
     def form(self, asked: Asked, check: Callable[[StructuredOutputs], object], ends: Collection[int]) -> None:
         """Make the form of the answer to a chat, behind `spoken`: of its tools, its reasoning and what was asked for.

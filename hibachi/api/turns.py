@@ -11,7 +11,7 @@ from hibachi.streams.textstream import Choice, TextChoice
 from hibachi.tools.format import ChatFormat, ReasoningFormat, Thinking
 from hibachi.tools.parser import Parser
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.turn import Turn, turn_of
+from hibachi.tools.whole import Answer, read
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
@@ -33,10 +33,9 @@ class Turns:
         """One for each continuation."""
         return Parser(self.format, self.toolbox, self.thinking)
 
-    def read(self, choice: Choice) -> Turn:
+    def read(self, choice: Choice) -> Answer:
         """A continuation that has ended."""
-        parser = self.parser()
-        return turn_of([*parser.feed(choice.text), *parser.end(cut_off(choice))])
+        return read(self.format, self.toolbox, self.thinking, choice.text, cut_off(choice))
 
     def call_id(self, answer: str, choice: int, number: int) -> str:
         """The id of a call, in the form that the template wants. See `call_id`."""

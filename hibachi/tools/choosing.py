@@ -33,8 +33,9 @@ class Parsers:
 
 
 class Choosing:
-    """Chooses the format of a chat. render: renders a conversation in the template, see `derive`. Raises ConfigError for
-    a record that there is not.
+    """Chooses the format of a chat. render: renders a conversation in the template, see `derive`.
+
+    Raises ConfigError for a record that there is not.
     """
 
     def __init__(self, render: Callable[..., str], parsers: Parsers | None = None) -> None:

@@ -9,6 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hibachi.tools.format import HERMES
+from hibachi.tools.write import ToolCall, written
+
 Message = Mapping[str, Any]
 _CALL = '<tool_call>\n{"name": "...", "arguments": {"...": "..."}}\n</tool_call>'
 
@@ -62,12 +65,14 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _written(calls: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(
-        "<tool_call>\n"
-        + json.dumps({"name": c["function"]["name"], "arguments": c["function"]["arguments"]})
-        + "\n</tool_call>"
-        for c in calls
-    )
+    """Raises InvalidRequest for arguments that are no object."""
+    return written(HERMES, [_call(call.get("function") or {}) for call in calls])
+
+
+def _call(function: Mapping[str, Any]) -> ToolCall:
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(str(function.get("name")), text)
 
 
 def _add(found: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -373,9 +373,11 @@ def _taken(
     if name is None or name == "auto":
         return None
     known = aliases.get(name, name)
+    own = "generic" if records is KNOWN else "none"
     if known not in records:
+        names = ", ".join(sorted({*records, *aliases}))
         raise ConfigError(
-            f"--{flag} {name!r:.60} is not known: expected one of auto, {', '.join(sorted({*records, *aliases}))}. "
+            f"--{flag} {name!r:.60} is not known: expected one of auto, {own}, {names}. "
             f"Leave it out to have the format derived from the chat template."
         )
     return name, records[known]

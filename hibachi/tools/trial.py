@@ -30,7 +30,12 @@ _SCHEMA = {
         "city": {"type": "string", "description": "a"},
         "days": {"type": "integer", "description": "b"},
         "exact": {"type": "boolean", "description": "c"},
-        "where": {"type": "object", "description": "d", "properties": {}, "additionalProperties": {"description": "any"}},
+        "where": {
+            "type": "object",
+            "description": "d",
+            "properties": {},
+            "additionalProperties": {"description": "any"},
+        },
         "tags": {"type": "array", "description": "e", "items": {"type": "string"}},
     },
     "required": [],

@@ -483,7 +483,6 @@ UNSERVED_CHATS = UNSERVED | {
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
-    "reasoning_effort": "The models served have no such setting",
     "verbosity": "The models served have no such setting",
     "web_search_options": "Nothing is searched",
     "moderation": "Nothing is judged",
@@ -509,11 +508,40 @@ def test_modalities():
         assert refused(chat, modalities=other) == (said, "modalities", "unsupported_parameter")
 
 
-def test_no_tool_can_be_demanded():
+def tool(name="look", **more):
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def test_tools_are_checked_and_shown():
+    """More of it in tests/tools/test_asked.py."""
+    asked = chat(tools=[tool(strict=True, parameters=None)], tool_choice="required", parallel_tool_calls=False)
+    assert asked.template["tools"] == [tool(parameters={"type": "object", "properties": {}})]
+    box = asked.toolbox
+    assert (box.mode, box.parallel, box.tools[0].name, box.tools[0].strict) == ("required", False, "look", True)
+    assert chat(tools=[tool()], tool_choice="none") == chat(tools=[]) == chat(tools=None) == chat()
     assert chat(tool_choice="auto") == chat(tool_choice="none") == chat(tool_choice=None) == chat()
-    for other in ("required", {"type": "function", "function": {"name": "look"}}):
-        _, param, code = refused(chat, tool_choice=other)
-        assert (param, code) == ("tool_choice", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    "fields, param, code",
+    [
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [tool()], "tool_choice": tool("other")}, "tool_choice", "invalid_value"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "invalid_value"),
+        ({"tools": [tool()] * 1025}, "tools", "invalid_value"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters.type", "invalid_value"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type", "unsupported_parameter"),
+        ({"tools": [{}]}, "tools[0].function", "invalid_value"),
+    ],
+)
+def test_tools_that_are_wrong_are_refused_by_name(fields, param, code):
+    assert refused(chat, bounds=Bounds(), **fields)[1:] == (param, code)
+
+
+def test_reasoning():
+    assert chat(include_reasoning=False).include_reasoning is False
+    assert chat(include_reasoning=True) == chat(include_reasoning=None) == chat()
+    assert chat(reasoning_effort="low").effort == "low" and chat(reasoning_effort=None) == chat()
 
 
 # ---- vLLM's fields ---------------------------------------------------------------------------------------------------
@@ -533,7 +561,6 @@ EITHER = {
     "ec_transfer_params": ({}, {"a": 1}),
 }
 CHATS = {
-    "include_reasoning": (True, False),
     "return_prompt_text": (False, True),
     "media_io_kwargs": ({}, {"image": {}}),
     "mm_processor_kwargs": ({}, {"a": 1}),
