@@ -1,7 +1,7 @@
 """Foreign agents against servers that run: each in an environment of its own, by a script in clients/NAME_tools.
 
 They talk to the model in clients/plans.py, which calls the tools that it is shown in Hermes' form, so their loops run
-to the end; and to the model that ships, which knows no tools, and of which they demand calls. The scripts print as JSON
+to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The scripts print as JSON
 what came. With pytest's -s it is shown, and which routes were asked.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from .clients.plans import PERSON, TEMPLATE, THOUGHT
 from .conftest import serving
 from .overheard import overheard
-from .test_clients import MESSAGES, ROOM
+from .test_clients import MESSAGES
 from .venvs import CLIENTS, run, strangers, strangers_for_node
 
 pytestmark = pytest.mark.install
@@ -45,9 +45,10 @@ def plans(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generic(tmp_path_factory):
-    """The address of a server of a model whose template shows no tools."""
+    """The address of a server of a model that says nonsense, as "tiny", whose template shows no tools."""
     log = tmp_path_factory.mktemp("generic") / "log"
-    with serving(log, "--tool-call-parser", "generic") as found:
+    more = ("--served-model-name", "tiny", "--tool-call-parser", "generic")
+    with serving(log, *more, model=f"{CLIENTS / 'plans.py'}:Rambles") as found:
         yield found
 
 
@@ -56,7 +57,7 @@ def asked(plans, generic):
     """What the scripts are told; and a function that takes what one printed and checks it."""
     notes, paths = [], []
     with overheard(plans, notes, paths) as talking, overheard(generic, notes, paths) as tiny:
-        told = {"url": talking, "tiny": tiny, "messages": MESSAGES, "max_tokens": ROOM}
+        told = {"url": talking, "tiny": tiny, "messages": MESSAGES, "max_tokens": 400}
         yield json.dumps(told), lambda output, routes: check(output, routes, paths)
 
 

@@ -3,6 +3,7 @@ by its model of chats.
 """
 
 import asyncio
+import json
 from typing import Annotated, Literal
 
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
@@ -65,14 +66,14 @@ async def main():
         )
         for name, ask in (("", whole), ("_streamed", streamed)):
             found = (await ask(agent, asked["messages"][1]["content"])).final_output
-            said[f"demanded{way}{name}"] = fields(found)
+            said[f"demanded{way}{name}"] = fields(Person.model_validate_json(found))
 
 
 def person(
     name: Annotated[str, Field(max_length=12)], mood: Literal["good", "bad"], age: Annotated[int, Field(ge=0, le=120)]
-) -> Person:
+) -> str:
     """Say who you are."""
-    return Person(name=name, mood=mood, age=age)
+    return json.dumps({"name": name, "mood": mood, "age": age})
 
 
 asyncio.run(main())

@@ -31,7 +31,11 @@ for way, kind in (("", OpenAIChatGenerator), (" responses", OpenAIResponsesChatG
         said[f"turn{way}{name}"] = done(after[-1].text)
         said[f"parallel{way}{name}"] = done(ask([ChatMessage.from_user(TWO)], **more)[-1].text)
         messages = ask([ChatMessage.from_user(THINK)], **more)
-        said[f"think{way}{name}"] = done(messages[-1].text)
+        if way:
+            shown = {"reasoning": next(m.reasoning.reasoning_text for m in messages if m.reasoning)}
+            said[f"think{way}{name}"] = done(messages[-1].text, **shown)
+        else:  # its generator of chats leaves reasoning out
+            said[f"unshown{name}"] = done(messages[-1].text)
 
 (reply,) = made(OpenAIResponsesChatGenerator, base, text_format=Person).run([ChatMessage.from_user(WHO)])["replies"]
 said["typed responses"] = fields(Person.model_validate_json(reply.text))

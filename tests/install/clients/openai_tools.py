@@ -16,11 +16,11 @@ said = {}
 
 
 def whole(messages, **more):
-    return client.chat.completions.create(model="tiny", messages=messages, **greedy, **more)
+    return client.chat.completions.create(model="tiny", messages=messages, temperature=0, **more)
 
 
 def streamed(messages, **more):
-    with client.chat.completions.stream(model="tiny", messages=messages, **greedy, **more) as stream:
+    with client.chat.completions.stream(model="tiny", messages=messages, temperature=0, **more) as stream:
         events = [event.type for event in stream]
         found = stream.get_final_completion()
     calls = found.choices[0].message.tool_calls or []
@@ -55,7 +55,7 @@ for name, ask in (("", whole), ("_streamed", streamed)):
     said["think" + name] = run(ask, THINK)
 
 # Demanded of a model that knows nothing of tools: what comes is what the schema says.
-asking = {"model": "tiny", "messages": asked["messages"], **greedy, "tools": [person]}
+asking = {"model": "tiny", "messages": asked["messages"], **greedy, "tools": [person], "parallel_tool_calls": False}
 named = {"type": "function", "function": {"name": "Person"}}
 allowed = {"mode": "required", "tools": [named]}
 for name, choice in (
@@ -130,7 +130,7 @@ with client.responses.stream(**asking) as stream:
     said["typed responses_streamed"] = fields(stream.until_done().get_final_response().output_parsed)
 
 asking = {"model": "tiny", "input": asked["messages"], "temperature": 0, "max_output_tokens": asked["max_tokens"]}
-asking["tools"] = [{"type": "function", **person["function"]}]
+asking |= {"tools": [{"type": "function", **person["function"]}], "parallel_tool_calls": False}
 for name, choice in (("required", "required"), ("named", {"type": "function", "name": "Person"})):
     (call,) = other.responses.create(**asking, tool_choice=choice).output
     said[f"demanded {name} responses"] = fields(Person.model_validate_json(call.arguments))

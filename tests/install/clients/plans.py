@@ -1,9 +1,8 @@
 """A model that plans: asked about the weather somewhere, it calls the tool that tells it, in Hermes' form and for all
 places at once, and then says what it was told; asked who it is, it calls the tool that takes a mood, if there is one, or
 says JSON. If the question says "think", it reasons first, and if it still sees that afterwards, says "As I thought".
-
 It knows nothing but the text of its prompt, so what it says shows what was in there. It prefers this, and says something
-else only where it must.
+else only where it must. Another model says nonsense.
 """
 
 import json
@@ -55,26 +54,25 @@ def tools_in(prompt):
 def plans(prompt):
     """What it says to a prompt: the text that it likes best, and then others."""
     tools, results = tools_in(prompt), re.findall(r"<tool_response>\n(.*?)\n</tool_response>", prompt, re.DOTALL)
-    question = re.findall(r"<\|im_start\|>user\n(?!<tool_response>)(.*?)<\|im_end\|>", prompt, re.DOTALL)[-1]
-    told = "<tool_response>" in prompt.rpartition(question)[2]
+    asked = re.findall(r"<\|im_start\|>user\n(?!<tool_response>)(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    question = asked[-1] if asked else prompt
+    since = prompt[prompt.rfind(question) :]
     weather = [name for name, takes in tools.items() if "city" in takes]
     person = [name for name, takes in tools.items() if "mood" in takes]
     thought = f"<think>\n{THOUGHT}\n</think>\n\n" if "think" in question else ""
     places = PLACES.findall(question)
-    if weather and places and not told:
+    if weather and places and "<tool_response>" not in since:
         return [thought + "\n".join(call(weather[0], {"city": place}) for place in places)]
     if person:
         return [thought + call(person[0], PERSON)]
     if results:
-        front = "As I thought, it is " if THOUGHT in prompt.rpartition(question)[2] else "It is "
+        front = "As I thought, it is " if THOUGHT in since else "It is "
         return [thought + front + ", ".join(result.strip('"') for result in results) + ".", thought + SAID]
     return [thought + BEFORE + SAID, thought + SAID]
 
 
 class Bytes:
     """Tokens are bytes, and 0 is the end."""
-
-    chat_template = TEMPLATE
 
     def encode(self, text):
         return list(text.encode())
@@ -104,3 +102,16 @@ class Plans:
     @lru_cache(64)
     def _plans(prompt):
         return [text.encode() for text in plans(prompt.decode(errors="replace"))]
+
+
+class Rambles:
+    """A model that says nonsense, which ends sooner or later: what comes of it is what it is held to."""
+
+    vocab_size, max_model_len, eos_ids = 256, 65536, (0,)
+    tokenizer = Bytes()
+    _scores = np.random.default_rng(1).random((997, 256), np.float32)
+    _scores[:, list(b'\0"}]')] += 0.4
+
+    def logits(self, tokens, lengths):
+        last = tokens[np.arange(len(lengths)), lengths - 1]
+        return self._scores[(lengths * 31 + last) % 997]

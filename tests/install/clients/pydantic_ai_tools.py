@@ -26,7 +26,8 @@ def models(url):
 
 def thoughts(messages):
     parts = [part for m in messages if isinstance(m, ModelResponse) for part in m.parts]
-    return next(part.content for part in parts if isinstance(part, ThinkingPart))
+    part = next(part for part in parts if isinstance(part, ThinkingPart))
+    return part.content or "".join(part.provider_details["raw_content"])
 
 
 async def tell(way, model):
