@@ -42,13 +42,18 @@ MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context hold
 
 async def models(served: Served, x: Exchange) -> None:
     """The names that are served."""
-    await x.json(answers.models(served.names, served.created, served.max_model_len, served.root, served.numerics))
+    await x.json(answers.models(served.names, *_about(served)))
 
 
 async def model(served: Served, x: Exchange) -> None:
     """One of the names that are served."""
     name = served.named(x.params["model"])
-    await x.json(answers.model(name, served.created, served.max_model_len, served.root, served.numerics))
+    await x.json(answers.model(name, *_about(served)))
+
+
+def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
+    keeps = served.responses.tag if served.responses.keeps else None
+    return served.created, served.max_model_len, served.root, served.numerics, keeps
 
 
 async def completions(served: Served, x: Exchange) -> None:

@@ -91,6 +91,7 @@ GIVEN = {
     "pause_after": ("6", 6),
     "drain_timeout": ("5", 5.0),
     "max_body_size": ("2k", 2048),
+    "responses_store": ("off", 0),
     "max_logprobs": ("4", 4),
     "max_n": ("2", 2),
     "compat": ("tgi", "tgi"),
@@ -100,11 +101,11 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_fifty_flags_and_each_is_tried_here():
+def test_there_are_at_most_56_flags_and_each_is_tried_here():
     commands = parser()._subparsers._group_actions[0].choices
     flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
     flags = [a for a in flags if a.help != SUPPRESS]  # TGI's: see test_compat.py
-    assert len(flags) <= 50
+    assert len(flags) <= 56
     assert {a.dest for a in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -356,6 +357,7 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
         queue_timeout="7",
         max_body_size="2k",
         max_logprobs="4",
+        responses_store="3k",
         max_n="2",
         chat_template="{{ messages[0].content }}!",
         api_key=["k"],
@@ -364,6 +366,7 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
     )
     assert served.names == ("a", "b") and served.root == "tiny" and served.max_model_len == 77
     assert (served.timeout, served.queue_timeout, served.max_body) == (8.0, 7.0, 2048)
+    assert served.responses.limit == 3072
     assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
     assert served.tenants.admit(b"Bearer k") == "key1"
     assert served.texts.default_params.seed == 5
