@@ -46,7 +46,11 @@ tell(" anthropic", ChatAnthropic(**openai, max_tokens=1000, base_url=base.remove
 # Demanded of a model that knows nothing of tools: what comes is what the schema says.
 messages = [(m["role"], m["content"]) for m in asked["messages"]]
 model = ChatOpenAI(**openai, max_tokens=greedy["max_tokens"], base_url=tiny)
-for name, how in (("named", {"tool_choice": "Person"}), ("required", {"tool_choice": "any"}), ("strict", {"tool_choice": "Person", "strict": True})):
+for name, how in (
+    ("named", {"tool_choice": "Person"}),
+    ("required", {"tool_choice": "any"}),
+    ("strict", {"tool_choice": "Person", "strict": True}),
+):
     bound = model.bind_tools([Person], **how)
     (call,) = bound.invoke(messages).tool_calls
     said[f"demanded {name}"] = fields(Person(**call["args"]))

@@ -52,5 +52,9 @@ model.predict_and_call([tool], ONE)
 said["called"] = done(None)
 tell("typed", model, WHO)
 # Of a model that knows nothing of tools: what comes is what the schema says.
-tell("demanded", OpenAILike(api_base=tiny, max_tokens=greedy["max_tokens"], **own, **calling), asked["messages"][1]["content"])
+tell(
+    "demanded",
+    OpenAILike(api_base=tiny, max_tokens=greedy["max_tokens"], **own, **calling),
+    asked["messages"][1]["content"],
+)
 say(**said)

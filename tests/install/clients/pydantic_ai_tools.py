@@ -21,7 +21,10 @@ def models(url):
     provider = OpenAIProvider(base_url=url, api_key="none")
     yield "", OpenAIChatModel("tiny", provider=provider)
     yield " responses", OpenAIResponsesModel("tiny", provider=provider)
-    yield " anthropic", AnthropicModel("tiny", provider=AnthropicProvider(base_url=url.removesuffix("/v1"), api_key="none"))
+    yield (
+        " anthropic",
+        AnthropicModel("tiny", provider=AnthropicProvider(base_url=url.removesuffix("/v1"), api_key="none")),
+    )
 
 
 def thoughts(messages):
