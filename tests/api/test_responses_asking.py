@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-import msgspec
 
 from hibachi.api.bodies import Bounds, read
 from hibachi.api.errors import Refused
@@ -245,7 +244,7 @@ def test_what_says_nothing_asks_for_nothing():
         prompt=None,
     )
     assert (plain.tools, plain.tool_choice, plain.response_format, plain.logprobs) == (None, None, None, None)
-    assert plain.reasoning_effort is msgspec.UNSET
+    assert plain.reasoning_effort is None
 
 
 def test_any_json_object():

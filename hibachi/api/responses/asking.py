@@ -75,7 +75,7 @@ def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
         tools=tools or None,
         tool_choice=_choice(body.tool_choice, bool(tools)),
         response_format=_format(body),
-        reasoning_effort=UNSET if body.reasoning is None or body.reasoning.effort is None else body.reasoning.effort,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
 
 
