@@ -26,6 +26,8 @@ from hibachi.api.bodies import (
     TokenizeBody,
     WarmBody,
 )
+from hibachi.api.messages import bodies as messages
+from hibachi.api.messages.bodies import CountBody, MessagesBody
 from hibachi.api.responses import asking as responses
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.router.settings import table as route_table
@@ -60,12 +62,15 @@ def fields() -> str:
         "`/rerank`": _fields(RerankBody),
         "`/classify`": _fields(ClassifyBody),
         "`/v1/warm`": _fields(WarmBody),
+        "`/v1/messages` ([agents.md](agents.md))": _fields(MessagesBody, messages.REFUSED),
+        "`/v1/messages/count_tokens`": _fields(CountBody, messages.REFUSED),
     }
     return "\n".join(["| | fields |", "|---|---|", *(f"| {route} | {_code(names)} |" for route, names in rows.items())])
 
 
-def _fields(body: type[msgspec.Struct]) -> list[str]:
-    return [f.name for f in msgspec.structs.fields(body) if f.name not in {*IGNORED, *REFUSED, *DEFAULTS}]
+def _fields(body: type[msgspec.Struct], refused: Iterable[str] = ()) -> list[str]:
+    known = {*IGNORED, *REFUSED, *DEFAULTS, *refused}
+    return [f.name for f in msgspec.structs.fields(body) if f.name not in known]
 
 
 def defaults() -> str:

@@ -1,4 +1,4 @@
-"""Dialects of routes: the shape and status of errors, where the key stands, how streams end."""
+"""Dialects of routes: the shape and status of errors, how streams end; and where keys stand."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hibachi.api.errors import DENIED, INVALID, LIMITED, Refused, body_of
+from hibachi.api.errors import Refused, body_of
 
 Headers = Mapping[bytes, bytes]
+BY_ANTHROPIC = b"anthropic-version"  # the header that all clients of Anthropic's API send
 
 
-def bearer(headers: Headers) -> bytes | None:
-    """The header Authorization: "Bearer KEY"."""
-    return headers.get(b"authorization")
+def key_of(headers: Headers) -> bytes | None:
+    """The key of a request as "Bearer KEY": what the header Authorization holds, or else x-api-key, which clients of
+    Anthropic's API may send in its place. None means there is neither.
+    """
+    key = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (None if key is None else b"Bearer " + key)
 
 
 def _own_status(refused: Refused) -> int:
@@ -26,17 +30,21 @@ def _never(refused: Refused) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The dialect of a route. error: the body of an error, or the last event of a stream. status: of the error. key:
-    the key in the form of the header Authorization. end: sent after the last event of a stream. as_event: whether an
-    error that comes before everything else is a stream of one event, with status 200.
+    """The dialect of a route. error: the body of an error, or the last event of a stream. status: of the error. end:
+    sent after the last event of a stream. as_event: whether an error that comes before everything else is a stream of
+    one event, with status 200. tells_id: errors have the field request_id, and all answers the header request-id.
     """
 
     name: str
     error: Callable[[Refused], dict[str, Any]]
     status: Callable[[Refused], int] = _own_status
-    key: Callable[[Headers], bytes | None] = bearer
     end: bytes = b""
     as_event: Callable[[Refused], bool] = _never
+    tells_id: bool = False
+
+    def told(self, refused: Refused, request: str) -> dict[str, Any]:
+        """`error` of a request with this id."""
+        return {**self.error(refused), "request_id": request} if self.tells_id else self.error(refused)
 
 
 # ---- OpenAI ------------------------------------------------------------------------------------------------------
@@ -91,18 +99,39 @@ TGI_STREAM = Dialect("tgi", _tgi_error, _tgi_status, as_event=_after_reading)
 
 # ---- Anthropic ---------------------------------------------------------------------------------------------------
 
-_ANTHROPICS = {INVALID: "invalid_request_error", DENIED: "authentication_error", LIMITED: "rate_limit_error"}
-_OF_STATUS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def _anthropic_status(refused: Refused) -> int:
+    if refused.code == "deadline_exceeded":
+        return 504
+    return 529 if refused.status == 503 else refused.status
 
 
 def _anthropic_error(refused: Refused) -> dict[str, Any]:
-    told = _OF_STATUS.get(refused.status) or _ANTHROPICS.get(refused.kind, "api_error")
-    return {"type": "error", "error": {"type": told, "message": str(refused)}}
+    """With our code, which Anthropic's errors do not have: the router goes by it."""
+    status = _anthropic_status(refused)
+    kind = _ANTHROPICS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    words = str(refused)
+    if refused.code == "context_length_exceeded":
+        words = f"prompt is too long: {words}"  # by these words agents know that they must shorten the conversation
+    more = {} if refused.code is None else {"code": refused.code}
+    return {"type": "error", "error": {"type": kind, "message": words, **more}}
 
 
-def _x_api_key(headers: Headers) -> bytes | None:
-    key = headers.get(b"x-api-key")
-    return bearer(headers) or (None if key is None else b"Bearer " + key)
+ANTHROPIC = Dialect("anthropic", _anthropic_error, _anthropic_status, tells_id=True)
 
 
-ANTHROPIC = Dialect("anthropic", _anthropic_error, key=_x_api_key)
+def spoken(path: str, headers: Headers, usual: Dialect) -> Dialect:
+    """The dialect of a request. usual: of its path. Models are listed in two: clients of Anthropic's API name its
+    version.
+    """
+    return ANTHROPIC if BY_ANTHROPIC in headers and f"{path}/".startswith("/v1/models/") else usual

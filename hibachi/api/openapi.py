@@ -33,6 +33,8 @@ _WORDS = {
     431: "The headers are too large.",
     500: "The server made a mistake; its log says more.",
     503: "Nothing can be served for now. Try again later.",
+    504: "The answer would not come in time.",
+    529: "Nothing can be served for now. Try again later.",
 }
 
 

@@ -30,10 +30,11 @@ class Writer:
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
     cached: report how many tokens were found in the cache, or were predicted and proposed, which depends on other
     requests. each: `piece` wants every
-    token alone, also one without text.
+    token alone, also one without text. waiting: what is sent now and then while nothing comes.
     """
 
     dialect: Dialect = OPENAI
+    waiting: bytes = b": waiting\n\n"  # readers of server-sent events pass over it (WHATWG HTML, 9.2.6)
     each: bool = False
 
     asked: Asked
@@ -112,9 +113,9 @@ class Writer:
         """A chunk as it is sent."""
         return answers.event(chunk)
 
-    def failed(self, refused: Refused) -> Any:
-        """As `piece`, where a stream that has begun ends with an error."""
-        return self.dialect.error(refused)
+    def failed(self, refused: Refused, request: str) -> Any:
+        """As `piece`, where a stream that has begun ends with an error. request: its id."""
+        return self.dialect.told(refused, request)
 
     def came(self, pieces: Sequence[Piece]) -> None:
         """These have come, of an answer that is to be whole."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hibachi.api.answers import encode
+from hibachi.api.dialects import key_of
 from hibachi.api.errors import INVALID, SERVER, Refused, as_refused
 from hibachi.router import body as bodies
 from hibachi.router.affine import FURTHEST, pieces_of
@@ -58,6 +59,7 @@ class Door:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         x = Exchange(scope, receive, send)
+        x.dialect = dialect_of(x.path, x.headers)
         meter, refused = self._forwarder.meter, None
         meter.running += 1
         quiet, kind = False, "own"
@@ -68,7 +70,7 @@ class Door:
                 answer, keyed = own
                 quiet = not keyed
                 if keyed:
-                    x.tenant = self._tenants.admit(x.headers.get(b"authorization"))
+                    x.tenant = self._tenants.admit(key_of(x.headers))
                 await answer(x)
             else:
                 found = self._routes.kind(x.method, x.path)
@@ -93,11 +95,12 @@ class Door:
             tell(x, refused, quiet=quiet)
 
     async def _refuse(self, x: Exchange, refused: Refused) -> None:
-        dialect = dialect_of(x.path)
-        data = encode(dialect.error(refused))
+        dialect = x.dialect
+        data = encode(dialect.told(refused, x.id))
         told = {name.lower(): value for name, value in refused.headers.items()}
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         headers += [(name.encode(), value.encode()) for name, value in told.items()]
+        headers += [(b"request-id", x.id.encode())] if dialect.tells_id else []
         await x.start(dialect.status(refused), headers)
         await x.write(data, more=False)
 
@@ -116,7 +119,7 @@ class Door:
             raise Refused(
                 f"Upgrade: {protocol}: other protocols do not pass.", status=501, code="upgrade_not_supported"
             )
-        x.tenant = self._tenants.admit(dialect_of(x.path).key(x.headers))
+        x.tenant = self._tenants.admit(key_of(x.headers))
         headers, path = self._sendable(x)
         body = await self._body(x)
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from hibachi.api.dialects import key_of
 from hibachi.api.errors import LIMITED, SERVER, Refused
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
@@ -32,6 +33,7 @@ HELD = 1 << 20  # bytes of an answer that is kept while another upstream is trie
 HELD_FOR = 1.0  # seconds for them to come
 POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
 MOST_POISON = 4096
+UNWELL = (503, 529)  # the latter in Anthropic's dialect
 
 
 @dataclass(slots=True)
@@ -78,8 +80,7 @@ class Job:
 
     def who(self) -> str:
         """The client of the request: its key, where there is one, else its address."""
-        headers = self.x.headers
-        key = headers.get(b"authorization") or headers.get(b"x-api-key")
+        key = key_of(self.x.headers)
         return blake2b(key, digest_size=8).hexdigest() if key else str((self.x.client or ("",))[0])
 
 
@@ -289,7 +290,7 @@ class Forwarder:
     async def _second_thoughts(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse) -> bool | None:
         """Looks at a status: None means the answer passes on; else as `_attempt`."""
         status, headers = answer.status, answer.headers
-        busy = status == 429 or (status == 503 and "Retry-After" in headers)
+        busy = status == 429 or (status in UNWELL and "Retry-After" in headers)
         if not busy and (status < 500 or status in (501, 505) or not job.again):
             return None
         held, whole = await self._hold(u, answer)
@@ -301,7 +302,7 @@ class Forwarder:
             u.answers[status] += 1
             await self._pass_on(job, u, answer, held.body)
             return True
-        code = _code_of(held.body) if status == 503 else ""
+        code = _code_of(held.body) if status in UNWELL else ""
         u.answers[status] += 1
         job.tried += (u,)
         if code == "shutting_down":
@@ -431,7 +432,9 @@ def unknown(model: str, models: list[str]) -> Refused:
 
 
 def _code_of(body: bytes) -> str:
-    """What our own servers say of a 503: "shutting_down", "engine_failed", ...; in TGI's dialect only the latter."""
+    """What our own servers say of what is `UNWELL`: "shutting_down", "engine_failed", ...; in TGI's dialect only the
+    latter.
+    """
     try:
         told = msgspec.json.decode(body)
         code = "engine_failed" if told.get("error_type") == "generation" else told["error"]["code"]

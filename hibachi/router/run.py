@@ -16,7 +16,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.router.checks import Checks
 from hibachi.router.client import Client
-from hibachi.router.dialects import dialect_of
+from hibachi.router.dialects import as_anthropic, dialect_of
 from hibachi.router.door import Door
 from hibachi.router.fleet import Fleet
 from hibachi.router.forward import Forwarder, Patience
@@ -138,7 +138,8 @@ class Router:
         page = Page(self.forwarder)
 
         async def models(x: Exchange) -> None:
-            await x.json({"object": "list", "data": fleet.listed(owners=origin)})
+            listed = fleet.listed(owners=origin)
+            await x.json(as_anthropic(listed) if x.dialect.tells_id else {"object": "list", "data": listed})
 
         async def health(x: Exchange) -> None:
             await x.json({"status": "ok"})

@@ -11,9 +11,9 @@ from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from hibachi.api.dialects import OPENAI, Dialect
+from hibachi.api.dialects import ANTHROPIC, OPENAI, Dialect, key_of, spoken
 from hibachi.api.errors import Refused, as_refused
-from hibachi.serve import generate, openai, operating, ranking, responses, tgi, warm
+from hibachi.serve import generate, messages, openai, operating, ranking, responses, tgi, warm
 from hibachi.serve.describing import with_description
 from hibachi.serve.metrics import is_work
 from hibachi.serve.routes import Route
@@ -25,7 +25,7 @@ from hibachi.web.exchange import Exchange, Gone
 LEFT = 499  # as nginx logs a client that left
 
 
-MODULES = (openai, responses, ranking, warm, tgi, generate, operating)
+MODULES = (openai, responses, messages, ranking, warm, tgi, generate, operating)
 ROUTES: tuple[Route, ...] = tuple(route for module in MODULES for route in module.ROUTES)
 _DIALECTS = {route.path: route.dialect for route in ROUTES}
 _METHODS = {path: sorted({route.method for route in ROUTES if route.path == path}) for path in _DIALECTS}
@@ -33,7 +33,7 @@ _METHODS = {path: sorted({route.method for route in ROUTES if route.path == path
 
 def dialect_at(path: str) -> Dialect:
     """The dialect of errors that come before a route is found: a wrong method, or another name of the server."""
-    return _DIALECTS.get(path, OPENAI)
+    return _DIALECTS.get(path, ANTHROPIC if path.startswith("/v1/messages") else OPENAI)
 
 
 class Endpoint:
@@ -46,11 +46,11 @@ class Endpoint:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         served, route, x = self._served, self._route, Exchange(scope, receive, send)
         tenants, refused = served.tenants, None
-        x.dialect = route.dialect
+        x.dialect = spoken(x.route, x.headers, route.dialect)
         try:
             check_headers(scope)
             if route.keyed:
-                x.tenant = tenants.admit(route.dialect.key(x.headers))
+                x.tenant = tenants.admit(key_of(x.headers))
             tenants.running[x.tenant] += 1
             try:
                 with served.gate.around(x) if self._counts else nullcontext():
@@ -100,7 +100,7 @@ async def _no_route(served: Served, request: Any, error: Exception) -> Any:
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         x = Exchange(scope, receive, send)
-        x.dialect = dialect_at(x.route)
+        x.dialect = spoken(x.route, x.headers, dialect_at(x.route))
         try:
             check_headers(scope)
             refused = Refused(f"{x.method} {x.path[:200]}: this route {what}.", status=status, code=code)

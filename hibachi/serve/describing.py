@@ -12,6 +12,7 @@ from typing import Any
 
 from hibachi.api.answers import encode
 from hibachi.api.errors import Refused
+from hibachi.api.messages.answers import AnthropicError
 from hibachi.api.openapi import EVENTS, JSON, Content, Error, Operation, TgiError, document
 from hibachi.serve.docspage import STYLE, page
 from hibachi.serve.metrics import is_work
@@ -19,7 +20,10 @@ from hibachi.serve.routes import About, Route
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
 
-_ERRORS: Mapping[str, Any] = {"tgi": TgiError}  # by the name of a dialect; others as OpenAI
+_ERRORS: Mapping[str, Any] = {
+    "tgi": TgiError,
+    "anthropic": AnthropicError,
+}  # by the name of a dialect; others as OpenAI
 _STYLED = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{_STYLED}'; base-uri 'none'; "

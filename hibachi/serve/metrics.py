@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import prometheus_client
 
+from hibachi.api.dialects import key_of
 from hibachi.api.errors import Refused
 from hibachi.api.openapi import TEXT
 from hibachi.engine.health import Health
@@ -33,6 +34,7 @@ WORK_ROUTES = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/messages",
         "/v1/embeddings",
         "/v1/generate",
         "/generate",
@@ -78,7 +80,7 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, t
 
     async def metrics(_: Served, x: Exchange) -> None:
         """Metrics for Prometheus."""
-        named = served.tenants.may_see_all(x.headers.get(b"authorization"))
+        named = served.tenants.may_see_all(key_of(x.headers))
         await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text, named), PLAIN)
 
     return meter, (Route("GET", PATH, metrics, keyed=False, about=About(writes={"text/plain": TEXT})),)

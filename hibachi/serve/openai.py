@@ -9,7 +9,9 @@ from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
 from hibachi.api.chatwriting import ChatWriter
 from hibachi.api.conversation import conversation
+from hibachi.api.dialects import ANTHROPIC
 from hibachi.api.errors import Refused
+from hibachi.api.messages import answers as anthropic
 from hibachi.api.openapi import Error
 from hibachi.api.vectors import shortened
 from hibachi.api.writing import CompletionWriter
@@ -41,19 +43,29 @@ MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context hold
 
 
 async def models(served: Served, x: Exchange) -> None:
-    """The names that are served."""
+    """The names that are served; in Anthropic's form for clients that send its version."""
+    if x.dialect is ANTHROPIC:
+        await x.json(anthropic.models([_as_anthropic(served, name) for name in served.names]))
+        return
     await x.json(answers.models(served.names, *_about(served)))
 
 
 async def model(served: Served, x: Exchange) -> None:
-    """One of the names that are served."""
+    """One of the names that are served, likewise."""
     name = served.named(x.params["model"])
+    if x.dialect is ANTHROPIC:
+        await x.json(_as_anthropic(served, name))
+        return
     await x.json(answers.model(name, *_about(served)))
 
 
 def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
     keeps = served.responses.tag if served.responses.keeps else None
     return served.created, served.max_model_len, served.root, served.numerics, keeps
+
+
+def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:
+    return anthropic.model(name, served.created, served.max_model_len)
 
 
 async def completions(served: Served, x: Exchange) -> None:
@@ -191,9 +203,11 @@ CHAT = About(
     example=lambda served: {"messages": MESSAGES, "max_tokens": 8},
     useful=for_chat,
 )
+MODELS = About(answer=(answers.Models, anthropic.AnthropicModels), dialects=(ANTHROPIC,))
+MODEL = About(answer=(answers.Model, anthropic.AnthropicModel), dialects=(ANTHROPIC,), named=True)
 ROUTES = (
-    Route("GET", "/v1/models", models, about=About(answer=answers.Models)),
-    Route("GET", "/v1/models/{model:path}", model, about=About(answer=answers.Model, named=True)),
+    Route("GET", "/v1/models", models, about=MODELS),
+    Route("GET", "/v1/models/{model:path}", model, about=MODEL),
     Route("POST", "/v1/completions", completions, about=COMPLETION),
     Route("POST", "/v1/chat/completions", chat, about=CHAT),
     Route(

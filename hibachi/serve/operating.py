@@ -8,6 +8,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from hibachi.api.answers import Forgotten, Load, Unwell, Version, Well
+from hibachi.api.dialects import key_of
 from hibachi.api.errors import DENIED, Refused
 from hibachi.serve.flight import of_tenant
 from hibachi.serve.routes import About, Route
@@ -26,7 +27,7 @@ async def ready(served: Served, x: Exchange) -> None:
 
 
 def _sees_all(served: Served, x: Exchange) -> bool:
-    return served.tenants.may_see_all(x.headers.get(b"authorization"))
+    return served.tenants.may_see_all(key_of(x.headers))
 
 
 async def _tell(served: Served, x: Exchange, why_not: str | None) -> None:

@@ -59,7 +59,7 @@ async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, 
 
 async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
     more = None if headers is None else headers(record)
-    comments, dialect = Comments(x, more=more), writer.dialect
+    comments, dialect = Comments(x, comment=writer.waiting, more=more), writer.dialect
     chunks: list[Any] | None = None  # None means nothing has come
     open_ = {c.index: c for c in text.choices}
     try:
@@ -87,7 +87,7 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
         record.failed(e)
         refused = as_refused(e)
         x.blame(refused, e)
-        chunks = [*(chunks or ()), writer.failed(refused)]  # with what came before it and was not sent
+        chunks = [*(chunks or ()), writer.failed(refused, x.id)]  # with what came before it and was not sent
     finally:
         comments.stop()
     await x.write(_events(writer, chunks) + dialect.end, more=False)

@@ -20,7 +20,7 @@ ANY = frozenset({"*"})
 EVERY = b"*"
 # By their names, as "*" stands for all headers only where a page sends no cookies.
 OURS = (
-    b"X-Request-Id, Retry-After, X-Compute-Type, X-Compute-Time, X-Compute-Characters, X-Total-Time, "
+    b"X-Request-Id, Request-Id, Retry-After, X-Compute-Type, X-Compute-Time, X-Compute-Characters, X-Total-Time, "
     b"X-Validation-Time, X-Queue-Time, X-Inference-Time, X-Time-Per-Token, X-Prompt-Tokens, X-Generated-Tokens, "
     b"X-Completion-Tokens, X-Finish-Reason, X-Stop-Reason"
 )

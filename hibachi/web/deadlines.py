@@ -44,8 +44,9 @@ def check_headers(scope: Any) -> None:
     hosts = seen.count(b"host")
     if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):
         raise Refused(f"Expected one header Host; got {hosts}.", code="invalid_http")
-    if seen.count(b"authorization") > 1:
-        raise Refused("Expected at most one header Authorization; got several.", code="invalid_http")
+    for name in (b"authorization", b"x-api-key"):
+        if seen.count(name) > 1:
+            raise Refused(f"Expected at most one header {name.decode().title()}; got several.", code="invalid_http")
 
 
 def cut(receive: Any, *, unread: bool = False) -> None:

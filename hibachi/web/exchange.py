@@ -144,6 +144,8 @@ class Exchange:
     async def begin(self, status: int, kind: bytes, more: dict[str, str] | None = None) -> None:
         headers = [(b"content-type", kind), (b"x-request-id", self.id.encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
+        if self.dialect.tells_id:
+            headers.append((b"request-id", self.id.encode()))
         headers += self.always
         if "content-length" not in (more or {}):  # a stream
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -177,7 +179,7 @@ class Exchange:
     async def refuse(self, refused: Refused) -> None:
         """Answer with an error, as the dialect has it."""
         dialect = self.dialect
-        body = dialect.error(refused)
+        body = dialect.told(refused, self.id)
         if dialect.as_event(refused):
             await self.begin(200, SSE, refused.headers)
             await self.write(event(body) + dialect.end, more=False)

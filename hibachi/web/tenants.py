@@ -46,7 +46,7 @@ class Tenants:
         return self.named.get(name, NOBODY)
 
     def whose(self, header: bytes | None) -> str | None:
-        """The tenant whose key the header Authorization holds; None means it holds no valid key."""
+        """The tenant of a key in the form of the header Authorization; None means it holds no valid key."""
         scheme, _, key = (header or b"").partition(b" ")
         given, found = _digest(key.strip()), None
         for digest, name in self._digests:  # all of them: how long it takes must not tell which was near
@@ -55,13 +55,13 @@ class Tenants:
         return found if scheme.lower() == b"bearer" else None
 
     def admit(self, header: bytes | None) -> str:
-        """The tenant whose key the header Authorization holds. Raises Refused."""
+        """The tenant of a key in the form of the header Authorization. Raises Refused."""
         if not self.keys:
             return ""
         found = self.whose(header)
         if found is None:
             raise Refused(
-                "No valid API key: expected the header 'Authorization: Bearer KEY'.",
+                "No valid API key: expected the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'.",
                 status=401,
                 kind=DENIED,
                 code="invalid_api_key",

@@ -261,7 +261,7 @@ def test_a_response_that_fails_says_so_at_its_end(status, code, described):
     """With the items that there are; the one that was growing is incomplete."""
     kept = []
     writer, pieces, _ = writer_of([[Reasoned("I"), Said("He")], []], keep=kept.append)
-    chunks = [*writer.opening(), *writer.piece(pieces[0]), *writer.failed(Refused("It broke.", status=status))]
+    chunks = [*writer.opening(), *writer.piece(pieces[0]), *writer.failed(Refused("It broke.", status=status), "r")]
     *_, last = events = read(writer, chunks)
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     described("ResponseStreamEvent", last)
@@ -273,7 +273,7 @@ def test_a_response_that_fails_says_so_at_its_end(status, code, described):
 
 def test_an_error_before_a_response_has_begun_is_an_event_of_its_own(described):
     writer, _, _ = writer_of([])
-    [event] = read(writer, [writer.failed(Refused("No.", param="input", code="context_length_exceeded"))])
+    [event] = read(writer, [writer.failed(Refused("No.", param="input", code="context_length_exceeded"), "r")])
     described("ResponseStreamEvent", event)
     told = {
         "type": "error",

@@ -185,8 +185,12 @@ def test_anthropics_key_is_a_key_and_goes_no_further(mock, route):
     router = route(a, api_key="ours", upstream_key="theirs")
     assert router.ask("/v1/messages", BODY, b"x-api-key: ours").status == 200
     assert router.ask("/v1/messages", BODY, b"x-api-key: other").status == 401
-    assert router.ask("/v1/completions", BODY, b"x-api-key: ours").status == 401
+    assert router.ask("/v1/completions", BODY, b"x-api-key: ours").status == 200  # whichever way it goes
     assert router.ask("/v1/completions", BODY, b"x-api-key: ours", b"Authorization: Bearer ours").status == 200
+    assert router.ask("/v1/completions", BODY, b"x-api-key: ours", b"Authorization: Bearer other").status == 401
+    for path in ("/v1/models", "/upstreams"):
+        assert router.ask(path, None, b"x-api-key: ours").status == 200
+        assert router.ask(path, None, b"x-api-key: other").status == 401
     assert all(not r.all(b"x-api-key") and r[b"authorization"] == b"Bearer theirs" for r in a.requests)
 
 

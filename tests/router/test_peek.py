@@ -87,6 +87,12 @@ def test_the_beginning_of_a_text_is_raw_and_bounded():
     body = b'{"model": "m", "temperature": 1, "system": "be brief", "messages": [ {"role":"user"} ]}'
     assert look(body, JSON, b"", text=100)[1] == b'"be brief"[ {"role":"user"} ]'
     assert look(body, JSON, b"", text=12)[1] == b'"be brief"[ '
+    blocks = b'[{"type": "text", "text": "be brief"}]'
+    body = b'{"messages": [1], "system": %s, "model": "m"}' % blocks
+    assert look(body, JSON, b"", text=100)[1] == blocks + b"[1]"
+    for given in (b'"say"', b'[{"role": "user", "content": [{"type": "input_text", "text": "say"}]}]'):
+        body = b'{"input": %s, "instructions": "be brief"}' % given
+        assert look(body, JSON, b"", text=100)[1] == b'"be brief"' + given
     assert look(b'{"inputs": "abc"}', JSON, b"", text=100)[1] == b'"abc"'
     assert look(b'{"prompt": [1, 2]}', JSON, b"", text=100)[1] == b"[1, 2]"
     assert look(b"{}", JSON, b"", text=100)[1] == b""

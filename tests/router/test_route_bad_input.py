@@ -536,6 +536,8 @@ def test_errors_are_in_the_words_of_their_path(mock, route):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = here.ask(path, b'{"model": "c"}').json
         assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
+        named = here.ask(path, b'{"model": "c"}', b"X-Request-Id: mine")
+        assert named.json["request_id"] == named[b"request-id"].decode() == "mine"
         assert here.ask(path, b"{").json["error"]["type"] == "invalid_request_error"
     assert here.ask("/v1/completions", b"{").error["type"] == "invalid_request_error"
 
@@ -549,7 +551,8 @@ def test_statuses_of_the_routers_own_in_other_words(mock, route):
     one.check, one.script = lambda r: [error(500)], lambda r: [CLOSE]
     eventually(lambda: here.of(one).state is State.ILL)
     answer = here.ask("/v1/messages", BODY)
-    assert (answer.status, answer.json["error"]["type"]) == (503, "overloaded_error")
+    assert (answer.status, answer.json["error"]["type"]) == (529, "overloaded_error")
+    assert answer[b"retry-after"] == b"1"
 
 
 def test_too_many_wait(mock, route):

@@ -104,7 +104,7 @@ class ResponsesWriter(Writer):
     def end(self, choice: TextChoice) -> Any:
         return self._end(reason_of(choice.finish_reason) == "length")
 
-    def failed(self, refused: Refused) -> Any:
+    def failed(self, refused: Refused, request: str) -> Any:
         """The last events of a response that cannot go on."""
         if not self._began:
             return answers.ResponseError(self._next(), refused.code, str(refused), refused.param)

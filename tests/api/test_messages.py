@@ -1,0 +1,398 @@
+"""Bodies of Anthropic's Messages API become chats, and what is found in a text becomes content blocks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from hibachi.api.bodies import read
+from hibachi.api.dialects import ANTHROPIC, key_of, spoken
+from hibachi.api.errors import Refused, as_refused
+from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
+from hibachi.api.messages.asking import SWITCHES, chat_of, in_its_words
+from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
+from hibachi.api.messages.writing import Blocks, joined, named
+from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
+from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
+
+ON, OFF = (dict.fromkeys(SWITCHES, on) for on in (True, False))
+HELLO = {"role": "user", "content": "hello"}
+WEATHER = {
+    "name": "weather",
+    "description": "of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def asked(kind=MessagesBody, **body):
+    given = {"model": "m", "messages": [HELLO], **({} if kind is CountBody else {"max_tokens": 5}), **body}
+    return chat_of(read(kind, json.dumps(given).encode(), PAGE))
+
+
+def text(said):
+    return {"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}
+
+
+def call(id, name="weather", **given):
+    return {"type": "tool_use", "id": id, "name": name, "input": given, "caller": {"type": "direct"}}
+
+
+def result(id, content=None, **more):
+    return {"type": "tool_result", "tool_use_id": id, "content": content, **more}
+
+
+# ---- bodies --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_body_is_a_chat():
+    chat = asked(
+        system="be brief",
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop_sequences=["X"],
+        stream=True,
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        cache_control={"type": "ephemeral"},
+    )
+    assert chat.messages == [{"role": "system", "content": "be brief"}, HELLO]
+    assert (chat.model, chat.max_tokens, chat.stop, chat.stream) == ("m", 5, ["X"], True)
+    assert (chat.temperature, chat.top_p, chat.top_k) == (0.5, 0.9, 7)
+    assert chat.tools is chat.tool_choice is chat.response_format is chat.continue_final_message is None
+
+
+def test_blocks_of_text_are_joined():
+    chat = asked(
+        system=[text("one"), text("two")], messages=[{"role": "user", "content": [text("a"), text(""), text("b")]}]
+    )
+    assert chat.messages == [{"role": "system", "content": "one\ntwo"}, {"role": "user", "content": "a\nb"}]
+    assert asked(system="").messages == [HELLO]
+
+
+def test_messages_of_one_role_in_a_row_are_one():
+    two = [HELLO, {"role": "user", "content": [text("again")]}, {"role": "assistant", "content": "A"}, HELLO]
+    assert [m["content"] for m in asked(messages=two).messages] == ["hello\nagain", "A", "hello"]
+
+
+def test_calls_and_results_in_their_order():
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    said = [thought, {"type": "redacted_thinking", "data": "x"}, text("wait"), call("1", city="Ö"), call("2")]
+    answered = [
+        text("here"),
+        result("2", "rain"),
+        result("1", [text("sun"), text("wind")], is_error=True),
+    ]
+    messages = [HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": answered}]
+    _, assistant, *results = asked(messages=messages, tools=[WEATHER]).messages
+    assert assistant["content"] == "wait" and assistant["reasoning_content"] == "hm"
+    assert [(c["id"], json.loads(c["function"]["arguments"])) for c in assistant["tool_calls"]] == [
+        ("1", {"city": "Ö"}),
+        ("2", {}),
+    ]
+    assert results == [
+        {"role": "tool", "tool_call_id": "2", "content": "rain"},
+        {"role": "tool", "tool_call_id": "1", "content": "Error: sun\nwind"},
+        {"role": "user", "content": "here"},
+    ]
+
+
+def test_a_message_of_calls_alone_has_no_text():
+    messages = [HELLO, {"role": "assistant", "content": [call("1")]}, {"role": "user", "content": [result("1")]}]
+    _, assistant, answered = asked(messages=messages).messages
+    assert assistant["content"] is None and answered == {"role": "tool", "tool_call_id": "1", "content": ""}
+
+
+def test_an_answer_that_is_begun_goes_on():
+    chat = asked(messages=[HELLO, {"role": "assistant", "content": "I"}])
+    assert chat.continue_final_message is True and chat.add_generation_prompt is False
+    chat = asked(messages=[HELLO, {"role": "assistant", "content": ""}])
+    assert chat.messages == [HELLO] and chat.continue_final_message is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
+    ],
+)
+def test_which_tool_is_wanted(choice, expected):
+    chat = asked(tools=[WEATHER], tool_choice=choice)
+    assert chat.tool_choice == expected and chat.parallel_tool_calls is None
+    alone = asked(tools=[{**WEATHER, "type": "custom"}], tool_choice={**choice, "disable_parallel_tool_use": True})
+    assert alone.parallel_tool_calls is False
+
+
+def test_tools_as_openai_has_them():
+    (tool,) = asked(tools=[{**WEATHER, "strict": True, "cache_control": {"type": "ephemeral"}}]).tools
+    function = {"name": "weather", "description": "of a city", "parameters": WEATHER["input_schema"], "strict": True}
+    assert tool == {"type": "function", "function": function}
+    assert asked(tools=[], tool_choice={"type": "auto"}).tools is None
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_the_form_of_an_answer(field):
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    chat = asked(**{field: form if field == "output_format" else {"format": form}})
+    assert chat.response_format.json_schema.schema == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables", "told"),
+    [
+        (None, OFF, False),
+        ({"type": "disabled"}, OFF, False),
+        ({"type": "enabled", "budget_tokens": 1024}, ON, True),
+        ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, ON, False),
+        ({"type": "adaptive"}, None, True),
+    ],
+)
+def test_reasoning_is_off_unless_it_is_asked_for(thinking, variables, told):
+    chat = asked(thinking=thinking)
+    assert (chat.chat_template_kwargs, chat.include_reasoning) == (variables, told)
+
+
+def test_a_count_needs_no_limit():
+    assert asked(CountBody, tools=[WEATHER], system="s").max_tokens is None
+    with pytest.raises(Refused, match="max_tokens"):
+        asked(CountBody, max_tokens=5)
+
+
+BAD = [
+    ({"max_tokens": None}, "max_tokens", "max_tokens: Expected `int`, got `null`"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens must be an integer >= 1; got 0"),
+    ({"max_tokens": "5"}, "max_tokens", "max_tokens: Expected `int`, got `str`"),
+    ({"messages": "hi"}, "messages", "messages: Expected `array`, got `str`"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "messages[0].role"),
+    ({"messages": [{**HELLO, "name": "x"}]}, "messages[0].name", "Unknown field: messages[0].name"),
+    ({"n": 2}, "n", "Unknown field: n"),
+    ({"container": "c"}, "container", "container is not supported: Nothing runs code here"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "mcp_servers is not supported"),
+    ({"context_management": {"edits": []}}, "context_management", "context_management is not supported"),
+    ({"inference_geo": "eu"}, "inference_geo", "inference_geo is not supported"),
+    ({"speed": "fast"}, "speed", "speed: Invalid enum value 'fast'"),
+    ({"system": [{"type": "image"}]}, "system[0].type", "system[0].type"),
+    ({"thinking": {"type": "much"}}, "thinking.type", "thinking.type: Invalid enum value 'much'"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema", "The field tools[0].input_schema is missing"),
+    ({"tools": [{**WEATHER, "input_schema": 5}]}, "tools[0].input_schema", "tools[0].input_schema: Expected `object`"),
+    ({"tools": [{**WEATHER, "x": 5}]}, "tools[0].x", "Unknown field: tools[0].x"),
+    ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "so only false is"),
+    ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples", "so only [] is"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice", "there are no tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "tool_choice.name is missing"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "any", "name": "a"}}, "tool_choice.name", "is for the type 'tool'"),
+    ({"tool_choice": "any"}, "tool_choice", "tool_choice: Expected `object | null`, got `str`"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_is_wrong_is_told_by_its_name(body, param, words):
+    with pytest.raises(Refused) as found:
+        asked(**body)
+    assert found.value.param == param and words in str(found.value), str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "search_result", "server_tool_use", "container_upload"])
+def test_blocks_that_are_not_read_are_told_by_their_kind(kind):
+    for content in ([{"type": kind}], [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": kind}]}]):
+        with pytest.raises(Refused, match=rf"type is not supported as '{kind}'"):
+            asked(messages=[{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("kind", ["web_search_20250305", "bash_20250124", "text_editor_20250728", "memory_20250818"])
+def test_tools_of_servers_are_told_by_their_type(kind):
+    with pytest.raises(Refused, match=rf"tools\[1\] of type '{kind}' is not supported"):
+        asked(tools=[WEATHER, {"type": kind, "name": "x", "max_uses": 3}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "words"),
+    [
+        (
+            [{"role": "user", "content": [result("1")]}],
+            "messages[0].content[0].tool_use_id",
+            "'1' is not of a tool_use",
+        ),
+        (
+            [HELLO, {"role": "assistant", "content": [call("1")]}, {"role": "user", "content": [result("1")] * 2}],
+            "messages[2].content[1].tool_use_id",
+            "'1' has a result already",
+        ),
+        (
+            [
+                HELLO,
+                {"role": "assistant", "content": [call("1")]},
+                HELLO,
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": [result("1")]},
+            ],
+            "messages[4].content[0].tool_use_id",
+            "'1' is not of a tool_use in the message before",
+        ),
+        ([{"role": "assistant", "content": [call("1"), call("1")]}, HELLO], "messages[0].content[1].id", "of its own"),
+        ([{"role": "assistant", "content": [result("1")]}], "messages[0].content[0]", "of the user"),
+        ([{"role": "user", "content": [call("1")]}], "messages[0].content[0]", "of the assistant"),
+        ([HELLO, {"role": "assistant", "content": [call("1")]}], "messages", "the last message calls a tool"),
+    ],
+)
+def test_calls_and_results_that_do_not_belong_together(messages, place, words):
+    with pytest.raises(Refused) as found:
+        asked(messages=messages)
+    assert found.value.param == place and words in str(found.value), str(found.value)
+
+
+def test_refusals_are_in_the_words_of_the_sender():
+    for ours, theirs in (
+        ("response_format.json_schema.schema is no schema", "output_config.format is no schema"),
+        ("tools[3].function.parameters must be", "tools[3].input_schema must be"),
+        ("tools[0].function.name is", "tools[0].name is"),
+        ("stop has 17 entries", "stop_sequences has 17 entries"),
+        ("stop_sequences is", "stop_sequences is"),
+        ("the stop is", "the stop is"),
+        ("reasoning_effort is", "output_config.effort is"),
+    ):
+        told = in_its_words(Refused(ours, param=ours.partition(" ")[0], code="invalid_value"))
+        assert (str(told), told.param, told.code) == (theirs, theirs.partition(" ")[0], "invalid_value")
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+def parts_of(events, *, reasoning=True):
+    blocks = Blocks(lambda number: f"toolu_{number}", reasoning=reasoning)
+    parts = [part for event in events for part in blocks.add([event])]
+    return blocks, [*parts, *blocks.end()]
+
+
+def sent(parts):
+    """As it comes to a client: each data of an event, whose name is its type."""
+    found = []
+    for part in parts:
+        first, second, *rest = named(part).decode().split("\n")
+        data = json.loads(second.removeprefix("data: "))
+        assert first == f"event: {data['type']}" and rest == ["", ""]
+        found.append(data)
+    return found
+
+
+EVERYTHING = [
+    Reasoned("so "),
+    Reasoned("so"),
+    Said("\n"),
+    Said("look"),
+    Said(" here"),
+    CallBegun(0, "f"),
+    CallArguments(0, '{"a": '),
+    CallArguments(0, "1}"),
+    CallEnded(0),
+    Said("\n"),
+    CallBegun(1, "g", "its own"),
+    CallArguments(1, "{}"),
+    CallEnded(1),
+]
+
+
+def test_each_block_begins_goes_on_and_ends():
+    blocks, parts = parts_of(EVERYTHING)
+    told = sent(parts)
+    assert [(t["type"].removeprefix("content_block_"), t["index"]) for t in told] == [
+        *[("start", 0), ("delta", 0), ("delta", 0), ("delta", 0), ("stop", 0)],
+        *[("start", 1), ("delta", 1), ("delta", 1), ("stop", 1)],
+        *[("start", 2), ("delta", 2), ("delta", 2), ("stop", 2)],
+        *[("start", 3), ("delta", 3), ("stop", 3)],
+    ]
+    assert told[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert told[3]["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
+    assert told[5]["content_block"] == {"type": "text", "text": "", "citations": None}
+    begun = {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    assert told[9]["content_block"] == begun
+    assert told[10]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": '}
+    assert blocks.called
+
+
+def test_the_blocks_of_a_whole_answer_are_those_of_its_parts():
+    thought, said, one, two = joined(parts_of(EVERYTHING)[1])
+    assert (thought.thinking, thought.signature, said.text) == ("so so", SIGNATURE, "\nlook here")
+    assert (one.id, one.name, one.input) == ("toolu_0", "f", {"a": 1}) and (two.id, two.input) == ("its own", {})
+
+
+def test_reasoning_that_is_not_wanted_is_left_out():
+    _, parts = parts_of(EVERYTHING, reasoning=False)
+    assert [t["index"] for t in sent(parts)][:4] == [0] * 4
+    assert [type(b).__name__ for b in joined(parts)] == ["SaidBlock", "ToolUseBlock", "ToolUseBlock"]
+
+
+def test_a_call_that_is_cut_off_is_marked():
+    cut = [CallBegun(0, "f"), CallArguments(0, '{"city": "Par'), CallEnded(0, complete=False)]
+    blocks, parts = parts_of(cut)
+    assert sent(parts)[1]["delta"]["partial_json"] == '{"city": "Par'
+    assert sent(parts)[2] == {"type": "content_block_stop", "index": 0, "incomplete": True}
+    (block,) = joined(parts)
+    assert isinstance(block, ToolUseBlock) and block.input == {} and block.incomplete and not blocks.called
+    back = {"role": "assistant", "content": [{**call("1"), "incomplete": True}]}
+    assert asked(messages=[HELLO, back, {"role": "user", "content": [result("1", is_error=True)]}])
+
+
+def test_blanks_alone_are_said_only_where_nothing_else_is():
+    assert joined(parts_of([Said(" "), Said("\n")])[1])[0].text == " \n"
+    assert joined(parts_of([])[1]) == []
+    assert joined(parts_of([Said("a "), Said(" ")])[1])[0].text == "a  "
+
+
+def test_models_in_anthropics_form():
+    one = model("a/b", 86400.0, 512)
+    assert (one.created_at, one.display_name, one.max_input_tokens) == ("1970-01-02T00:00:00Z", "a/b", 512)
+    page = models([one, model("c", 0, None)])
+    assert (page.first_id, page.last_id, page.has_more) == ("a/b", "c", False)
+    assert models([]).first_id is None
+
+
+# ---- errors and keys -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequest("x"), 400, "invalid_request_error", None),
+        (Refused("x", status=401), 401, "authentication_error", None),
+        (Refused("x", status=403, code="c"), 403, "permission_error", "c"),
+        (Refused("x", status=404), 404, "not_found_error", None),
+        (Refused("x", status=405), 405, "invalid_request_error", None),
+        (Refused("x", status=408, code="arrival_timeout"), 408, "invalid_request_error", "arrival_timeout"),
+        (Refused("x", status=413), 413, "request_too_large", None),
+        (QueueFull("x"), 429, "rate_limit_error", "queue_full"),
+        (InternalError("x"), 500, "api_error", "internal_error"),
+        (EngineFailed("x"), 529, "overloaded_error", "engine_failed"),
+        (DeadlineExceeded("x"), 504, "timeout_error", "deadline_exceeded"),
+    ],
+)
+def test_errors_in_anthropics_words(error, status, kind, code):
+    refused = as_refused(error)
+    body = ANTHROPIC.told(refused, "req")
+    assert ANTHROPIC.status(refused) == status
+    assert body["type"] == "error" and body["request_id"] == "req" and body["error"]["type"] == kind
+    assert body["error"].get("code") == code
+
+
+def test_a_prompt_that_is_too_long_is_told_so_that_agents_see_it():
+    told = ANTHROPIC.error(as_refused(PromptTooLong("9 tokens.")))
+    assert told["error"]["message"] == "prompt is too long: 9 tokens."
+
+
+def test_where_a_key_stands():
+    assert key_of({}) is None
+    assert key_of({b"x-api-key": b"k"}) == b"Bearer k"
+    assert key_of({b"x-api-key": b"k", b"authorization": b"Bearer a"}) == b"Bearer a"
+
+
+def test_models_are_listed_in_two_dialects():
+    version = {b"anthropic-version": b"2023-06-01"}
+    for path in ("/v1/models", "/v1/models/a/b"):
+        assert spoken(path, version, None) is ANTHROPIC and spoken(path, {}, None) is None
+    assert spoken("/v1/completions", version, None) is spoken("/v1/modelsx", version, None) is None

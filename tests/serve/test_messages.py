@@ -1,0 +1,311 @@
+"""Anthropic's Messages API: what is answered is what the chat route answers, in Anthropic's shapes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from copy import deepcopy
+
+import httpx
+import pytest
+
+from hibachi.remote.llm import RemoteLLM
+from hibachi.request import SamplingParams
+from hibachi.web import comments
+from hibachi.web.tenants import Tenants
+
+from .conftest import CHATML, Gate, site
+from .test_streams import at_rest, send, until
+
+PATH = "/v1/messages"
+HELLO = {"role": "user", "content": "How do you do?"}
+BODY = {"model": "tiny", "max_tokens": 8, "messages": [HELLO], "temperature": 0}
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+def events(text):
+    """Names and data of a stream, in their order. The name is the type of the data."""
+    found = []
+    for one in text.split("\n\n"):
+        if one.strip() and not one.startswith(":"):
+            name, data = one.strip().split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}", one
+    return found
+
+
+def folded(told):
+    """The message that events make, as clients put it together."""
+    told = [e for e in deepcopy(told) if e["type"] != "ping"]
+    first, *middle, delta, stop = told
+    assert (first["type"], delta["type"], stop["type"]) == ("message_start", "message_delta", "message_stop")
+    message, texts = first["message"], []
+    assert message["content"] == [] and message["stop_reason"] is None
+    for e in middle:
+        if e["type"] == "content_block_start":
+            assert e["index"] == len(message["content"])
+            message["content"].append(e["content_block"])
+            texts.append([])
+        elif e["type"] == "content_block_delta":
+            assert e["index"] == len(message["content"]) - 1
+            kind, text = (v for v in e["delta"].values())
+            if kind == "signature_delta":
+                message["content"][-1]["signature"] = text
+            else:
+                texts[-1].append(text)
+        else:
+            block, text = message["content"][e["index"]], "".join(texts[e["index"]])
+            if block["type"] == "tool_use":
+                block["input"] = {} if e.get("incomplete") else json.loads(text)
+                block |= {"incomplete": True} if e.get("incomplete") else {}
+            else:
+                block[block["type"]] = text
+    return {**message, **delta["delta"], "usage": delta["usage"]}
+
+
+def whole(server, **more):
+    answer = server.post(PATH, {**BODY, **more})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    return answer.json()
+
+
+def streamed(server, **more):
+    answer = server.post(PATH, {**BODY, **more, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8" and answer.headers["request-id"]
+    return events(answer.text)
+
+
+def refused(answer, status=400):
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert body["type"] == "error" and body["request_id"] == answer.headers["request-id"]
+    assert set(body) == {"type", "error", "request_id"} and {"type", "message"} <= set(body["error"])
+    return body["error"]
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_that_of_a_chat(server):
+    chat = server.post("/v1/chat/completions", {**BODY, "messages": [HELLO]}).json()
+    answer = whole(server)
+    assert answer["id"].startswith("msg_") and answer["model"] == "tiny"
+    assert (answer["type"], answer["role"], answer["stop_sequence"]) == ("message", "assistant", None)
+    (block,) = answer["content"]
+    assert (block["type"], block["text"]) == ("text", chat["choices"][0]["message"]["content"])
+    assert answer["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[chat["choices"][0]["finish_reason"]]
+    used = answer["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert used["output_tokens"] == chat["usage"]["completion_tokens"]
+    assert used["cache_creation_input_tokens"] == 0
+
+
+def test_a_stream_is_the_whole_message_in_named_events(server):
+    told = streamed(server)
+    assert [e["type"] for e in told[:3]] == ["message_start", "ping", "content_block_start"]
+    assert [e["type"] for e in told[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    message, expected = folded(told), whole(server)
+    message["usage"]["input_tokens"] += message["usage"].pop("cache_read_input_tokens")
+    expected["usage"]["input_tokens"] += expected["usage"].pop("cache_read_input_tokens")
+    assert {**message, "id": ""} == {**expected, "id": ""}
+
+
+def test_a_stop_sequence_is_told(server):
+    text = whole(server, max_tokens=16)["content"][0]["text"]
+    stop = text.strip()[3:6]
+    answer = whole(server, max_tokens=16, stop_sequences=["§", stop])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+    assert answer["content"][0]["text"] == text[: text.index(stop)]
+    told = folded(streamed(server, max_tokens=16, stop_sequences=["§", stop]))
+    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", stop)
+    assert told["content"] == answer["content"]
+
+
+def test_tokens_that_were_cached_are_told_apart(server):
+    body = {"system": "Of caches. " * 12}
+    first, again = (whole(server, **body)["usage"] for _ in range(2))
+    assert again["cache_read_input_tokens"] >= 16 and again["input_tokens"] > 0
+    assert sum((again["cache_read_input_tokens"], again["input_tokens"])) == sum(
+        (first["cache_read_input_tokens"], first["input_tokens"])
+    )
+
+
+def test_the_system_prompt_is_a_message_in_front(server):
+    said = {"role": "system", "content": "Be\nbrief"}
+    chat = server.post("/v1/chat/completions", {**BODY, "messages": [said, HELLO]}).json()
+    for system in ("Be\nbrief", [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]):
+        assert whole(server, system=system)["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+
+
+def test_an_answer_that_is_begun_is_continued(server):
+    begun = [HELLO, {"role": "assistant", "content": "I do"}]
+    chat = {**BODY, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    expected = server.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
+    assert whole(server, messages=begun)["content"][0]["text"] == expected
+    assert folded(streamed(server, messages=begun))["content"][0]["text"] == expected
+
+
+def test_an_answer_in_the_form_of_a_schema(server):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"mood": {"enum": ["well", "ill"]}}, "required": ["mood"]}
+    schema["additionalProperties"] = False
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    answer = whole(server, max_tokens=64, output_config=config)
+    assert json.loads(answer["content"][0]["text"])["mood"] in ("well", "ill")
+    bad = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
+    error = refused(server.post(PATH, {**BODY, "output_config": bad}))
+    assert error["message"].startswith("output_config.format"), error
+
+
+def test_max_tokens_is_what_an_answer_has_at_most(server):
+    """It must be sent, and clients send as much as a large model makes: what the context leaves is the end, then."""
+    answer = whole(server, max_tokens=100_000)
+    used = answer["usage"]
+    total = used["input_tokens"] + used["cache_read_input_tokens"] + used["output_tokens"]
+    assert answer["stop_reason"] in ("model_context_window_exceeded", "end_turn") and total <= 512
+    long = [{"role": "user", "content": "word " * 700}]
+    error = refused(server.post(PATH, {**BODY, "messages": long}))
+    assert error["type"] == "invalid_request_error" and error["message"].startswith("prompt is too long: ")
+
+
+# ---- counting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"system": "Be brief"}, {"messages": [HELLO, HELLO, {**HELLO, "content": []}]}])
+def test_the_count_is_that_of_the_prompt(server, more):
+    body = {"model": "tiny", "messages": [HELLO], **more}
+    counted = server.post(f"{PATH}/count_tokens", body)
+    used = whole(server, **more)["usage"]
+    assert counted.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
+    refused(server.post(f"{PATH}/count_tokens", {"model": "other", "messages": [HELLO]}), 404)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_is_refused_by_name_and_harms_nobody(server):
+    expected = whole(server)["content"]
+    for more, words in (
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"messages": []}, "messages is empty"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"top_k": -5}, "top_k must be"),
+        ({"stop_sequences": ["a"] * 99}, "stop_sequences has 99 entries"),
+        ({"container": "c"}, "container is not supported"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"context_management": {"a": 1}}, "context_management is not supported"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] of type 'bash_20250124' is not supported"),
+        ({"tools": [{"name": f"t{i}", "input_schema": {}} for i in range(10_000)]}, "tools has 10000 entries"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not supported as 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x' is not of"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
+    ):
+        answers = []
+        beside = threading.Thread(target=lambda a=answers: a.append(whole(server)["content"]))
+        beside.start()
+        error = refused(server.post(PATH, {**BODY, **more}))
+        assert words in error["message"] and error["type"] == "invalid_request_error", error
+        beside.join()
+        assert answers == [expected]
+
+
+def test_a_body_without_a_limit_or_a_model_or_that_is_no_json(server):
+    for missing in ("max_tokens", "model", "messages"):
+        body = {k: v for k, v in BODY.items() if k != missing}
+        assert refused(server.post(PATH, body))["message"] == f"The field {missing} is missing."
+    assert "JSON" in refused(server.client.post(PATH, content="{"))["message"]
+    assert refused(server.client.post(PATH, content=b"x", headers={"content-type": "text/plain"}), 415)
+    assert refused(server.post(PATH, {**BODY, "model": "other"}), 404)["type"] == "not_found_error"
+    assert refused(server.client.get(PATH), 405)["type"] == "invalid_request_error"
+    assert refused(server.post(f"{PATH}/batches", {}), 404)["type"] == "not_found_error"
+
+
+def test_what_has_no_effect_is_taken(server):
+    """`?beta=true`, the header of betas, marks for a cache."""
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    marked = [{"role": "user", "content": [{"type": "text", "text": HELLO["content"], "cache_control": mark}]}]
+    body = {**BODY, "messages": marked, "metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": mark}
+    answer = server.client.post(f"{PATH}?beta=true", json=body, headers={**VERSION, "anthropic-beta": "a-1,b-2"})
+    assert answer.json()["content"] == whole(server)["content"]
+
+
+def test_keys_as_either_kind_of_client_sends_them(texts):
+    with site(texts, chat_template=CHATML, tenants=Tenants((("k", "t"),))) as here:
+        for headers in ({"x-api-key": "k"}, {"Authorization": "Bearer k"}):
+            assert here.post(PATH, BODY, headers=headers).status_code == 200
+            assert here.client.get("/v1/models", headers=headers).status_code == 200
+        for headers in ({}, {"x-api-key": "other"}, {"x-api-key": "k", "Authorization": "Bearer other"}):
+            assert refused(here.post(PATH, BODY, headers=headers), 401)["type"] == "authentication_error"
+        assert refused(here.client.get("/v1/models", headers=VERSION), 401)["type"] == "authentication_error"
+        two = httpx.post(here.url + PATH, json=BODY, headers=[("x-api-key", "k"), ("x-api-key", "k")])
+        assert "at most one header X-Api-Key" in refused(two)["message"]
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def test_models_in_anthropics_shape_where_its_version_is_sent(server):
+    page = server.client.get("/v1/models?limit=1000", headers=VERSION).json()
+    (model,) = page["data"]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("tiny", "tiny", False)
+    assert (model["type"], model["id"], model["display_name"], model["lifecycle"]) == (
+        "model",
+        "tiny",
+        "tiny",
+        "active",
+    )
+    assert model["max_input_tokens"] == 512 and model["created_at"].endswith("Z")
+    assert server.client.get("/v1/models/tiny", headers=VERSION).json() == model
+    assert refused(server.client.get("/v1/models/other", headers=VERSION), 404)["type"] == "not_found_error"
+    assert "object" in server.client.get("/v1/models").json()
+
+
+# ---- clients that wait, and clients that leave ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(comments, "EVERY", 0.05)
+    gate = Gate(tmp_path)
+    template = "{{ messages[0].content }}"
+    with RemoteLLM(gate.model, max_num_seqs=1) as texts, site(texts, chat_template=template) as here:
+        yield here, gate
+        gate.open()
+    gate.close()
+
+
+def test_a_stream_that_waits_pings(waiting):
+    here, gate = waiting
+    body = {**BODY, "stream": True, "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    with httpx.stream("POST", here.url + PATH, json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        assert answer.status_code == 200 and answer.headers["request-id"]
+        assert [next(lines) for _ in range(6)] == ["event: ping", 'data: {"type":"ping"}', ""] * 2
+        gate.open()
+        told = events("\n".join(lines))
+    assert folded(told)["content"][0]["text"] == "bc"
+
+
+def test_an_error_in_a_stream_is_an_event(slow_model, monkeypatch):
+    """Another request runs, so that these wait for longer than they may."""
+    monkeypatch.setattr(comments, "EVERY", 0.05)
+    with RemoteLLM(slow_model, max_num_seqs=1) as texts, site(texts, chat_template="a", timeout=0.3) as here:
+        running = texts.stream("a", SamplingParams(max_tokens=400))
+        answer = here.post(PATH, {**BODY, "stream": True})
+        assert answer.status_code == 200
+        *pings, last = events(answer.text)
+        assert {e["type"] for e in pings} == {"ping"} and last["error"]["type"] == "timeout_error"
+        assert last["request_id"] == answer.headers["request-id"]
+        assert refused(here.post(PATH, BODY), 504)["type"] == "timeout_error"
+        running.close()
+
+
+def test_who_stops_reading_and_leaves_holds_nothing(server):
+    expected = whole(server)["content"]
+    socks = [send(server, {**BODY, "stream": True, "max_tokens": 400}, PATH) for _ in range(4)]
+    assert whole(server)["content"] == expected
+    for sock in socks:
+        sock.close()
+    until(lambda: at_rest(server))

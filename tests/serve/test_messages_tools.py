@@ -1,0 +1,170 @@
+"""Anthropic's Messages API with tools and reasoning: blocks whole and streamed, and the turns that follow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hibachi.lm.own import open_texts
+
+from .conftest import site
+from .test_messages import BODY, HELLO, PATH, folded, refused, streamed, whole
+
+pytest.importorskip("llguidance")
+
+TEMPLATE = (
+    "{% if tools %}Tools: {% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}"
+    '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Of a model that may think, and writes calls as many do."""
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bath"]}}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "of a city", "input_schema": {**CITY, "additionalProperties": False}}
+TIME = {"name": "time", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = {"tools": [WEATHER, TIME], "max_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with open_texts("tiny", max_num_seqs=16) as texts, site(texts, chat_template=TEMPLATE) as here:
+        yield here
+
+
+def alike(whole_one, streamed_one):
+    """The same but for ids."""
+    one, two = (
+        [{k: v for k, v in block.items() if k != "id"} for block in answer["content"]]
+        for answer in (whole_one, folded(streamed_one))
+    )
+    return one == two and whole_one["stop_reason"] == folded(streamed_one)["stop_reason"]
+
+
+def calls(answer):
+    return [block for block in answer["content"] if block["type"] == "tool_use"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "tool", "name": "weather"}, {"weather"}),
+        ({"type": "tool", "name": "time"}, {"time"}),
+        ({"type": "any", "disable_parallel_tool_use": True}, {"weather", "time"}),
+    ],
+)
+def test_a_call_that_is_wanted_comes(server, choice, names):
+    answer = whole(server, **TOOLS, tool_choice=choice)
+    (call,) = calls(answer)
+    assert answer["stop_reason"] == "tool_use" and call["id"].startswith("toolu_") and call["name"] in names
+    assert call["input"] == {} if call["name"] == "time" else call["input"]["city"] in ("Rome", "Bath")
+    told = streamed(server, **TOOLS, tool_choice=choice)
+    assert alike(answer, told)
+    pieces = [e["delta"]["partial_json"] for e in told if e.get("delta", {}).get("type") == "input_json_delta"]
+    assert json.loads("".join(pieces)) == call["input"]
+
+
+def test_ids_of_calls_are_their_own(server):
+    first, second = (calls(whole(server, **TOOLS, tool_choice={"type": "any"}))[0] for _ in range(2))
+    assert first["id"] != second["id"]
+
+
+def test_a_call_that_max_tokens_cuts_off_is_marked(server):
+    wanted = {**TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
+    uncut = whole(server, **wanted)
+    given, cut = calls(uncut)[0]["input"], 0
+    for most in range(1, uncut["usage"]["output_tokens"]):
+        answer, told = (f(server, **{**wanted, "max_tokens": most}) for f in (whole, streamed))
+        assert answer["stop_reason"] == "max_tokens" and alike(answer, told)
+        for block in answer["content"]:
+            # Nothing that was not said: what may yet be the beginning of a call is text.
+            assert block["type"] == "tool_use" or "<tool_call>".startswith(block["text"].strip())
+        for call in calls(answer):  # at the end only the closing of a whole call is missing
+            assert call["input"] == ({} if call.get("incomplete") else given)
+            cut += call.get("incomplete", False)
+    assert cut > 2
+
+
+def test_a_conversation_goes_on_behind_a_call(server):
+    begun = whole(server, **TOOLS, tool_choice={"type": "tool", "name": "weather"})
+    (call,) = calls(begun)
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "Rain"}]}
+    messages = [HELLO, {"role": "assistant", "content": begun["content"]}, {"role": "user", "content": [result]}]
+    answer = whole(server, **{**TOOLS, "max_tokens": 40}, messages=messages)
+    chat = [
+        HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": json.dumps(call["input"])},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call["id"], "content": "Rain"},
+    ]
+    functions = [
+        {"name": t["name"], "parameters": t["input_schema"]}
+        | ({"description": t["description"]} if "description" in t else {})
+        for t in (WEATHER, TIME)
+    ]
+    body = {**BODY, "messages": chat, "tools": [{"type": "function", "function": f} for f in functions]}
+    body |= {"max_tokens": 40, "chat_template_kwargs": {"enable_thinking": False}}
+    expected = server.post("/v1/chat/completions", body).json()
+    said = "".join(b["text"] for b in answer["content"] if b["type"] == "text")
+    assert said == (expected["choices"][0]["message"]["content"] or "")
+    used = answer["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+def test_the_count_has_the_tools(server):
+    body = {"model": "tiny", "messages": [HELLO]}
+    plain, more = (
+        server.post(f"{PATH}/count_tokens", {**body, **given}).json()["input_tokens"]
+        for given in ({}, {"tools": TOOLS["tools"]})
+    )
+    used = whole(server, **TOOLS)["usage"]
+    assert plain < more == used["input_tokens"] + used["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "prompt"),
+    [(None, "off"), ({"type": "disabled"}, "off"), ({"type": "adaptive"}, "on"), ({"type": "enabled"}, "on")],
+)
+def test_reasoning_is_turned_on_and_off_in_the_prompt(server, thinking, prompt):
+    kwargs = {"enable_thinking": prompt == "on"}
+    chat = server.post("/v1/chat/completions", {**BODY, "chat_template_kwargs": kwargs}).json()
+    used = whole(server, **({} if thinking is None else {"thinking": thinking}))["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice names 'other'"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name is 'weather', which tools[0] is called as well"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name must have"),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type must be"),
+        (
+            {"tools": [{**WEATHER, "strict": True, "input_schema": {"properties": {"a": {"type": "no"}}}}]},
+            "tools[0].input_schema",
+        ),
+    ],
+)
+def test_tools_that_are_wrong_are_refused_by_name(server, more, words):
+    assert words in refused(server.post(PATH, {**BODY, **TOOLS, **more}))["message"]
+
+
+def test_a_template_without_tools_says_so(server):
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with site(server.texts, chat_template=plain) as here:
+        message = refused(here.post(PATH, {**BODY, **TOOLS}))["message"]
+        assert message.startswith("tools is not supported")
