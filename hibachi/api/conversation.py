@@ -12,7 +12,7 @@ from typing import Any
 
 from hibachi.api.errors import Refused
 from hibachi.errors import InvalidRequest, shown
-from hibachi.tools.format import History
+from hibachi.tools.format import ChatFormat, History
 
 Messages = Sequence[Mapping[str, Any]]
 WAY_OUT = (
@@ -144,12 +144,38 @@ def _call(given: Any) -> Any:
     return given
 
 
-def as_written(messages: Messages, history: History, *, nine: bool) -> Messages:
-    """The form of messages with calls that a template is known to take. nine: ids of calls have nine letters."""
-    if not any(m.get("tool_calls") for m in messages):
+def as_written(messages: Messages, format: ChatFormat) -> Messages:
+    """The form of messages with calls that a template takes which has this format."""
+    tools = format.tools
+    if tools is None or not any(m.get("tool_calls") for m in messages):
         return messages
-    found = [_in_form(m, history) for m in messages]
-    return [_with_short_ids(m) for m in found] if nine else found
+    found = [_in_form(m, format.history) for m in (_one_by_one(messages) if tools.most == 1 else messages)]
+    return found if tools.id is None else [_with_short_ids(m) for m in found]
+
+
+def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
+    """For a template that writes one call of a message: each is a message, and its result follows it."""
+    found: list[Mapping[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        m, calls = messages[at], messages[at].get("tool_calls")
+        at += 1
+        if not isinstance(calls, list) or len(calls) < 2 or not all(isinstance(c, dict) for c in calls):
+            found.append(m)
+            continue
+        behind = at
+        while behind < len(messages) and messages[behind]["role"] == "tool":
+            behind += 1
+        left = list(messages[at:behind])
+        for call in calls:
+            found.append({**m, "tool_calls": [call]})
+            m = {"role": m["role"], "content": None}
+            own = [r for r in left if r.get("tool_call_id") == call.get("id")]
+            found += own
+            left = [r for r in left if r not in own]
+        found += left
+        at = behind
+    return found
 
 
 def _in_form(m: Mapping[str, Any], history: History) -> Mapping[str, Any]:
@@ -157,9 +183,7 @@ def _in_form(m: Mapping[str, Any], history: History) -> Mapping[str, Any]:
         return m
     out = dict(m)
     if not m.get("content"):
-        out.pop("content", None)
-        if history.content != "missing":
-            out["content"] = "" if history.content == "empty" else None
+        out["content"] = "" if history.content == "empty" else None
     if history.arguments == "text":
         out["tool_calls"] = [_as_text(c) for c in m["tool_calls"]]
     return out

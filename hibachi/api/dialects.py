@@ -117,13 +117,13 @@ def _anthropic_status(refused: Refused) -> int:
 
 
 def _anthropic_error(refused: Refused) -> dict[str, Any]:
-    """With our code, which Anthropic's errors do not have: the router goes by it."""
+    """Our code stands where Anthropic's have theirs."""
     status = _anthropic_status(refused)
     kind = _ANTHROPICS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     words = str(refused)
     if refused.code == "context_length_exceeded":
         words = f"prompt is too long: {words}"  # by these words agents know that they must shorten the conversation
-    more = {} if refused.code is None else {"code": refused.code}
+    more = {} if refused.code is None else {"details": {"error_code": refused.code}}
     return {"type": "error", "error": {"type": kind, "message": words, **more}}
 
 

@@ -16,7 +16,7 @@ from hibachi.structured import StructuredOutputs
 from hibachi.tools.choosing import Choosing, Parsers
 from hibachi.tools.format import ChatFormat, thinking_of
 from hibachi.tools.forming import formed, shown_by
-from hibachi.tools.generic import described
+from hibachi.tools.generic import described, with_calls_said
 from hibachi.tools.tools import Toolbox
 
 Messages = Sequence[Mapping[str, Any]]
@@ -81,19 +81,21 @@ class Talk:
         if self.choosing.parsers.generic:
             return self._described(messages, given.pop("tools", None) or (), given, open_end=open_end)
         sure = format.shows and format.tools is not None and format.source == "derived"
-        if sure and format.tools is not None:
-            messages = as_written(messages, format.history, nine=format.tools.id is not None)
-            if format.history.content == "null":
-                given["nulls"] = True
+        messages = as_written(messages, format)
+        if format.history.content == "null":
+            given["nulls"] = True
         doubted = ("documents",) if sure else ("tools", "documents")
         text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
-        if not (sure or open_end) and (field := hidden_calls(self._render, messages, given, text)) is not None:
+        if sure or (field := hidden_calls(self._render, messages, given, text)) is None:
+            return text
+        if format.tools is None:
             raise Refused(
                 f"{field} is not supported: this model's chat template does not show calls to the model.{WAY_OUT}",
                 param=field,
                 code="unsupported_parameter",
             )
-        return text
+        said = [with_calls_said(m, format.tools) for m in messages]
+        return rendered(self._render, said, given, open_end=open_end, doubted=doubted)
 
     def _described(
         self, messages: Messages, tools: Sequence[Any], variables: Mapping[str, Any], *, open_end: bool

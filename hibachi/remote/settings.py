@@ -32,9 +32,9 @@ MODEL: tuple[Setting, ...] = (
 )  # fmt: skip
 
 CHAT: tuple[Setting, ...] = (
-    Setting("tool-call-parser", text("NAME"), "auto", "how the model writes tool calls: as its chat template says"
-            " (auto), generic, or a name: docs/tools.md"),
-    Setting("reasoning-parser", text("NAME"), "auto", "how it writes reasoning: as its chat template says (auto), none,"
+    Setting("tool-call-parser", text("NAME"), "auto", "how the model writes calls: as its template says (auto),"
+            " generic, or a name"),
+    Setting("reasoning-parser", text("NAME"), "auto", "how it writes reasoning: as its template says (auto), none,"
             " or a name"),
     Setting("reasoning-field", choice("reasoning_content", "reasoning", "both"), "reasoning_content", "the field of an"
             " answer that has the reasoning"),

@@ -437,7 +437,9 @@ def _code_of(body: bytes) -> str:
     """
     try:
         told = msgspec.json.decode(body)
-        code = "engine_failed" if told.get("error_type") == "generation" else told["error"]["code"]
+        if told.get("error_type") == "generation":
+            return "engine_failed"
+        code = told["error"]["details"]["error_code"] if told.get("type") == "error" else told["error"]["code"]
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
     return code if isinstance(code, str) else ""

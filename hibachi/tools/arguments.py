@@ -21,6 +21,8 @@ from hibachi.tools.schemas import (
 )
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
+NOTES = ("title", "description", "default", "examples")
+MOST = 64  # objects whose entries have texts of their own
 WORD = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # for names that the schema leaves open
 
 
@@ -29,13 +31,13 @@ def arguments(rules: Rules, dialect: Arguments, parameters: Schema) -> str:
     schema = as_object(parameters)
     if isinstance(dialect, Json):
         return quoted("{}") if is_empty(schema) else rules.json(closed(schema))
-    schema = resolved(schema, schema)
+    top = resolved(schema, schema)
     if isinstance(dialect, Tagged):
-        return TaggedWords(rules, dialect, schema).entries(schema)
+        return TaggedWords(rules, dialect, schema).entries(top)
     if isinstance(dialect, Python):
-        return Literals(rules, PythonWords(rules), schema).keywords(schema)
+        return Literals(rules, PythonWords(rules), schema).keywords(top)
     assert isinstance(dialect, Quoted)
-    return Literals(rules, QuotedWords(rules, dialect.quote), schema).object(schema)
+    return Literals(rules, QuotedWords(rules, dialect.quote), schema).object(top, top=True)
 
 
 def as_object(parameters: Any) -> dict[str, Any]:
@@ -68,41 +70,49 @@ class TaggedWords:
 
     def __init__(self, rules: Rules, dialect: Tagged, root: Schema) -> None:
         self._rules, self._dialect, self._root = rules, dialect, root
-        self._open: list[str] = []  # references that are being followed
+        self._objects = 0
 
     def entries(self, schema: Schema) -> str:
         """All that an object holds. Names that its schema does not have do not come, unless it has none at all."""
+        self._objects += 1
+        if self._objects > MOST:
+            raise Refused(f"it has more than {MOST} objects that are written without JSON, or one that holds itself")
         if any(key in schema for key in ("allOf", "anyOf", "oneOf", "patternProperties")):
             raise Refused("`properties` are needed at its top in the form in which this model writes calls", "anyOf")
         found = properties(schema)
         more = schema.get("additionalProperties", False)
         if not found and more is not False:
-            between = self._rules.fixed(self._dialect.between)
-            each = self._entry("", more)
-            return self._rules.rule(f"({each} ({between} {each})*)?", "entries")
-        parts = [(self._entry(name, each), needed) for name, each, needed in found]
-        return chain(self._rules, parts, self._rules.fixed(self._dialect.between))
+            return self._rules.rule(repeated(*self._entry("", more), 0, ""), "entries")
+        return chain(self._rules, [(*self._entry(name, each), needed) for name, each, needed in found])
 
-    def _entry(self, name: str, schema: Any) -> str:
-        """One argument. name: "" means any."""
-        rules, dialect = self._rules, self._dialect
-        end = dialect.end.replace("{key}", name)
-        kinds = alternatives(schema, self._root)
-        begin = dialect.open.replace("{key}", name)
+    def _entry(self, name: str, schema: Any) -> tuple[str, str]:
+        """One argument as the first, and as it is behind another. name: "" means any."""
+        dialect = self._dialect
         if not name and "{key}" in f"{dialect.open}{dialect.close}{dialect.end}":
             raise Refused("names of properties are needed in the form in which this model writes calls", "properties")
-        word = [] if name else [rules.terminal(WORD, "WORD")]
+        kinds = alternatives(schema, self._root)
+        first = self._led(name, kinds, "")
+        return first, self._led(name, kinds, dialect.between) if dialect.between else first
+
+    def _led(self, name: str, kinds: list[Schema], lead: str) -> str:
+        """One argument behind a text. Both are one, as the lexer never goes back: what ends them all may begin like
+        what comes between two.
+        """
+        dialect = self._dialect
+        begin, end = lead + dialect.open.replace("{key}", name), dialect.end.replace("{key}", name)
         if not dialect.kinds:
-            close = dialect.close.replace("{key}", name)
-            lead = [rules.fixed(begin), *word, rules.fixed(close)] if word else [rules.fixed(begin + name + close)]
-            return rules.rule(" ".join([*lead, self._value(kinds, end)]), "entry")
+            return self._rules.rule(f"{self._named(begin, name, dialect.close)} {self._value(kinds, end)}", "entry")
         found = []
         for kind in [each for k in kinds for each in typed(k)]:
-            said = "number" if kind["type"] == "integer" else kind["type"]
-            close = dialect.kinds.get(said, dialect.close).replace("{key}", name)
-            lead = [rules.fixed(begin), *word, rules.fixed(close)] if word else [rules.fixed(begin + name + close)]
-            found.append(" ".join([*lead, self._value([kind], end)]))
-        return rules.rule(" | ".join(found), "entry")
+            close = dialect.kinds.get("number" if kind["type"] == "integer" else kind["type"], dialect.close)
+            found.append(f"{self._named(begin, name, close)} {self._value([kind], end)}")
+        return self._rules.rule(" | ".join(found), "entry")
+
+    def _named(self, begin: str, name: str, close: str) -> str:
+        rules = self._rules
+        if name:
+            return rules.fixed(begin + name + close.replace("{key}", name))
+        return " ".join([rules.fixed(begin), rules.terminal(WORD, "WORD"), rules.fixed(close)])
 
     def _value(self, kinds: list[Schema], end: str) -> str:
         """A value and the text that ends it. Where it may be a string it is any text, or else one of what is listed."""
@@ -110,16 +120,18 @@ class TaggedWords:
         if not texts:
             return self._rules.rule(" | ".join(self._other(kind, end) for kind in kinds), "value")
         bodies = [self._rules.either(kind["enum"]) if "enum" in kind else string_body(kind) for kind in texts]
-        for kind in kinds:
-            bodies += plain(kind)
-        return self._raw(" | ".join(f"({body})" for body in bodies), end)
+        if any(map(is_bounded, kinds)):  # a text that looks like a value of these would be read as one
+            bodies = [f"({body}) & ~/[ \\t\\r\\n]*[-0-9{{\\[(](?s:.)*/" for body in bodies]
+        others = [body for kind in kinds for body in plain(kind)]
+        return self._raw(either(bodies), either([*bodies, *others]), end)
 
-    def _raw(self, body: str, end: str) -> str:
-        rules, core = self._rules, self._dialect.end.partition("{key}")[0].strip()
+    def _raw(self, text: str, body: str, end: str) -> str:
+        """A value that is any text of `body`, or between brackets of XML, where the format has them, of `text`."""
+        rules = self._rules
         if not self._dialect.cdata:
-            return rules.before(core or end, body, end)
+            return rules.before(end.split()[0], body, end)
         bare = rules.terminal(f"({body}) & /[^<&\\n]*/", "BARE")
-        within = rules.before("]]>", body, "]]>" + end)
+        within = rules.before("]]>", text, "]]>" + end)
         return rules.rule(f"{bare} {rules.fixed(end)} | {quoted('<![CDATA[')} {within}", "raw")
 
     def _other(self, kind: Schema, end: str) -> str:
@@ -129,8 +141,7 @@ class TaggedWords:
             return f"{self.entries(kind)} {rules.fixed(end)}"
         if dialect.item is not None and kind["type"] == "array" and "enum" not in kind:
             each = self._entry(dialect.item, kind.get("items", True))
-            least, most = kind.get("minItems", 0), kind.get("maxItems", "")
-            return f"{repeated(each, rules.fixed(dialect.between), least, most)} {rules.fixed(end)}"
+            return f"{repeated(*each, kind.get('minItems', 0), kind.get('maxItems', ''))} {rules.fixed(end)}"
         schema = number(kind) if kind["type"] in ("number", "integer") else alone(kind, self._root)
         return f"{rules.json(schema)} {rules.fixed(end)}"
 
@@ -140,6 +151,15 @@ def typed(kind: Schema) -> list[Schema]:
     if "type" in kind:
         return [kind]
     return [{**kind, "type": name} for name in ("string", "number", "boolean", "object", "array", "null")]
+
+
+def either(bodies: list[str]) -> str:
+    return " | ".join(f"({body})" for body in bodies)
+
+
+def is_bounded(kind: Schema) -> bool:
+    """Not any number, object or array, but some."""
+    return kind.get("type") in ("number", "integer", "object", "array") and bool(set(kind) - {"type", *NOTES})
 
 
 def plain(kind: Schema) -> list[str]:

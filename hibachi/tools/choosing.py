@@ -20,12 +20,19 @@ _KNOWS_NONE = re.compile("""['"]none['"]""")
 class Parsers:
     """How formats are chosen. tools: "auto" means as the template shows; "generic": tools are described in a system
     message; else the name of a record. reasoning: "auto", "none" or the name of a record. fields: the names under which
-    reasoning is told.
+    reasoning is told. Raises ConfigError for a record that there is not.
     """
 
     tools: str = "auto"
     reasoning: str = "auto"
     fields: tuple[str, ...] = ("reasoning_content",)
+
+    def __post_init__(self) -> None:
+        self.formats()
+
+    def formats(self) -> Formats:
+        """They find formats, and keep them."""
+        return Formats(None if self.generic else self.tools, None if self.reasoning == "none" else self.reasoning)
 
     @property
     def generic(self) -> bool:
@@ -33,16 +40,11 @@ class Parsers:
 
 
 class Choosing:
-    """Chooses the format of a chat. render: renders a conversation in the template, see `derive`.
-
-    Raises ConfigError for a record that there is not.
-    """
+    """Chooses the format of a chat. render: renders a conversation in the template, see `derive`."""
 
     def __init__(self, render: Callable[..., str], parsers: Parsers | None = None) -> None:
         self.parsers: Parsers = parsers or Parsers()
-        own, given = self.parsers.tools, self.parsers.reasoning
-        self._render = render
-        self._formats = Formats(None if self.parsers.generic else own, None if given == "none" else given)
+        self._render, self._formats = render, self.parsers.formats()
 
     def format(self, template: str, *, tools: bool) -> ChatFormat:
         """The format of a chat. template: the text of the chat template. tools: the chat has tools, or calls; if not,

@@ -31,7 +31,7 @@ from hibachi.tools.probes import (
     whole_tags,
 )
 from hibachi.tools.reasoning import reads_effort, reasoning, spoken, switch, without_end, written_from
-from hibachi.tools.trial import fits, reads
+from hibachi.tools.trial import THREE, fits, reads
 
 ONE = Called(NAMES[0], {KEYS[0]: VALUES[0]}, IDS[0])
 OTHER = Called(NAMES[1], {KEYS[1]: VALUES[1]}, IDS[1])
@@ -48,13 +48,18 @@ def derive(render: Render, record: tuple[str, ChatFormat] | None = None) -> Chat
 
     render(messages, **variables) gives the text of a conversation, and raises InvalidRequest for what the template
     does not take. It is called at most 60 times, with add_generation_prompt, tools and such as variables.
-    record: a format, and its name, that is taken if the template writes so, or writes no calls.
+    record: a format, and its name, that is taken if the template writes so, or writes no calls; one without tools is
+    taken where no reasoning is found.
     """
     template = Template(render)
     writes = template.settle()
     found = _recorded(template, record, writes) if record else None
+    if found is None:
+        found = _derived(template, writes)
+        if record and record[1].tools is None and found.reasoning is None:
+            found = replace(found, reasoning=record[1].reasoning, silent=record[1].silent)
     return replace(
-        found or _derived(template, writes),
+        found,
         shows=_shows(template),
         switch=switch(template),
         effort=reads_effort(template),
@@ -64,7 +69,7 @@ def derive(render: Render, record: tuple[str, ChatFormat] | None = None) -> Chat
 
 def _recorded(template: Template, record: tuple[str, ChatFormat], writes: bool) -> ChatFormat | None:
     name, form = record
-    if not reads(template, form) or (writes and not fits(template, form)):
+    if form.tools is None or not reads(template, form) or (writes and not fits(template, form)):
         return None
     return replace(form, source=name)
 
@@ -81,8 +86,21 @@ def _derived(template: Template, writes: bool) -> ChatFormat:
     if tools is None:
         return found
     tools = _marked(_without_blanks(_prompted(tools, found.prompted)), template, found.prompted)
+    tools = replace(tools, spellings=_without_id(tools.call))
     whole = replace(found, tools=tools)
-    return whole if fits(template, whole) else found
+    if not fits(template, whole):
+        return found
+    if tools.most is None and not fits(template, whole, THREE):  # it closes the list behind the second
+        return replace(whole, tools=replace(tools, most=2))
+    return whole
+
+
+def _without_id(call: Call) -> tuple[Call, ...]:
+    """Further spellings: an id at the end of a JSON object, `, "id": "..."}`, is left out by some models."""
+    at = call.index(Slot.ARGUMENTS)
+    if Slot.ID not in call[at:] or call[-1] != '"}':
+        return ()
+    return ((*call[: at + 1], "}"),)
 
 
 def _prompted(tools: ToolFormat, text: str) -> ToolFormat:

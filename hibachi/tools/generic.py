@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hibachi.tools.format import HERMES
+from hibachi.tools.format import HERMES, ToolFormat
 from hibachi.tools.write import ToolCall, written
 
 Message = Mapping[str, Any]
@@ -56,23 +56,26 @@ def _about(tools: Sequence[Mapping[str, Any]]) -> str:
 def _plain(message: Message) -> dict[str, Any]:
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+    return with_calls_said(message, HERMES)
+
+
+def with_calls_said(message: Message, format: ToolFormat) -> dict[str, Any]:
+    """A message whose calls are a part of what it says, as the model wrote them. Raises InvalidRequest for arguments
+    that are no object.
+    """
     calls = message.get("tool_calls")
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     if not calls:
         return kept
-    said, text = message.get("content") or "", _written(calls)
+    said, text = message.get("content") or "", written(format, [_call(call) for call in calls])
     return {**kept, "content": f"{said}\n{text}" if said else text}
 
 
-def _written(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Raises InvalidRequest for arguments that are no object."""
-    return written(HERMES, [_call(call.get("function") or {}) for call in calls])
-
-
-def _call(function: Mapping[str, Any]) -> ToolCall:
+def _call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function") or {}
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(str(function.get("name")), text)
+    return ToolCall(str(function.get("name")), text, call.get("id"))
 
 
 def _add(found: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from hibachi.errors import InvalidRequest
 from hibachi.guide.worker import Refused, read_schema
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.arguments import arguments
-from hibachi.tools.format import ChatFormat, ReasoningFormat, Slot, Thinking, ToolFormat
-from hibachi.tools.lark import BLANKS, Rules, Special, joined, trie
-from hibachi.tools.schemas import slashed
+from hibachi.tools.arguments import arguments, as_object, closed
+from hibachi.tools.format import ChatFormat, Json, ReasoningFormat, Slot, Thinking, ToolFormat
+from hibachi.tools.lark import BLANKS, EMPTY, Rules, Special, joined, trie
+from hibachi.tools.marks import marks
+from hibachi.tools.schemas import moved, slashed
 from hibachi.tools.tools import Tool, Toolbox
 
 ANYTHING = {"type": "object", "additionalProperties": True}
@@ -54,21 +57,9 @@ def form(
         )
     if not tools and (answer is None or (thinking is Thinking.NONE and not format.before_said)):
         return answer
-    rules = Rules(special, ids, ends)
-    calls = Calls(rules, format, toolbox, loose) if tools else None
-    said = None if answer is None else header(rules, format) + said_as(rules, answer)
-    free = calls is not None and said is None and toolbox.mode != "required"
-    barred = rules.barred(begin_of(format)) if thinking is Thinking.MAY and format.reasoning else set[int]()
-    if calls is None:
-        body = said or ""
-    elif toolbox.mode == "required":
-        body = calls.only()
-    elif said is None:
-        body = calls.perhaps(barred)
-    else:
-        body = f"{calls.only()} | {said}"
-    start = behind(rules, format, thinking, rules.rule(body, "body"), free=free)
-    return StructuredOutputs(grammar=rules.source(start))
+    rules = Rules(special, ids, ends, marks(format, special))
+    answering = Answering(rules, format, toolbox, thinking, answer, loose)
+    return StructuredOutputs(grammar=answering.source())
 
 
 def guided(
@@ -136,36 +127,73 @@ def words_of(error: InvalidRequest) -> str:
 # ---- reasoning, and what is said -------------------------------------------------------------------------------------
 
 
-def begin_of(format: ChatFormat) -> str:
-    """What opens reasoning at the beginning of an answer."""
-    assert format.reasoning is not None
-    return format.reasoning.begin.strip().removeprefix(format.prompted).lstrip()
+class Answering:
+    """The rules of one answer."""
 
+    def __init__(
+        self,
+        rules: Rules,
+        format: ChatFormat,
+        toolbox: Toolbox,
+        thinking: Thinking,
+        answer: StructuredOutputs | None,
+        loose: Collection[str],
+    ) -> None:
+        self._rules, self._format, self._required = rules, format, toolbox.mode == "required"
+        self._reasoning = None if thinking is Thinking.NONE else format.reasoning
+        self._open = thinking is Thinking.OPEN
+        called = format.tools is not None and bool(toolbox.callable)
+        self._calls = Calls(rules, format, toolbox, loose) if called else None
+        self._answer = answer
+        self._said = None if answer is None else said_as(rules, answer)
 
-def behind(rules: Rules, format: ChatFormat, thinking: Thinking, body: str, *, free: bool) -> str:
-    """A body behind the reasoning. free: the answer may end in its midst."""
-    reasoning: ReasoningFormat | None = format.reasoning
-    if reasoning is None or thinking is Thinking.NONE:
-        return body
-    end = reasoning.end.strip()
-    thought = f"{rules.upto(end)} ({BLANKS})? {body}"
-    if free:
-        thought = f"{rules.upto(end)} {body} | {rules.free(rules.barred(end))}"
-    if thinking is Thinking.OPEN:
-        return thought
-    begin = rules.cut(begin_of(format))
-    blanks = "/[ \\t\\r\\n]*/"
-    if all(isinstance(part, str) for part in begin):
-        opened = rules.rule(f"{blanks} {joined(begin)}", "think", "[lazy]")
-    else:
-        opened = rules.rule(f"({BLANKS})? {joined(begin)}", "think")
-    return f"{opened} {rules.rule(thought, 'thought')} | {body}"
+    def source(self) -> str:
+        if self._reasoning is None:
+            return self._rules.source(self._body(first=True))
+        thought = self._thought(self._reasoning)
+        if self._open:
+            return self._rules.source(thought)
+        begin = self._begin(self._reasoning)
+        if begin is None:
+            return self._rules.source(self._body(first=True))
+        thought = f"{self._began(begin)} {self._rules.rule(thought, 'thought')}"
+        return self._rules.source(f"{thought} | {self._body(first=True, barred=self._rules.barred(begin))}")
 
+    def _begin(self, reasoning: ReasoningFormat) -> str | None:
+        """What opens reasoning at the beginning of an answer; None if the prompt has begun with something else."""
+        begin, prompted = reasoning.begin.strip(), self._format.prompted.lstrip()
+        return begin.removeprefix(prompted) if begin.startswith(prompted) else None
 
-def header(rules: Rules, format: ChatFormat) -> str:
-    """What may come before what is said."""
-    lead = format.before_said.removeprefix(format.prompted) if format.prompted else format.before_said
-    return f"({rules.fixed(lead)})? " if lead else ""
+    def _began(self, begin: str) -> str:
+        parts = self._rules.cut(begin)
+        if all(isinstance(part, str) for part in parts):
+            return self._rules.rule(f"/[ \\t\\r\\n]*/ {joined(parts)}", "think", "[lazy]")
+        return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "think")
+
+    def _thought(self, reasoning: ReasoningFormat) -> str:
+        """From behind the beginning of the reasoning on. Where nothing is required it may also be all there is."""
+        rules, end = self._rules, reasoning.end.strip()
+        body = self._body(first=False)
+        if self._calls is not None and self._said is None and not self._required:
+            return f"{rules.upto(end)} {body} | {rules.free(rules.barred(end))}"
+        return f"{rules.upto(end)} ({BLANKS})? {body}"
+
+    def _body(self, *, first: bool, barred: Collection[int] = ()) -> str:
+        """What is said and called. first: nothing comes before it. barred: special tokens that do not come there."""
+        calls, said = self._calls, self._said
+        if said is not None:
+            lead = self._format.before_said
+            lead = lead.removeprefix(self._format.prompted) if first else lead
+            said = f"({self._rules.fixed(lead)})? {said}" if lead else said
+        if calls is None:
+            return self._rules.rule(said or EMPTY, "body")
+        if self._required:
+            body = calls.only(first=first)
+        elif said is None or self._answer is None:
+            body = calls.perhaps(barred, first=first)
+        else:
+            body = calls.or_json(self._answer) or f"{calls.only(first=first)} | {said}"
+        return self._rules.rule(body, "body")
 
 
 def said_as(rules: Rules, answer: StructuredOutputs) -> str:
@@ -197,14 +225,15 @@ class Calls:
         assert format.tools is not None
         tools = self._format = format.tools
         self._rules, self._prompted = rules, format.prompted
-        call = list(tools.call)
-        prefix = call.pop(0) if isinstance(call[0], str) else ""
-        tail = call.pop() if call and isinstance(call[-1], str) else ""
+        prefix, call, tail = parts_of(tools)
         self._lead = (tools.begin + prefix).lstrip()
-        self._later, ended = rules.ended(tail + tools.between + prefix)
-        self._closing, _ = rules.ended((tail + tools.end).rstrip())
-        self._one = ended or not toolbox.parallel or tools.most == 1
-        self._most = tools.most
+        self._later, last = rules.ended(tail + tools.between + prefix)
+        self._closing, over = rules.ended((tail + tools.end).rstrip())
+        # Each call has a marker of its own, so text may stand between two.
+        self._apart = not tools.begin.strip() and not tools.end.strip()
+        self._several = toolbox.parallel and tools.most != 1 and not last
+        self._again = toolbox.parallel and not over and (self._several if self._apart else tools.most is None)
+        self._tools = toolbox.callable
         place = {tool.name: i for i, tool in enumerate(toolbox.tools)}
         named = [self._named(call, tool, place[tool.name], tool.name in loose) for tool in toolbox.callable]
         self._call = rules.rule(trie(named), "call")
@@ -233,59 +262,95 @@ class Calls:
             return arguments(self._rules, self._format.arguments, ANYTHING if loose else tool.parameters)
         except Refused as e:
             raise ToolRefused(place, tool.name, str(e)) from None
+        except RecursionError:
+            raise ToolRefused(place, tool.name, "it is nested too deep, or a reference leads to itself") from None
 
-    def only(self) -> str:
-        """Calls and nothing else."""
-        lead = self._lead.removeprefix(self._prompted).lstrip() if self._prompted else self._lead
-        return f"{self._rules.spaced(lead)} {self._all()}"
+    def only(self, *, first: bool) -> str:
+        """Calls and nothing else. first: at the beginning of the answer."""
+        prompted = self._prompted.lstrip()
+        if first and prompted and self._lead.startswith(prompted):
+            return f"{self._rules.fixed(self._lead.removeprefix(prompted))} {self._all()}"
+        return f"{self._rules.spaced(self._lead)} {self._all()}"
 
-    def perhaps(self, barred: Collection[int]) -> str:
-        """Text, and calls from the first marker on."""
+    def perhaps(self, barred: Collection[int], *, first: bool) -> str:
+        """Text, and calls from the first marker on. barred: special tokens that the text does not hold."""
         rules = self._rules
         marker, rest = split(self._format, self._lead)
         free = rules.free({*barred, *rules.barred(marker)})
-        begun = self._opening(marker, rest)
+        begun = self._opening(marker) if first else ""
         if self._format.alone:
             return f"{begun or self._first(marker)} {rules.fixed(rest)} {self._all()} | {free}"
         head = f"{rules.upto(marker, barred)} {rules.fixed(rest)}"
-        if self._one or not self._repeats:
-            found = f"{head} {self._all()} | {free}"
+        if self._again:
+            calls = f"{self._call} {joined(self._closing)}" if self._apart else self._all()
+            most = "*" if self._format.most is None else f"{{0,{self._format.most}}}"
+            found = f"{rules.rule(f'{head} {calls}', 'said_and_called')}{most} {free}"
         else:
-            one = rules.rule(f"{head} {self._call} {joined(self._closing)}", "said_and_called")
-            most = "*" if self._most is None else f"{{0,{self._most}}}"
-            found = f"{one}{most} {free}"
+            found = f"{head} {self._all()} | {free}"
         if not begun:
             return found
-        first = f"{begun} {rules.fixed(rest)} {self._all()}"
-        again = "" if self._one or not self._repeats else f" {rules.rule(found, 'further')}"
-        return f"{first}{again} | {found}"
-
-    @property
-    def _repeats(self) -> bool:
-        """Each call has a marker of its own, so text may stand between two."""
-        return not self._format.begin.strip() and not self._format.end.strip()
+        further = rules.rule(found, "further") if self._again else ""
+        return f"{begun} {rules.fixed(rest)} {self._all()} {further} | {found}"
 
     def _all(self) -> str:
         """From behind the first text of the first call to the end of the last."""
         further = ""
-        if not self._one:
-            most = "*" if self._most is None else f"{{0,{self._most - 1}}}"
+        if self._several:
+            most = "*" if self._format.most is None else f"{{0,{self._format.most - 1}}}"
             further = f" ({joined(self._later)} {self._call}){most}"
         return f"{self._call}{further} {joined(self._closing)}"
 
-    def _opening(self, marker: str, rest: str) -> str:
-        """The marker at the beginning of an answer whose prompt has written a part of it; "" if there is no such."""
+    def or_json(self, answer: StructuredOutputs) -> str:
+        """One call or JSON, where both begin alike: as one schema, since the lexer never goes back. "" for others."""
+        if not self._format.alone or answer.kind not in ("json", "json_object"):
+            return ""
+        options = [call_schema(self._format, tool.name, f"#/$defs/{i}") for i, tool in enumerate(self._tools)]
+        if None in options or not isinstance(self._format.arguments, Json):
+            return ""
+        given = read_schema(answer.text) if answer.text else {"type": "object"}
+        schemas = [*(closed(as_object(tool.parameters)) for tool in self._tools), given]
+        options.append({"$ref": f"#/$defs/{len(self._tools)}"})
+        whole = {"anyOf": options, "$defs": {str(i): moved(schema, str(i)) for i, schema in enumerate(schemas)}}
+        return self._rules.json(whole, answer.whitespace_pattern, any_of=True)
+
+    def _opening(self, marker: str) -> str:
+        """The rest of a marker at the beginning of an answer whose prompt has written a part of it; "" if there is
+        none.
+        """
         prompted = self._prompted.lstrip()
         if not prompted or not marker.startswith(prompted) or marker == prompted:
             return ""
-        return self._first(marker.removeprefix(prompted))
+        return self._rules.lazily(self._rules.cut(marker.removeprefix(prompted)))
 
     def _first(self, marker: str) -> str:
         """A marker at the beginning of an answer, behind blanks."""
         parts = self._rules.cut(marker.lstrip())
         if all(isinstance(part, str) for part in parts):
             return self._rules.rule(f"/[ \\t\\r\\n]*/ {joined(parts)}", "first", "[lazy]")
-        return self._rules.rule(f"({BLANKS})? {joined(parts)}", "first")
+        return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "first")
+
+
+def parts_of(tools: ToolFormat) -> tuple[str, list[str | Slot], str]:
+    """The text that a call begins with, what stands between, and the text that it ends with."""
+    call = list(tools.call)
+    first, last = call[0], call[-1]
+    prefix = first if isinstance(first, str) else ""
+    tail = last if isinstance(last, str) and len(call) > 1 else ""
+    return prefix, call[bool(prefix) : len(call) - bool(tail)], tail
+
+
+def call_schema(tools: ToolFormat, name: str, arguments: str) -> dict[str, Any] | None:
+    """The schema of a call that is a JSON object by itself; None for others. arguments: a reference."""
+    slots = {Slot.NAME: json.dumps(name)[1:-1], Slot.ARGUMENTS: json.dumps({"$ref": arguments})}
+    texts = [part if isinstance(part, str) else slots.get(part, "") for part in tools.call]
+    try:
+        found = json.loads("".join([tools.begin, *texts, tools.end]))
+    except ValueError:
+        return None
+    if not isinstance(found, dict):
+        return None
+    properties = {key: value if isinstance(value, dict) else {"const": value} for key, value in found.items()}
+    return {"type": "object", "properties": properties, "required": [*found], "additionalProperties": False}
 
 
 def split(tools: ToolFormat, lead: str) -> tuple[str, str]:

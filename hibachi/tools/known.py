@@ -258,7 +258,11 @@ KNOWN: dict[str, ChatFormat] = {
 
 _THOUGHTS: dict[str, ChatFormat] = {
     "think": ChatFormat(reasoning=THINK),
-    "apriel": ChatFormat(reasoning=ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")),
+    "apertus": ChatFormat(reasoning=ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>")),
+    "apriel": ChatFormat(
+        reasoning=ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+        silent=("[END FINAL RESPONSE]",),
+    ),
     "cohere": ChatFormat(reasoning=ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>")),
     "gemma4": ChatFormat(reasoning=ReasoningFormat("<|channel>thought", "<channel|>")),
     "gpt_oss": KNOWN["gpt_oss"],
@@ -316,6 +320,8 @@ _SEEN: tuple[tuple[str, tuple[str, ...], ChatFormat], ...] = (
         replace(KNOWN["granite"], reasoning=THINK, silent=("<response>", "</response>")),
     ),
     ("granite", ("<|tool_call|> followed by a JSON list",), KNOWN["granite"]),
+    ("apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), _THOUGHTS["apertus"]),
+    ("apriel", ("[BEGIN FINAL RESPONSE]",), _THOUGHTS["apriel"]),
     ("lfm2", ("<|tool_list_start|>", "<|tool_response_start|>"), KNOWN["lfm2"]),
     ("lfm2", ("List of tools: [", "keep_past_thinking"), replace(KNOWN["lfm2"], reasoning=THINK)),
 )

@@ -26,12 +26,20 @@ START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<
 class Rules:
     """The rules of one grammar.
 
-    special: see `Special`. ids: special tokens that may stand in free text. ends: tokens that end an answer.
+    special: see `Special`. ids: special tokens that may stand in free text. ends: tokens that end an answer. named:
+    special tokens that rules name by themselves.
     """
 
-    def __init__(self, special: Special, ids: Iterable[int] = (), ends: Collection[int] = ()) -> None:
-        self._special, self.ends = special, frozenset(ends)
-        self._ids = frozenset(ids) - self.ends
+    def __init__(
+        self,
+        special: Special,
+        ids: Iterable[int] = (),
+        ends: Collection[int] = (),
+        named: Collection[int] = (),
+    ) -> None:
+        self._special, self._ends = special, frozenset(ends)
+        self._named_ids = frozenset(named) - self._ends
+        self._ids = frozenset(ids) - self._ends - self._named_ids
         self._named: dict[str, str] = {}
         self._size = 0
         self._texts: dict[str, list[str | int]] = {}
@@ -88,7 +96,7 @@ class Rules:
     def ended(self, text: str) -> tuple[list[str | int], bool]:
         """`cut`, but no further than a token that ends the answer; and whether there is one."""
         parts = self.cut(text)
-        end = next((i for i, part in enumerate(parts) if part in self.ends), None)
+        end = next((i for i, part in enumerate(parts) if part in self._ends), None)
         return (parts, False) if end is None else (parts[:end], True)
 
     def fixed(self, text: str) -> str:
@@ -134,8 +142,16 @@ class Rules:
 
     def free(self, without: Collection[int] = ()) -> str:
         """Any text, with special tokens but these."""
-        others = ranges(self._ids - frozenset(without))
-        return self.rule(f"{self.text} (<[{others}]> {self.text})*" if others else self.text, "free")
+        others = self._others(without)
+        return self.rule(f"{self.text} ({others} {self.text})*" if others else self.text, "free")
+
+    def _others(self, without: Collection[int]) -> str:
+        """Any special token but these. Of several sets that hold a token the library takes the first and forgets the
+        others, so each that is named elsewhere stands by itself.
+        """
+        sets = [f"<[{ranges(self._ids)}]>"] if self._ids else []
+        sets += [f"<[{i}]>" for i in sorted(self._named_ids - frozenset(without))]
+        return self.rule(" | ".join(sets), "other") if sets else ""
 
     def upto(self, marker: str, without: Collection[int] = ()) -> str:
         """Any text up to the first marker, and the marker. Blanks in front of it are a part of the text.
@@ -148,16 +164,18 @@ class Rules:
         parts = self.cut(marker)
         first = next((part for part in parts if isinstance(part, int)), None)
         barred = {*without, *self.barred(marker)}
-        others = ranges(self._ids - barred)
-        before = f"({self.text} <[{others}]>)* " if others else ""
+        others = self._others(barred)
+        before = f"({self.text} {others})* " if others else ""
         if first is None:
             return self.rule(before + written, "until")
-        rest = [
-            self.rule(quoted(part), "then", "[lazy]") if isinstance(part, str) else f"<[{part}]>"
-            for part in parts[parts.index(first) + 1 :]
-        ]
-        marked = " ".join([f"{self.text} <[{first}]>", *rest])
-        return self.rule(f"{before}({written} | {marked})", "until")
+        marked = self.lazily(parts[parts.index(first) :])
+        return self.rule(f"{before}({written} | {self.text} {marked})", "until")
+
+    def lazily(self, parts: Sequence[str | int]) -> str:
+        """Texts and special tokens that nothing else can be where they have come, though any text might go on."""
+        return " ".join(
+            self.rule(quoted(part), "then", "[lazy]") if isinstance(part, str) else f"<[{part}]>" for part in parts
+        )
 
     def barred(self, marker: str) -> set[int]:
         """The special token that says by itself that the marker has come. If text follows, it may be another's too."""
@@ -196,15 +214,15 @@ def ranges(ids: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
-def chain(rules: Rules, parts: Sequence[tuple[str, bool]], between: str) -> str:
-    """Parts in their order; those that are not needed may be left out. parts: rules, and whether each is needed.
-    between: what comes between two.
+def chain(rules: Rules, parts: Sequence[tuple[str, str, bool]]) -> str:
+    """Parts in their order; those that are not needed may be left out. parts: each as it is where it is the first, as
+    it is behind another, and whether it is needed.
     """
-    if between == EMPTY:
-        return " ".join(part if needed else f"({part})?" for part, needed in parts) or EMPTY
+    if all(alone == later for alone, later, _ in parts):
+        return " ".join(part if needed else f"({part})?" for part, _, needed in parts) or EMPTY
     first = more = EMPTY
-    for part, needed in reversed(parts):
-        begun, going = f"{part} {more}", f"{between} {part} {more}"
+    for alone, later, needed in reversed(parts):
+        begun, going = f"{alone} {more}", f"{later} {more}"
         if not needed:
             begun, going = f"{begun} | {first}", f"{going} | {more}"
         first, more = rules.rule(begun, "first"), rules.rule(going, "more")
@@ -229,11 +247,13 @@ def trie(entries: Sequence[tuple[str, str]]) -> str:
     return f"{quoted(same)} {found}" if same else found
 
 
-def repeated(each: str, between: str, least: Any, most: Any) -> str:
-    """Some of the same, at least and at most so many ("" means any number), with a text between two. Raises Refused."""
+def repeated(each: str, later: str, least: Any, most: Any) -> str:
+    """Some of the same, at least and at most so many ("" means any number). later: as it is behind another. Raises
+    Refused.
+    """
     if not isinstance(least, int) or not (most == "" or isinstance(most, int)) or (most != "" and most < least):
         raise Refused("the keyword `minItems` or `maxItems` has a value that is not supported", "minItems")
     if most == 0:
         return EMPTY
-    further = f"({between} {each}){{{max(0, least - 1)},{'' if most == '' else most - 1}}}"
+    further = f"({later}){{{max(0, least - 1)},{'' if most == '' else most - 1}}}"
     return f"{each} {further}" if least else f"({each} {further})?"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Protocol
 
 from hibachi.guide.worker import Refused
 from hibachi.tools.lark import Rules, chain, joined, quoted, repeated
-from hibachi.tools.schemas import Schema, alternatives, number, properties, string_body
+from hibachi.tools.schemas import Schema, alternatives, as_json, holds_references, number, properties, string_body
 
+BARE = re.compile(r"[\w.-]+")
 IDENTIFIER = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
@@ -91,7 +93,7 @@ class QuotedWords:
         return f"{joined(quote)} {quoted(text)} {joined(quote)}" if text else f"{joined(quote)} {joined(quote)}"
 
     def key(self, name: str) -> str:
-        return quoted(name)
+        return quoted(name) if BARE.fullmatch(name) else self.given(name)
 
     def any_key(self) -> str:
         return self._rules.terminal(IDENTIFIER, "WORD")
@@ -103,26 +105,35 @@ class Literals:
     def __init__(self, rules: Rules, words: Words, root: Schema) -> None:
         self._rules, self._words, self._root = rules, words, root
         self._any = ""
-        self._known: dict[str, str] = {}  # rules by references
-        self._depth = 0
+        self._known: dict[str, str] = {}  # rules by schemas
 
     def keywords(self, schema: Schema) -> str:
         """The arguments of a call in Python, without its brackets."""
-        parts = [
-            (self._rules.rule(f"{quoted(name + '=')} {self.value(each)}", "argument"), needed)
-            for name, each, needed in properties(schema)
-        ]
-        return chain(self._rules, parts, self._words.comma)
+        found = properties(schema)
+        more = schema.get("additionalProperties", False)
+        if not found and more is not False:
+            word = self._rules.terminal(f'{IDENTIFIER} "="', "WORD")
+            each = self._rules.rule(f"{word} {self.any() if more is True else self.value(more)}", "argument")
+            return repeated(each, f"{self._words.comma} {each}", 0, "")
+        return self._chain(
+            [
+                (self._rules.rule(f"{quoted(name + '=')} {self.value(each)}", "argument"), needed)
+                for name, each, needed in found
+            ]
+        )
+
+    def _chain(self, parts: list[tuple[str, bool]]) -> str:
+        return chain(self._rules, [(part, f"{self._words.comma} {part}", needed) for part, needed in parts])
 
     def value(self, schema: Any) -> str:
-        """The name of a rule. A reference has one of its own, so that values can hold themselves."""
-        ref = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(ref, str) or len(schema) != 1:
+        """The name of a rule. With references it is made once for each schema, as values can hold themselves."""
+        if not holds_references(schema):
             return self._rules.rule(self._alternatives(schema), "value")
-        if ref not in self._known:
-            name = self._known[ref] = self._rules.reserve("value")
+        key = as_json(schema)
+        if key not in self._known:
+            name = self._known[key] = self._rules.reserve("value")
             self._rules.define(name, self._alternatives(schema))
-        return self._known[ref]
+        return self._known[key]
 
     def _alternatives(self, schema: Any) -> str:
         return " | ".join(self._one(kind) for kind in alternatives(schema, self._root))
@@ -147,15 +158,16 @@ class Literals:
 
     def _array(self, kind: Schema) -> str:
         each = self.value(kind["items"]) if "items" in kind else self.any()
-        items = repeated(each, self._words.comma, kind.get("minItems", 0), kind.get("maxItems", ""))
+        later = f"{self._words.comma} {each}"
+        items = repeated(each, later, kind.get("minItems", 0), kind.get("maxItems", ""))
         return f'"[" {items} "]"'
 
-    def object(self, kind: Schema) -> str:
-        """An object; names that the schema does not have do not come, unless it has none at all."""
+    def object(self, kind: Schema, *, top: bool = False) -> str:
+        """An object; names that the schema does not have do not come, unless it has none at all. top: all arguments."""
         words, rules = self._words, self._rules
         found = properties(kind)
         if not found:
-            more = kind.get("additionalProperties", kind is not self._root)
+            more = kind.get("additionalProperties", not top)
             if more is False:
                 return '"{" "}"'
             entry = rules.rule(f"{words.any_key()} {words.colon} {self.any() if more is True else self.value(more)}")
@@ -164,7 +176,7 @@ class Literals:
             (rules.rule(f"{words.key(name)} {words.colon} {self.value(each)}", "entry"), needed)
             for name, each, needed in found
         ]
-        return f'"{{" {chain(rules, parts, words.comma)} "}}"'
+        return f'"{{" {self._chain(parts)} "}}"'
 
     def any(self) -> str:
         """Any value."""

@@ -35,6 +35,7 @@ class Parser:
         self._silent = frozenset(silent)
         self._marks = (*(self._calls.markers if self._calls is not None else ()), *silent)  # that are looked for
         self._search = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))).search
+        self._suspect = re.compile("|".join({re.escape(mark[0]) for mark in self._marks})).search
         self._begins = tuple(filter(None, (self._think, self._thought, self._before_said, *self._marks)))
 
         self._text, self._at = "", 0  # what has come, and how much of it is read
@@ -65,7 +66,8 @@ class Parser:
 
     def feed(self, text: str) -> list[Event]:
         """What more text gives."""
-        if self._state == self._say_all and not self._text:
+        if not self._text and self._is_said(text):
+            self._drop = False
             return [Said(text)] if text else []
         self._text += text
         return self._read()
@@ -81,6 +83,12 @@ class Parser:
         events = self._read()
         self._state = self._say_all
         return events
+
+    def _is_said(self, text: str) -> bool:
+        """Whether all of it surely is, which is so most of the time."""
+        if self._state != self._speak:
+            return self._state == self._say_all
+        return bool(text) and text[-1] not in BLANKS and not self._suspect(text)
 
     def _read(self) -> list[Event]:
         while self._state():

@@ -50,6 +50,8 @@ TOOLS = [
     for name in NAMES
 ]
 
+USUAL = {"tools": TOOLS, "add_generation_prompt": False, "strftime_now": 1.7e9}  # the present must not differ
+
 
 class Template:
     """A template that can be asked so many times. What it refuses, and what is asked too late, is None."""
@@ -76,7 +78,7 @@ class Template:
         self._left -= 1
         nulls = {"nulls": True} if self.history.content == "null" else {}
         try:
-            return self._render(messages, **{"tools": TOOLS, "add_generation_prompt": False, **nulls, **variables})
+            return self._render(messages, **(USUAL | nulls | dict(variables)))
         except InvalidRequest:
             return None
 
@@ -101,11 +103,9 @@ class Template:
 
     def answer(self, *calls: Called, said: str = "", **more: Any) -> dict[str, Any]:
         """A message with calls, in the form that the template takes."""
-        content: dict[str, Any] = {"missing": {}, "empty": {"content": ""}, "null": {"content": None}}[
-            self.history.content
-        ]
-        if said:
-            content = {"content": said}
+        content: dict[str, Any] = {}
+        if said or self.history.content != "missing":
+            content["content"] = said or ("" if self.history.content == "empty" else None)
         return {"role": "assistant", **content, "tool_calls": [self._call(c) for c in calls], **more}
 
     def _call(self, called: Called) -> dict[str, Any]:

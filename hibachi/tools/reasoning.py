@@ -97,11 +97,11 @@ def spoken(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
         return ChatFormat(reasoning=thought)
     front, _, end = said.partition(SAID)
     before = front[written_from(template, front, thought) :]
+    prompted = _prompted_again(template, thought, before)
+    if thought is not None:
+        thought = ReasoningFormat(prompted + (thought.begin if prompted else thought.begin.strip()), thought.end)
     if not _ANY_TAG.search(before) or (template.prompt() or "").endswith(before):
         return ChatFormat(reasoning=thought)
-    prompted = _prompted_again(template, thought, before)
-    if thought is not None and prompted:
-        thought = ReasoningFormat(prompted + thought.begin, thought.end)
     return ChatFormat(
         reasoning=thought,
         before_said=prompted + before if prompted else before.strip(),

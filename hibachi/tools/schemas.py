@@ -30,6 +30,7 @@ BEYOND = (
     "prefixItems",
     "$dynamicRef",
 )
+MOST = 512  # schemas in `anyOf`, nested ones included
 DEEPEST = 32  # references, one after the other
 
 
@@ -81,7 +82,7 @@ def alone(schema: Any, root: Schema) -> dict[str, Any]:
         raise Refused("a schema in it is no object")
     if not holds_references(schema):
         return dict(schema)
-    return {**_moved(schema), "$defs": {"tool": _moved(root)}}
+    return {**moved(schema, "tool"), "$defs": {"tool": moved(root, "tool")}}
 
 
 def holds_references(schema: Any) -> bool:
@@ -90,14 +91,15 @@ def holds_references(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(holds_references, schema))
 
 
-def _moved(schema: Any) -> Any:
+def moved(schema: Any, name: str) -> Any:
+    """A schema that stands below `$defs` by this name: its references lead there."""
     if isinstance(schema, Mapping):
-        found = {k: _moved(v) for k, v in schema.items()}
+        found = {k: moved(v, name) for k, v in schema.items()}
         ref = found.get("$ref")
         if isinstance(ref, str) and ref.startswith("#"):
-            found["$ref"] = "#/$defs/tool" + ref[1:]
+            found["$ref"] = f"#/$defs/{name}{ref[1:]}"
         return found
-    return [_moved(each) for each in schema] if isinstance(schema, list) else schema
+    return [moved(each, name) for each in schema] if isinstance(schema, list) else schema
 
 
 def alternatives(schema: Any, root: Schema) -> list[Schema]:
@@ -105,6 +107,14 @@ def alternatives(schema: Any, root: Schema) -> list[Schema]:
 
     Raises Refused for what a grammar over other notations than JSON cannot do.
     """
+    return _alternatives(schema, root, [])
+
+
+def _alternatives(schema: Any, root: Schema, seen: list[None]) -> list[Schema]:
+    """seen: one for each schema that was looked at."""
+    seen.append(None)
+    if len(seen) > MOST:
+        raise Refused(f"it has more than {MOST} alternatives in one place")
     schema = resolved(schema, root)
     if beyond := next((k for k in BEYOND if k in schema), None):
         raise Refused(f"the keyword `{beyond}` is not supported in the form in which this model writes calls", beyond)
@@ -115,7 +125,7 @@ def alternatives(schema: Any, root: Schema) -> list[Schema]:
                 each
                 for part in schema[key]
                 if part is not False
-                for each in alternatives({**rest, **resolved(part, root)}, root)
+                for each in _alternatives({**rest, **resolved(part, root)}, root, seen)
             ]
     if "allOf" in schema:
         raise Refused("the keyword `allOf` is not supported in the form in which this model writes calls", "allOf")

@@ -41,7 +41,7 @@ _SCHEMA = {
     "required": [],
 }
 TOOLS = tuple(Tool(name, _SCHEMA, "does it") for name in NAMES)
-_TRIALS: list[list[Called]] = [
+TRIALS: list[list[Called]] = [
     [Called(NAMES[0], {"city": "Paris", "days": 3})],
     [Called(NAMES[1], {"city": '"Rue" d\'Or,\n  línea {2}: 東京 <b> & co.\\', "exact": True})],
     [Called(NAMES[0], {"where": {"at": [1, 2.5], "names": {"a": "x y"}}, "tags": ["a", "b c"]})],
@@ -51,11 +51,12 @@ _TRIALS: list[list[Called]] = [
 ]
 
 
+THREE = [[*TRIALS[-1], Called(NAMES[0], {"days": 3}, IDS[0][:-1] + "3")]]
 _TAGS_ONLY = re.compile(r"(\s*<[^<>]+>)*\s*")
 
 
-def fits(template: Template, form: ChatFormat) -> bool:
-    """Whether what the template writes for some calls is read again as these."""
+def fits(template: Template, form: ChatFormat, trials: Sequence[Sequence[Called]] = TRIALS) -> bool:
+    """Whether what the template writes for some lists of calls is read again as these."""
     tools = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in TOOLS
@@ -63,8 +64,8 @@ def fits(template: Template, form: ChatFormat) -> bool:
     if form.tools is None:
         return False
     plain = isinstance(form.tools.arguments, Python)  # whose templates escape nothing
-    for calls in _TRIALS:
-        if (form.tools.most or 2) < len(calls) or (plain and "\\" in str(calls[0].arguments.get("city"))):
+    for calls in trials:
+        if (form.tools.most or len(calls)) < len(calls) or (plain and "\\" in str(calls[0].arguments.get("city"))):
             continue
         text = template.after([user(), template.answer(*calls)], tools=tools)
         if text is None:
@@ -82,7 +83,8 @@ def reads(template: Template, form: ChatFormat) -> bool:
         if text is None or SAID not in text:
             continue
         answer = written(template, form, text)
-        thinking = thinking_of(form.reasoning, text[: len(text) - len(answer)])
+        opened = answer.lstrip().startswith(THOUGHT)
+        thinking = Thinking.OPEN if opened else thinking_of(form.reasoning, text[: len(text) - len(answer)])
         _, said, thought = read(form, answer, (), thinking)
         front, _, rest = said.partition(SAID)
         if front.strip() or not _TAGS_ONLY.fullmatch(without_end(template, rest)):

@@ -175,6 +175,8 @@ BAD = [
     ({"container": "c"}, "container", "container is not supported: Nothing runs code here"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "mcp_servers is not supported"),
     ({"context_management": {"edits": []}}, "context_management", "context_management is not supported"),
+    ({"thread": {"type": "create"}}, "thread", "thread is not supported: Nothing is kept between requests"),
+    ({"compaction": {"a": 1}}, "compaction", "compaction is not supported"),
     ({"inference_geo": "eu"}, "inference_geo", "inference_geo is not supported"),
     ({"speed": "fast"}, "speed", "speed: Invalid enum value 'fast'"),
     ({"system": [{"type": "image"}]}, "system[0].type", "system[0].type"),
@@ -377,7 +379,7 @@ def test_errors_in_anthropics_words(error, status, kind, code):
     body = ANTHROPIC.told(refused, "req")
     assert ANTHROPIC.status(refused) == status
     assert body["type"] == "error" and body["request_id"] == "req" and body["error"]["type"] == kind
-    assert body["error"].get("code") == code
+    assert body["error"].get("details", {}).get("error_code") == code
 
 
 def test_a_prompt_that_is_too_long_is_told_so_that_agents_see_it():

@@ -67,7 +67,7 @@ def test_a_stream_passes_as_it_is(mock, route):
 
 
 def overloaded(code):
-    about = {"type": "overloaded_error", "message": "no", **({"code": code} if code else {})}
+    about = {"type": "overloaded_error", "message": "no", **({"details": {"error_code": code}} if code else {})}
     return of_json({"type": "error", "error": about}, 529, b"Retry-After: 1")
 
 

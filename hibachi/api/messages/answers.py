@@ -12,12 +12,16 @@ SIGNATURE = "hibachi"
 """Of reasoning. Clients send it back with the reasoning, and it is not looked at."""
 
 
-class AnthropicErrorAbout(Struct, omit_defaults=True):
-    """code: ours, as OpenAI's clients are told it."""
+class AnthropicErrorDetails(Struct):
+    """error_code: as OpenAI's clients are told it, but for Anthropic's "thread_unsupported_request"."""
 
+    error_code: str
+
+
+class AnthropicErrorAbout(Struct, omit_defaults=True):
     type: str
     message: str
-    code: str | None = None
+    details: AnthropicErrorDetails | None = None
 
 
 class AnthropicError(Struct, kw_only=True, tag="error"):

@@ -54,7 +54,10 @@ def chat_of(body: CountBody) -> ChatBody:
     """The same as a chat. Raises Refused, which names the field."""
     for name, why in REFUSED.items():
         if getattr(body, name) not in (UNSET, None, [], {}):
-            raise unsupported(name, why)
+            refused = unsupported(name, why)
+            if name == "thread":  # by this code clients know that they may go on without one
+                refused.code = "thread_unsupported_request"
+            raise refused
     messages, goes_on = _messages(body.messages)
     if system := _system(body.system):
         messages.insert(0, {"role": "system", "content": system})

@@ -12,13 +12,18 @@ from hibachi.api.forms import Schema
 
 Anything = Any | UnsetType
 PAGE = "docs/agents.md"
-IGNORED = ("metadata", "service_tier", "cache_control")
+IGNORED = ("metadata", "service_tier", "cache_control", "diagnostics")
 """Fields that may be sent and change nothing."""
 REFUSED = {
+    "billing_policy": "Nothing is billed",
+    "compaction": "Ask for a summary in a message",
     "container": "Nothing runs code here",
     "context_management": "Conversations are taken as they are sent",
+    "fallback_credit_token": "Nothing is billed",
+    "fallbacks": "The model that is named answers",
     "inference_geo": "Who runs the server knows where it stands",
     "mcp_servers": "The server calls no others: give their tools in tools, and call them yourself",
+    "thread": "Nothing is kept between requests: send all messages",
 }
 """Fields that may only be null or empty, and why."""
 OF_SERVER = "It is a tool that Anthropic's servers have: give tools with an input_schema, which you call yourself"
@@ -49,6 +54,7 @@ class ToolResult(Struct, tag="tool_result", forbid_unknown_fields=True):
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: Anything = UNSET
+    toolset_name: str | None = None
 
 
 class ThinkingText(Struct, tag="thinking", forbid_unknown_fields=True):
@@ -136,7 +142,13 @@ class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: Anything = UNSET
     service_tier: Anything = UNSET
     cache_control: Anything = UNSET
+    diagnostics: Anything = UNSET
     # Known, and refused by name.
+    billing_policy: Anything = UNSET
+    compaction: Anything = UNSET
+    fallback_credit_token: Anything = UNSET
+    fallbacks: Anything = UNSET
+    thread: Anything = UNSET
     container: Anything = UNSET
     context_management: Anything = UNSET
     inference_geo: Anything = UNSET

@@ -91,7 +91,7 @@ def _message(message: Any, nulls: bool) -> dict[str, Any]:
     return (
         given
         if reasoning is None
-        else {"thinking": reasoning, "reasoning": reasoning, **given, "reasoning_content": reasoning}
+        else {"thinking": reasoning, **given, "reasoning_content": reasoning, "reasoning": reasoning}
     )
 
 

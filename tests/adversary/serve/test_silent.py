@@ -171,9 +171,11 @@ def here():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_over_http(here, path):
     more = {"max_tokens": 2} if "chat" in path else {}
-    assert here.post(path, {"messages": history(), **more}).status_code == 200
+    answer = here.post(path, {"messages": history(), **more})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[1].tool_calls"
     answer = here.post(path, {"messages": history(), "tools": [TOOL], **more})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+    assert here.post(path, {"messages": history()[:1], **more}).status_code == 200
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "ä", "a\n"])

@@ -1,0 +1,190 @@
+"""Reasoning and calls in answers of a template that writes them, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hibachi.tools.choosing import Parsers
+
+from .saying import saying, told
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sun\\"\\n猫"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "look", "arguments": {"at": ""}}\n</tool_call>'
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    with saying(tmp_path_factory.mktemp("says")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ask(here):
+    """ask(text, **fields): the message of an answer that says so, and why it ended; whole and streamed are the same."""
+
+    def call(text, **fields):
+        body = {"messages": told(text), "temperature": 0, "max_tokens": 400, "request_id": "it", **fields}
+        answer = here.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        [choice] = answer.json()["choices"]
+        lines = here.post("/v1/chat/completions", {**body, "stream": True}).text.split("\n\n")[:-2]
+        streamed = joined([json.loads(line.removeprefix("data: ")) for line in lines])
+        assert streamed == (choice["message"], choice["finish_reason"])
+        return choice["message"], choice["finish_reason"]
+
+    return call
+
+
+def joined(chunks):
+    message, why, calls = {"role": None, "content": None, "refusal": None}, None, []
+    for choice in (c for chunk in chunks for c in chunk["choices"]):
+        delta, why = choice["delta"], choice["finish_reason"]
+        message["role"] = delta.get("role") or message["role"]
+        for name in ("content", "reasoning_content", "reasoning"):
+            if delta.get(name):
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if calls:
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    return message, why
+
+
+def test_thoughts_and_words_are_told_apart(ask):
+    message, why = ask(THOUGHT + "It is bright.")
+    assert (message["reasoning_content"], message["content"], why) == ("Let me see.", "It is bright.", "stop")
+    assert "reasoning" not in message
+
+
+def test_an_answer_without_thoughts(ask):
+    message, _ = ask("It is <b>bright</b>.")
+    assert message == {"role": "assistant", "content": "It is <b>bright</b>.", "refusal": None}
+
+
+def test_thoughts_words_and_calls(ask):
+    message, why = ask(THOUGHT + "I look.\n" + CALL + "\n" + OTHER, tools=[LOOK])
+    assert (message["reasoning_content"], message["content"], why) == ("Let me see.", "I look.", "tool_calls")
+    first, second = message["tool_calls"]
+    assert json.loads(first["function"]["arguments"]) == {"at": 'the "sun"\n猫'}
+    assert json.loads(second["function"]["arguments"]) == {"at": ""}
+    assert first["id"] != second["id"]
+
+
+def test_without_tools_a_call_is_what_is_said(ask):
+    assert ask(CALL)[0]["content"] == CALL
+    assert ask(CALL, tools=[LOOK], tool_choice="none")[0]["content"] == CALL
+
+
+def test_thoughts_may_be_left_out(ask):
+    message, _ = ask(THOUGHT + "It is bright.", include_reasoning=False)
+    assert message == {"role": "assistant", "content": "It is bright.", "refusal": None}
+
+
+def test_thoughts_that_are_cut_off_are_no_words(ask):
+    message, why = ask(THOUGHT + "It is bright.", max_tokens=14)
+    assert (message["reasoning_content"], message["content"], why) == ("Let me", "", "length")
+
+
+def test_what_must_come_comes_behind_thoughts(ask):
+    """The form of an answer begins behind them, and so do calls that are required."""
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["yes", "no"]}}}
+    message, _ = ask(THOUGHT + '"yes"', response_format=form)
+    assert (message["reasoning_content"], message["content"]) == ("Let me see.", '"yes"')
+    message, why = ask(THOUGHT + CALL, tools=[LOOK], tool_choice="required")
+    assert (message["reasoning_content"], message["content"], why) == ("Let me see.", None, "tool_calls")
+
+
+def test_tokens_of_thoughts_are_counted(here):
+    def details(text, **fields):
+        body = {"messages": told(text), "max_tokens": 400, "temperature": 0, **fields}
+        return here.post("/v1/chat/completions", body).json()["usage"]["completion_tokens_details"]
+
+    assert details(THOUGHT + "It.") == {"reasoning_tokens": len(THOUGHT.rstrip())}
+    assert details("It.") == {"reasoning_tokens": 0}
+    assert details(THOUGHT + "It.", include_reasoning=False) == {"reasoning_tokens": len(THOUGHT.rstrip())}
+    body = {"messages": told(THOUGHT), "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    last = here.post("/v1/chat/completions", body).text.split("\n\n")[-3]
+    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens_details"]["reasoning_tokens"] == 28
+
+
+def prompt(here, **body):
+    found = here.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, "temperature": 0, **body})
+    assert found.status_code == 200, found.text
+    return bytes(found.json()["prompt_token_ids"]).decode()
+
+
+def test_effort_where_the_template_reads_it(here):
+    assert "EFFORT high" in prompt(here, messages=told("a"), reasoning_effort="high")
+    assert prompt(here, messages=told("a"), reasoning_effort="none").endswith("<think>\n\n</think>\n\n")
+    assert prompt(here, messages=told("a")).endswith("<|assistant|>\x03")
+
+
+def test_thoughts_go_back_by_either_name(here):
+    def shown(name):
+        return prompt(here, messages=[{"role": "assistant", "content": "A", name: "Why"}, *told("a")])
+
+    assert shown("reasoning") == shown("reasoning_content") and "<think>\nWhy\n</think>\nA" in shown("reasoning")
+
+
+def test_calls_go_back_as_the_template_writes_them(here):
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at": "猫"}'}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x",
+               "content": "it"}, *told("a")]  # fmt: skip
+    text = prompt(here, messages=history, tools=[LOOK])
+    assert '<|assistant|><tool_call>\n{"name": "look", "arguments": {"at": "猫"}}\n</tool_call><|end|>' in text
+    assert "<|tool|>it<|end|>" in text and "TOOLS" in text
+
+
+FIELDS = [
+    (Parsers(fields=("reasoning",)), {"reasoning": "Let me see.", "content": "It."}),
+    (Parsers(fields=("reasoning_content", "reasoning")), {"reasoning": "Let me see.", "content": "It."}),
+    (Parsers(reasoning="none"), {"content": THOUGHT + "It."}),
+    (Parsers("hermes", "deepseek_r1"), {"reasoning_content": "Let me see.", "content": "It."}),
+]
+
+
+@pytest.mark.parametrize("parsers, expected", FIELDS, ids=["other name", "both names", "none", "named"])
+def test_what_the_operator_says(tmp_path, parsers, expected):
+    with saying(tmp_path, parsers=parsers) as here:
+        body = {"messages": told(THOUGHT + "It."), "temperature": 0, "max_tokens": 100}
+        message = here.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert {name: message[name] for name in expected} == expected
+    named = {name for name in ("reasoning", "reasoning_content") if name in message}
+    assert named == (set() if parsers.reasoning == "none" else set(parsers.fields))
+
+
+def test_a_template_that_shows_no_calls(tmp_path):
+    """Neither tools nor a history with calls are dropped in silence."""
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, *told("a")]
+    bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}\x03"
+    with saying(tmp_path, bare) as here:
+        for fields, field in (({"tools": [LOOK]}, "tools"), ({"messages": history}, "messages[0].tool_calls")):
+            error = here.post("/v1/chat/completions", {"messages": told("a"), **fields}).json()["error"]
+            assert error["param"] == field and "--tool-call-parser generic" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for i in range(10**9) %}{% endfor %}think", "{{ raise_exception('no') }}think"]
+)
+def test_a_template_that_never_ends_or_raises(tmp_path, template):
+    with saying(tmp_path, template) as here:
+        for fields in ({}, {"tools": [LOOK]}, {"reasoning_effort": "low"}):
+            answer = here.post("/v1/chat/completions", {"messages": told("a"), **fields})
+            assert answer.status_code == 400
+        assert here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200

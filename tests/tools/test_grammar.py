@@ -1,0 +1,376 @@
+"""Which answers the grammars of tool calls allow: walked by texts, and drawn at random and read again."""
+
+import json
+
+import pytest
+
+from hibachi.errors import InvalidRequest
+from hibachi.structured import StructuredOutputs
+from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
+from hibachi.tools.grammar import form, guided
+from hibachi.tools.tools import Tool, Toolbox
+
+from .formats import CODE, FORMATS, NOW, PROMPTED, REASONING, WEATHER, chat
+from .grammars import IDS, Read, drawn, grammar, guide_of, ids, setting, special, walked
+
+# In each format: a call of WEATHER without its end, behind the text that leads to it; and what makes it whole.
+PARIS = {
+    "hermes": ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3', "}}\n</tool_call>"),
+    "list": ('[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 3', '}, "id": "a1B2c3D4e"}]'),
+    "named": ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3', "}"),
+    "alone": ('{"name": "get_weather", "parameters": {"city": "Paris", "days": 3', "}}"),
+    "wrapped": ('<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3', "}}]</tool_calls>"),
+    "numbered": (
+        '<|calls|><|call|>functions.get_weather:0<|args|>{"city": "Paris", "days": 3',
+        "}<|/call|><|/calls|>",
+    ),
+    "headed": (' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3', "}"),
+    "tagged": (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3",
+        "\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "keyed": (
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3",
+        "</arg_value>\n</tool_call>",
+    ),
+    "typed": (
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="number"<|sep|>3',
+        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+    ),
+    "nested": (
+        '<|mini|><tool_call>\n<|mini|><invoke name="get_weather"><|mini|><city>Paris<|mini|></city><|mini|><days>3',
+        "<|mini|></days><|mini|></invoke>\n<|mini|></tool_call>",
+    ),
+    "cdata": (
+        '<function name="get_weather"><param name="city">Paris</param><param name="days">3',
+        "</param></function>",
+    ),
+    "python": ("<|calls|>[get_weather(city='Paris', days=3", ")]<|/calls|>"),
+    "quoted": ('<|call|>call:get_weather{city:<|"|>Paris<|"|>,days:3', "}<|/call|>"),
+    "quoted text": ("<c>call:get_weather{city:<'>Paris<'>,days:3", "}</c>"),
+}
+CHOSEN = (WEATHER, NOW)
+
+
+def call(name):
+    return "".join(PARIS[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+class TestRequired:
+    def test_a_call_comes_and_ends(self, name):
+        begun, rest = PARIS[name]
+        assert walked(grammar(name, tools=CHOSEN), begun) == "goes on"
+        assert walked(grammar(name, tools=CHOSEN), begun + rest) == "ends"
+        read = Read(name, begun + rest)
+        read.check()
+        assert [[n, json.loads(a)] for n, a in read.calls] == [["get_weather", {"city": "Paris", "days": 3}]]
+
+    def test_text_does_not(self, name):
+        for text in ("Hello", "I call " + call(name)):
+            assert walked(grammar(name, tools=CHOSEN), text).startswith("refused")
+
+    def test_nor_the_end(self, name):
+        assert walked(grammar(name, tools=CHOSEN), "") == "goes on"
+
+    def test_nor_another_name(self, name):
+        found = grammar(name, tools=CHOSEN)
+        assert walked(found, call(name).replace("get_weather", "get_weathers")).startswith("refused: s")
+        assert walked(found, call(name).replace("get_weather", "code")).startswith("refused: code")
+        only = grammar(name, tools=CHOSEN, allowed=frozenset({"now"}))
+        assert walked(only, call(name)).startswith("refused: get")
+
+    def test_nor_a_value_beyond_the_schema(self, name):
+        found = grammar(name, tools=CHOSEN)
+        for old, new, left in (("3", "z", "z"), ("3", "41", "1"), ("Paris", "Parisian", "an")):
+            text = walked(found, call(name).replace(old, new, 1))
+            assert text.startswith("refused: ") and left in text[:14]
+
+    def test_nor_arguments_without_what_is_required(self, name):
+        begun, rest = PARIS[name]
+        at = begun.index("city")
+        assert walked(grammar(name, tools=CHOSEN), begun[:at] + begun[begun.index("days") :] + rest).startswith(
+            "refused: d"
+        )
+
+    def test_one_call_where_none_are_parallel(self, name):
+        text = call(name)
+        found = grammar(name, tools=CHOSEN, parallel=False)
+        assert walked(found, text) == "ends" and guide_ends(found, text)
+        if name not in ("alone", "headed"):
+            several = grammar(name, tools=CHOSEN)
+            assert walked(several, twice(name)) == "ends"
+            assert walked(found, twice(name)).startswith("refused")
+
+    def test_without_arguments(self, name):
+        found = grammar(name, tools=(Tool("now", {"type": "object", "properties": {}}),))
+        for seed in range(3):
+            read = Read(name, drawn(found, seed), tools=(NOW,))
+            assert read.complete and {a for _, a in read.calls} == {"{}"}, read.calls
+
+
+def twice(name):
+    tools, (begun, rest) = FORMATS[name], PARIS[name]
+    whole = begun + rest
+    one = whole.removeprefix(tools.begin.lstrip()).removesuffix(tools.end.rstrip())
+    return tools.begin.lstrip() + one + tools.between + one + tools.end.rstrip()
+
+
+def guide_ends(found, text):
+    guide = guide_of(found)
+    guide.advance(ids(text))
+    return guide.complete
+
+
+@pytest.mark.parametrize("name", FORMATS)
+class TestAuto:
+    def test_any_text_comes(self, name):
+        found = grammar(name, "auto", tools=CHOSEN)
+        for text in ("", "Hello é\n", "{1: 'x'} <tool> <|other|> <tool_cal [TOOL_"):
+            assert walked(found, text) == "ends"
+
+    def test_from_the_marker_on_calls_do(self, name):
+        found = grammar(name, "auto", tools=CHOSEN)
+        begun, rest = PARIS[name]
+        before = "" if FORMATS[name].alone or name in PROMPTED else "I look. "
+        assert walked(found, before + begun) == "goes on"
+        assert walked(found, before + begun + rest) == "ends"
+        assert walked(found, before + begun.replace("get_weather", "get_time") + rest).startswith("refused: t")
+        assert walked(found, before + begun.replace("Paris", "Parisian") + rest).startswith("refused: an")
+
+    def test_text_comes_between_calls_where_each_has_its_marker(self, name):
+        tools = FORMATS[name]
+        if tools.begin or tools.alone or tools.most == 1:
+            pytest.skip("calls of this format come together")
+        found = grammar(name, "auto", tools=CHOSEN)
+        text = f"One: {call(name)} and two: {call(name)} done."
+        assert walked(found, text) == "ends"
+        assert walked(grammar(name, "auto", tools=CHOSEN, parallel=False), text).startswith("refused:  and")
+
+    def test_the_marker_that_is_written_out_is_one(self, name):
+        """In other tokens than the special one, as who reads the text sees no difference."""
+        marker = FORMATS[name].marker.strip().removeprefix(PROMPTED.get(name, ""))
+        found = grammar(name, "auto", tools=CHOSEN)
+        guide = guide_of(found)
+        if name in PROMPTED:
+            guide.advance(setting().cut(FORMATS[name].marker))
+        else:
+            guide.advance(setting().cut(marker))
+        assert not guide.may_end
+
+
+@pytest.mark.parametrize("how", REASONING)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+class TestReasoning:
+    def test_comes_first_and_calls_in_it_are_none(self, mode, how):
+        name = "headed" if how == "headed" else "hermes"
+        reasoning = REASONING[how]
+        opened = grammar(name, mode, Thinking.OPEN, reasoning=reasoning, tools=CHOSEN)
+        may = grammar(name, mode, Thinking.MAY, reasoning=reasoning, tools=CHOSEN)
+        thought = f"<tool_call> {FORMATS[name].marker}x, hm" + reasoning.end
+        full = PROMPTED.get(name, "") + call(name)
+        for found, begin in ((opened, ""), (may, reasoning.begin.removeprefix(PROMPTED.get(name, "")))):
+            assert walked(found, begin + thought + full) == "ends"
+            assert walked(found, begin + thought) == ("ends" if mode == "auto" else "goes on")
+            assert walked(found, begin + "so") == ("ends" if mode == "auto" else "goes on")
+            assert walked(found, begin + thought + full.replace("Paris", "Parisian")).startswith("refused: an")
+        assert walked(may, call(name)) == "ends"
+        if mode == "required":
+            assert walked(may, "So, " + call(name)).startswith("refused")
+            assert walked(opened, call(name)) == "goes on"
+            assert walked(opened, thought + "So, " + call(name)).startswith("refused")
+
+    def test_a_form_begins_behind_it(self, mode, how):
+        if how == "headed":
+            return
+        answer = StructuredOutputs(choice=["yes", "no"])
+        reasoning = REASONING[how]
+        found = grammar("hermes", "none", Thinking.OPEN, answer, reasoning=reasoning, tools=CHOSEN)
+        assert walked(found, "yes") == "goes on"
+        assert walked(found, f"yes or no?{reasoning.end}\n\nyes") == "ends"
+        assert walked(found, f"yes or no?{reasoning.end}maybe").startswith("refused: m")
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+ANSWERS = [
+    (StructuredOutputs(json=ANSWER), '{"ok": true}', '{"ok": 1}'),
+    (StructuredOutputs(json_object=True), '{"a": [1]}', "[1]"),
+    (StructuredOutputs(regex="[0-9]{2}/[0-9]"), "12/3", "1a"),
+    (StructuredOutputs(choice=["yes", "no"]), "no", "nope"),
+    (StructuredOutputs(grammar='start: "a" x | start_not\nx: "start"\nstart_not: "b"'), "astart", "c"),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("answer", ANSWERS, ids=[answer.kind for answer, *_ in ANSWERS])
+def test_beside_a_form_a_call_or_the_form_comes(name, answer):
+    form, right, wrong = answer
+    found = grammar(name, "auto", answer=form, tools=CHOSEN)
+    assert walked(found, right) == "ends"
+    assert walked(found, wrong).startswith("refused")
+    assert walked(found, call(name)) == "ends"
+    if (name, form.kind) != ("alone", "json_object"):  # any object is one
+        assert walked(found, call(name).replace("Paris", "Parisian")).startswith("refused: an")
+    required = grammar(name, "required", answer=form, tools=CHOSEN)
+    assert walked(required, call(name)) == "ends"
+    assert walked(required, right).startswith("refused")
+
+
+def test_where_nothing_is_asked_for_there_is_no_form():
+    answer = StructuredOutputs(json_object=True)
+    for toolbox in (Toolbox(), Toolbox(CHOSEN, "none")):
+        for thinking in Thinking:
+            assert form(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking, None, special) is None
+        assert form(chat("hermes"), toolbox, Thinking.NONE, answer, special) is answer
+    assert form(PLAIN, Toolbox(CHOSEN), Thinking.NONE, None, special) is None
+    with pytest.raises(InvalidRequest, match="not known how the model writes calls"):
+        form(PLAIN, Toolbox(CHOSEN, "required"), Thinking.NONE, None, special)
+    with pytest.raises(InvalidRequest, match="no tool that may be called"):
+        form(chat("hermes"), Toolbox(CHOSEN, "required", frozenset()), Thinking.NONE, None, special)
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_answers_are_read_as_calls_that_keep_to_their_schemas(name, mode):
+    """The soak; `make test` draws a few."""
+    reasoning = REASONING["headed" if name == "headed" else "special"]
+    marks = (FORMATS[name].marker.strip(), reasoning.begin, reasoning.end)
+    ended = 0
+    for seed in range(4):
+        thinking = (Thinking.NONE, Thinking.MAY, Thinking.OPEN)[seed % 3]
+        found = grammar(name, mode, thinking, reasoning=reasoning)
+        text = drawn(found, seed, marks if mode == "auto" else ())
+        if text is None:
+            continue
+        ended += 1
+        read = Read(name, text, mode, thinking, reasoning=reasoning)
+        read.check()
+        if mode == "required":
+            assert read.calls and not read.said, text
+    assert ended
+
+
+# ---- schemas -------------------------------------------------------------------------------------------------------
+
+
+def refusing(schema, name="hermes", **more):
+    tools = (NOW, Tool("bad", schema, **more))
+    return lambda mode: guided(
+        chat(name), Toolbox(tools, mode), Thinking.NONE, None, special, setting().guides.check, ends=(IDS["<|eos|>"],)
+    )
+
+
+BAD = [
+    ({"type": "object", "properties": {"x": {"not": {"type": "string"}}}}, "`not`"),
+    ({"type": "object", "properties": {"x": {"type": "strin"}}}, "`type`"),
+    ({"type": "object", "properties": {"x": {"$ref": "#/$defs/nowhere"}}}, "`\\$ref`"),
+    ({"type": "array"}, "its `type` must be"),
+    ({"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}, "`pattern`"),
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted"])
+@pytest.mark.parametrize("schema, why", BAD)
+def test_a_schema_that_cannot_be_done_is_refused_by_the_name_of_its_tool(name, schema, why):
+    with pytest.raises(InvalidRequest, match=rf"^tools\[1\]\.function\.parameters: .*{why}.*\.$"):
+        refusing(schema, name)("required")
+    with pytest.raises(InvalidRequest, match=r"^tools\[1\]\.function\.parameters: "):
+        refusing(schema, name, strict=True)("auto")
+
+
+@pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted"])
+def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
+    found = refusing(BAD[0][0], name)("auto")
+    texts = {
+        "hermes": '<tool_call>\n{"name": "bad", "arguments": {"y": [1]}}\n</tool_call>',
+        "tagged": "<tool_call>\n<function=bad>\n<parameter=y>\n[1]\n</parameter>\n</function>\n</tool_call>",
+        "python": "<|calls|>[bad(y=[1])]<|/calls|>",
+        "quoted": "<|call|>call:bad{y:[1]}<|/call|>",
+    }
+    assert walked(found, texts[name]) == "ends"
+
+
+def test_a_form_beside_tools_is_refused_as_such():
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
+        answer = StructuredOutputs(json={"not": {}})
+        guided(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, answer, special, setting().guides.check)
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.grammar: beside tools .* Lark"):
+        form(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar='root ::= "a"'), special)
+
+
+def test_formats_that_say_nothing_and_references_work_in_properties():
+    tool = Tool(
+        "t",
+        {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string", "format": "path", "maxLength": 2},
+                "tree": {"$ref": "#/properties/node"},
+                "node": {
+                    "type": "object",
+                    "properties": {"next": {"anyOf": [{"$ref": "#/properties/node"}, {"type": "null"}]}},
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["tree"],
+        },
+    )
+    texts = {
+        "hermes": '<tool_call>\n{"name": "t", "arguments": {"tree": {"next": {"next": null}}}}\n</tool_call>',
+        "tagged": "<tool_call>\n<function=t>\n<parameter=tree>\n"
+        '{"next": {"next": null}}\n</parameter>\n</function>\n</tool_call>',
+        "python": "<|calls|>[t(tree={'next': {'next': None}})]<|/calls|>",
+        "quoted": "<|call|>call:t{tree:{next:{next:null}}}<|/call|>",
+    }
+    for name, text in texts.items():
+        found = grammar(name, tools=(tool,))
+        assert walked(found, text) == "ends", name
+        wrong = text.replace("null", "1").replace("None", "1")
+        assert walked(found, wrong).startswith("refused: 1"), name
+
+
+def test_many_tools_are_served_or_refused_by_their_size():
+    few = [Tool(f"tool_{i}", {}) for i in range(10_000)]
+    found = grammar("hermes", "auto", tools=tuple(few))
+    assert len(found.text) < 2**19
+    text = '<tool_call>\n{"name": "tool_%d", "arguments": {}}\n</tool_call>'
+    small = grammar("hermes", tools=tuple(few[:300]))
+    assert walked(small, text % 299) == "ends" and walked(small, text % 300).startswith("refused: 0")
+    with pytest.raises(InvalidRequest, match=r"tools: .*Send fewer tools"):
+        grammar("hermes", tools=tuple(Tool(t.name, {**WEATHER.parameters, "title": t.name}) for t in few))
+
+
+def test_raw_text_ends_at_what_closes_it_and_nowhere_else():
+    found = grammar("tagged", tools=(Tool("t", {"properties": {"x": {"type": "string"}}, "required": ["x"]}),))
+    lead = "<tool_call>\n<function=t>\n<parameter=x>\n"
+    tail = "\n</parameter>\n</function>\n</tool_call>"
+    for value in ("", "a\n\n<b> </parameter", 'say "no" {', "</function>"):
+        assert walked(found, lead + value + tail) == "ends"
+        read = Read("tagged", lead + value + tail, tools=(Tool("t", {"properties": {"x": {"type": "string"}}}),))
+        assert json.loads(read.calls[0][1]) == {"x": value}
+    assert walked(found, lead + "a</parameter>b" + tail).startswith("refused")
+
+
+def test_the_pattern_of_a_raw_text_may_stand_anywhere_unless_it_says_so():
+    for pattern, right, wrong in (("b|^c", "abc", "ac"), ("^a/b$", "a/b", "a/bc"), (r"^[|\]]\|$", "||", "|")):
+        tool = Tool("t", {"properties": {"x": {"type": "string", "pattern": pattern}}, "required": ["x"]})
+        found = grammar("keyed", tools=(tool,))
+        text = "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
+        assert walked(found, text % right) == "ends"
+        assert walked(found, text % wrong).startswith("refused")
+
+
+def test_an_answer_ends_where_the_format_writes_an_end_token():
+    """`<|over|>` ends an answer, so it comes as such, and no further call does."""
+    found = grammar("headed", "auto", tools=(CODE, NOW))
+    guide = guide_of(found)
+    guide.advance(ids(" to=functions.now<|channel|>commentary json<|message|>{}"))
+    assert guide.complete and setting().allowed(guide) == {IDS["<|over|>"], IDS["<|eos|>"]}
