@@ -4,4 +4,5 @@ import { tell } from "./ai_tools.mjs";
 import { base, tiny } from "./weather.mjs";
 
 const model = (baseURL) => createAnthropic({ baseURL, apiKey: "none" })("tiny");
-await tell(model(base), model(tiny));
+const thinking = { providerOptions: { anthropic: { thinking: { type: "enabled", budgetTokens: 1024 } } } };
+await tell(model(base), model(tiny), { thinking });

@@ -4,4 +4,4 @@ import { tell } from "./ai_tools.mjs";
 import { base, tiny } from "./weather.mjs";
 
 const model = (baseURL) => createOpenAI({ baseURL, apiKey: "none" })("tiny");
-await tell(model(base), model(tiny), false);
+await tell(model(base), model(tiny), { shown: false });

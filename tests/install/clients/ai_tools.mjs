@@ -1,5 +1,6 @@
 // Vercel's ai: generateText and streamText with tools until there are no more calls, generateObject, and a call that is
-// demanded. model: of plans.py; tiny: of a model that knows no tools; shown: does the client show the reasoning?
+// demanded. model: of plans.py; tiny: of a model that knows no tools; shown: does the client show
+// the reasoning? thinking: how it is asked for.
 import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 import { Person } from "./person.mjs";
@@ -8,7 +9,7 @@ import * as w from "./weather.mjs";
 const inputSchema = z.object({ city: z.string().max(12) });
 const tools = { get_weather: tool({ description: w.description, inputSchema, execute: w.getWeather }) };
 
-export async function tell(model, tiny, shown = true) {
+export async function tell(model, tiny, { shown = true, thinking = {} } = {}) {
   const common = { model, temperature: 0, maxRetries: 0, system: w.SYSTEM };
   const agent = { ...common, tools, stopWhen: stepCountIs(5) };
   const said = {};
@@ -22,15 +23,15 @@ export async function tell(model, tiny, shown = true) {
     return [await stream.text, (await stream.steps)[0].reasoningText, (await stream.response).messages];
   };
   for (const [name, ask] of [["", whole], ["_streamed", streamed]]) {
-    const run = async (messages) => {
-      const [text, reasoning, more] = await ask({ ...agent, messages });
+    const run = async (messages, how = {}) => {
+      const [text, reasoning, more] = await ask({ ...agent, messages, ...how });
       return [w.done(text, reasoning ? { reasoning } : {}), [...messages, ...more]];
     };
     const [first, messages] = await run(w.user(w.ONE));
     said["tool" + name] = first;
     said["turn" + name] = (await run([...messages, ...w.user(w.NEXT)]))[0];
     said["parallel" + name] = (await run(w.user(w.TWO)))[0];
-    said[(shown ? "think" : "unshown") + name] = (await run(w.user(w.THINK)))[0];
+    said[(shown ? "think" : "unshown") + name] = (await run(w.user(w.THINK), thinking))[0];
     const output = Output.object({ schema: Person });
     const make = name ? streamText : generateText;
     said["typed after a tool" + name] = await (await make({ ...agent, output, prompt: w.ONE })).output;

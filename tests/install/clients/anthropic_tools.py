@@ -26,13 +26,13 @@ def streamed(**asking):
     return found
 
 
-def run(ask, question, messages=None):
+def run(ask, question, messages=None, **more):
     """Until there are no more calls."""
     messages = [] if messages is None else messages
     messages.append({"role": "user", "content": question})
     thoughts = ""
     while True:
-        found = ask(system=SYSTEM, messages=messages, tools=tools)
+        found = ask(system=SYSTEM, messages=messages, tools=tools, **more)
         assert found.usage.input_tokens > 0 < found.usage.output_tokens
         messages.append({"role": "assistant", "content": found.content})
         thoughts = thoughts or "".join(block.thinking for block in found.content if block.type == "thinking")
@@ -52,7 +52,8 @@ for name, ask in (("", whole), ("_streamed", streamed)):
     said["tool" + name] = run(ask, ONE, talk)
     said["turn" + name] = run(ask, NEXT, talk)
     said["parallel" + name] = run(ask, TWO)
-    said["think" + name] = run(ask, THINK)
+    said["think" + name] = run(ask, THINK, thinking={"type": "enabled", "budget_tokens": 1024})
+    said["unshown" + name] = run(ask, THINK)
 
 weather = beta_tool(get_weather)
 asking = {**common, "messages": [{"role": "user", "content": TWO}], "tools": [weather]}

@@ -12,10 +12,10 @@ const tools = [{ name: "get_weather", description: w.description, input_schema: 
 const said = {};
 const text = (found) => found.content.filter((block) => block.type === "text").map((block) => block.text).join("");
 
-async function run(ask, question, messages = []) {
+async function run(ask, question, messages = [], more = {}) {
   messages.push(...w.user(question));
   for (let reasoning = ""; ; ) {
-    const found = await ask({ ...common, system: w.SYSTEM, messages, tools });
+    const found = await ask({ ...common, system: w.SYSTEM, messages, tools, ...more });
     messages.push({ role: "assistant", content: found.content });
     for (const block of found.content) if (block.type === "thinking") reasoning ||= block.thinking;
     const calls = found.content.filter((block) => block.type === "tool_use");
@@ -32,7 +32,8 @@ for (const [name, ask] of [["", whole], ["_streamed", streamed]]) {
   said["tool" + name] = await run(ask, w.ONE, talk);
   said["turn" + name] = await run(ask, w.NEXT, talk);
   said["parallel" + name] = await run(ask, w.TWO);
-  said["think" + name] = await run(ask, w.THINK);
+  said["think" + name] = await run(ask, w.THINK, [], { thinking: { type: "enabled", budget_tokens: 1024 } });
+  said["unshown" + name] = await run(ask, w.THINK);
 }
 
 const inputSchema = z.object({ city: z.string() });

@@ -35,6 +35,7 @@ def thoughts(messages):
 
 async def tell(way, model):
     settings = {"temperature": 0, "max_tokens": 1000}
+    thinking = {"anthropic_thinking": {"type": "enabled", "budget_tokens": 1024}} if "anthropic" in way else {}
     agent = Agent(model, instructions=SYSTEM, tools=[get_weather], model_settings=settings, retries=0)
 
     async def whole(question, **more):
@@ -52,7 +53,7 @@ async def tell(way, model):
         text, _ = await ask(NEXT, message_history=messages)
         said[f"turn{way}{name}"] = done(text)
         said[f"parallel{way}{name}"] = done((await ask(TWO))[0])
-        text, messages = await ask(THINK)
+        text, messages = await ask(THINK, model_settings={**settings, **thinking})
         said[f"think{way}{name}"] = done(text, reasoning=thoughts(messages))
     typed = Agent(model, tools=[get_weather], output_type=Person, model_settings=settings, retries=0)
     said[f"typed after a tool{way}"] = fields((await typed.run(ONE)).output)
