@@ -1,8 +1,8 @@
 """Foreign agents against servers that run: each in an environment of its own, by a script in clients/NAME_tools.
 
 They talk to the model in clients/plans.py, which calls the tools that it is shown in Hermes' form, so their loops run
-to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The scripts print as JSON
-what came. With pytest's -s it is shown, and which routes were asked.
+to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The scripts
+print as JSON what came. With pytest's -s it is shown, and which routes were asked.
 """
 
 import json
@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from .clients.plans import PERSON, TEMPLATE, THOUGHT
+from .clients.plans import BEFORE, PERSON, SAID, TEMPLATE, THOUGHT
 from .conftest import serving
 from .overheard import overheard
 from .test_clients import MESSAGES
@@ -25,6 +25,7 @@ COMES = {
     "think": {"called": ["Paris"], "text": "It is sunny in Paris.", "reasoning": THOUGHT},
     "unshown": {"called": ["Paris"], "text": "It is sunny in Paris."},
     "typed": PERSON,
+    "says": BEFORE + SAID,
     "calls": [{"name": "get_weather", "args": {"city": place}} for place in ("Paris", "Oslo")],
     "called": {"called": ["Paris"], "text": None},
     "several": [PERSON],
@@ -71,6 +72,8 @@ def check(output, routes, paths):
         if kind == "demanded":
             assert found["mood"] in ("good", "bad") and 0 <= found["age"] <= 120 and len(found["name"]) <= 12
             assert found == said[name.removesuffix("_streamed")]
+        elif kind == "partly":
+            assert set(found) == set(PERSON)
         elif found.get("text") == "As I thought, it is sunny in Paris.":  # it has sent the reasoning back
             assert kind in ("think", "unshown") and found == {**COMES[kind], "text": found["text"]}, name
         else:

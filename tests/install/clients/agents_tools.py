@@ -1,18 +1,25 @@
-"""openai-agents: agents with a tool and with a type, whole and streamed, by its default, which speaks to /v1/responses, and
-by its model of chats.
+"""openai-agents: agents with a tool and with a type, whole and streamed, by its default, which speaks to /v1/responses,
+and by its model of chats.
 """
 
 import asyncio
 import json
 from typing import Annotated, Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-from agents import set_tracing_disabled
-from asked import asked
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from asked import asked, base, greedy, say
 from openai import AsyncOpenAI
-from pydantic import Field
 from person import Person, fields
-from weather import NEXT, ONE, SYSTEM, TWO, WHO, base, done, get_weather, greedy, own, say, tiny
+from pydantic import Field
+from weather import NEXT, ONE, SYSTEM, TWO, WHO, done, get_weather, own, tiny
 
 set_tracing_disabled(True)
 said = {}

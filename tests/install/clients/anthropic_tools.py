@@ -3,9 +3,9 @@
 import asyncio
 
 from anthropic import Anthropic, AsyncAnthropic, beta_tool
-from asked import asked
+from asked import asked, base, say
 from person import Person, fields
-from weather import FUNCTION, NEXT, ONE, SYSTEM, THINK, TWO, WHO, base, done, get_weather, own, say, tiny
+from weather import FUNCTION, NEXT, ONE, SYSTEM, THINK, TWO, WHO, done, get_weather, own, tiny
 
 client = Anthropic(base_url=base.removesuffix("/v1"), **own)
 other = Anthropic(base_url=tiny.removesuffix("/v1"), **own)

@@ -1,13 +1,13 @@
 """haystack: its agent with a tool, whole and streamed, by the generator of chats and by that of /v1/responses."""
 
-from asked import asked
+from asked import asked, base, greedy, say
 from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
 from haystack.dataclasses import ChatMessage
 from haystack.tools import create_tool_from_function
 from haystack.utils import Secret
 from person import Person, fields
-from weather import NEXT, ONE, SYSTEM, THINK, TWO, WHO, base, done, get_weather, greedy, say, tiny
+from weather import NEXT, ONE, SYSTEM, THINK, TWO, WHO, done, get_weather, tiny
 
 said = {}
 tool = create_tool_from_function(get_weather)
@@ -21,7 +21,7 @@ def made(kind, url, **kwargs):
 for way, kind in (("", OpenAIChatGenerator), (" responses", OpenAIResponsesChatGenerator)):
     agent = Agent(chat_generator=made(kind, base), tools=[tool], system_prompt=SYSTEM)
 
-    def ask(messages, **more):
+    def ask(messages, agent=agent, **more):
         return agent.run(messages=messages, **more)["messages"]
 
     for name, more in (("", {}), ("_streamed", {"streaming_callback": lambda piece: None})):

@@ -1,16 +1,16 @@
-"""instructor: a type as a call, in its modes TOOLS (its default), TOOLS_STRICT, RESPONSES_TOOLS and ANTHROPIC_TOOLS, whole
-and streamed; several calls in PARALLEL_TOOLS.
+"""instructor: a type as a call, in its modes TOOLS (its default), TOOLS_STRICT, RESPONSES_TOOLS and ANTHROPIC_TOOLS,
+whole and streamed; several calls in PARALLEL_TOOLS. Streamed it asks for a type of which anything may be missing.
 """
 
 from collections.abc import Iterable
 
 import instructor
 from anthropic import Anthropic
-from asked import asked
+from asked import asked, base, say
 from instructor import Mode
 from openai import OpenAI
 from person import Person, fields
-from weather import WHO, base, own, say, tiny
+from weather import WHO, own, tiny
 
 said = {}
 
@@ -32,7 +32,7 @@ def tell(name, url, messages, **more):
         asking = {"model": "tiny", "messages": messages, "response_model": Person, **needed}
         said[name + way] = fields(client.chat.completions.create(**asking, max_retries=0))
         *_, last = client.chat.completions.create_partial(**asking)
-        said[f"{name}{way}_streamed"] = last.model_dump()
+        said[(f"partly{way}" if name == "demanded" else f"{name}{way}") + "_streamed"] = last.model_dump()
 
 
 tell("typed", base, [{"role": "user", "content": WHO}])

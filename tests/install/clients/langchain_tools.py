@@ -2,13 +2,13 @@
 /v1/messages; with_structured_output as a call; a call that is demanded.
 """
 
-from asked import asked
+from asked import asked, base, greedy, say
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from person import Person, fields
-from weather import NEXT, ONE, SYSTEM, TWO, WHO, base, done, get_weather, greedy, say, tiny
+from weather import NEXT, ONE, SYSTEM, TWO, WHO, done, get_weather, tiny
 
 said = {}
 openai = {"model": "tiny", "api_key": "none", "max_retries": 0, "temperature": 0}
@@ -21,9 +21,8 @@ def tell(way, model):
         return agent.invoke({"messages": messages})["messages"]
 
     def streamed(messages):
-        for mode, part in agent.stream({"messages": messages}, stream_mode=["values", "messages"]):
-            last = part if mode == "values" else last
-        return last["messages"]
+        parts = agent.stream({"messages": messages}, stream_mode=["values", "messages"])
+        return [part for mode, part in parts if mode == "values"][-1]["messages"]
 
     for name, ask in (("", whole), ("_streamed", streamed)):
         messages = ask([("user", ONE)])
@@ -51,7 +50,7 @@ for name, how in (
     ("required", {"tool_choice": "any"}),
     ("strict", {"tool_choice": "Person", "strict": True}),
 ):
-    bound = model.bind_tools([Person], **how)
+    bound = model.bind_tools([Person], parallel_tool_calls=False, **how)
     (call,) = bound.invoke(messages).tool_calls
     said[f"demanded {name}"] = fields(Person(**call["args"]))
     pieces = None

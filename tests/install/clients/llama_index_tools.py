@@ -4,15 +4,15 @@ as_structured_llm, which demands a call.
 
 import asyncio
 
-from asked import asked
+from asked import asked, base, greedy, say
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.llms import ChatMessage
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from llama_index.core.workflow import Context
 from llama_index.llms.openai_like import OpenAILike
 from person import Person, fields
-from weather import NEXT, ONE, SYSTEM, TWO, WHO, base, done, get_weather, greedy, say, tiny
+from weather import NEXT, ONE, SYSTEM, TWO, WHO, done, get_weather, tiny
 
 own = {"model": "tiny", "api_key": "none", "max_retries": 0, "context_window": 4096, "temperature": 0}
 calling = {"is_chat_model": True, "is_function_calling_model": True}
@@ -20,8 +20,8 @@ model = OpenAILike(api_base=base, **own, **calling)
 said = {}
 
 
-async def ask(agent, question, context):
-    handler = agent.run(question, ctx=context)
+async def ask(agent, question, memory):
+    handler = agent.run(question, memory=memory)
     pieces = [event.delta async for event in handler.stream_events() if isinstance(event, AgentStream)]
     found = await handler
     assert not agent.streaming or "".join(pieces).endswith(str(found))
@@ -31,10 +31,10 @@ async def ask(agent, question, context):
 async def main():
     for name, streaming in (("", False), ("_streamed", True)):
         agent = FunctionAgent(tools=[get_weather], llm=model, system_prompt=SYSTEM, streaming=streaming)
-        context = Context(agent)
-        said["tool" + name] = await ask(agent, ONE, context)
-        said["turn" + name] = await ask(agent, NEXT, context)
-        said["parallel" + name] = await ask(agent, TWO, Context(agent))
+        memory = ChatMemoryBuffer.from_defaults()
+        said["tool" + name] = await ask(agent, ONE, memory)
+        said["turn" + name] = await ask(agent, NEXT, memory)
+        said["parallel" + name] = await ask(agent, TWO, ChatMemoryBuffer.from_defaults())
 
 
 def tell(name, model, question):
@@ -42,7 +42,7 @@ def tell(name, model, question):
     typed = model.as_structured_llm(Person)
     said[name] = fields(typed.chat(messages).raw)
     *_, last = typed.stream_chat(messages)
-    said[f"{name}_streamed"] = last.raw.model_dump()
+    said[("partly" if name == "demanded" else name) + "_streamed"] = last.raw.model_dump()
     said[f"{name} predicted"] = fields(model.structured_predict(Person, PromptTemplate(question)))
 
 
@@ -52,9 +52,6 @@ model.predict_and_call([tool], ONE)
 said["called"] = done(None)
 tell("typed", model, WHO)
 # Of a model that knows nothing of tools: what comes is what the schema says.
-tell(
-    "demanded",
-    OpenAILike(api_base=tiny, max_tokens=greedy["max_tokens"], **own, **calling),
-    asked["messages"][1]["content"],
-)
+model = OpenAILike(api_base=tiny, max_tokens=greedy["max_tokens"], **own, **calling)
+tell("demanded", model, asked["messages"][1]["content"])
 say(**said)

@@ -3,10 +3,10 @@
 import asyncio
 import json
 
-from asked import asked
+from asked import asked, base, greedy, say
 from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
 from person import Person, fields
-from weather import FUNCTION, NEXT, ONE, SYSTEM, THINK, TWO, WHO, base, done, get_weather, greedy, own, say, tiny
+from weather import FUNCTION, NEXT, ONE, SYSTEM, THINK, TWO, WHO, done, get_weather, own, tiny
 
 client, other = OpenAI(base_url=base, **own), OpenAI(base_url=tiny, **own)
 tools = [{"type": "function", "function": FUNCTION}]

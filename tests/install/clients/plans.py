@@ -1,8 +1,8 @@
 """A model that plans: asked about the weather somewhere, it calls the tool that tells it, in Hermes' form and for all
-places at once, and then says what it was told; asked who it is, it calls the tool that takes a mood, if there is one, or
-says JSON. If the question says "think", it reasons first, and if it still sees that afterwards, says "As I thought".
-It knows nothing but the text of its prompt, so what it says shows what was in there. It prefers this, and says something
-else only where it must. Another model says nonsense.
+places at once, and then says what it was told; asked who it is, it calls the tool that takes a mood, if there is one,
+or says JSON. If the question says "think", it reasons first, and if it still sees that afterwards, says "As I thought".
+It knows nothing but the text of its prompt, so what it says shows what was in there. It prefers this, and says
+something else only where it must. Another model says nonsense.
 """
 
 import json

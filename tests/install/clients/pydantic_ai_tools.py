@@ -1,10 +1,10 @@
-"""pydantic-ai: agents with a tool and with a type (ToolOutput, its default), whole and streamed, by its models of chats,
-of /v1/responses and of /v1/messages.
+"""pydantic-ai: agents with a tool and with a type (ToolOutput, its default), whole and streamed, by its models of
+chats, of /v1/responses and of /v1/messages.
 """
 
 import asyncio
 
-from asked import asked
+from asked import asked, base, greedy, say
 from person import Person, fields
 from pydantic_ai import Agent
 from pydantic_ai.messages import ModelResponse, ThinkingPart
@@ -12,19 +12,17 @@ from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-from weather import NEXT, ONE, SYSTEM, THINK, TWO, WHO, base, done, get_weather, greedy, say, tiny
+from weather import NEXT, ONE, SYSTEM, THINK, TWO, WHO, done, get_weather, tiny
 
 said = {}
 
 
 def models(url):
     provider = OpenAIProvider(base_url=url, api_key="none")
+    anthropic = AnthropicProvider(base_url=url.removesuffix("/v1"), api_key="none")
     yield "", OpenAIChatModel("tiny", provider=provider)
     yield " responses", OpenAIResponsesModel("tiny", provider=provider)
-    yield (
-        " anthropic",
-        AnthropicModel("tiny", provider=AnthropicProvider(base_url=url.removesuffix("/v1"), api_key="none")),
-    )
+    yield " anthropic", AnthropicModel("tiny", provider=anthropic)
 
 
 def thoughts(messages):

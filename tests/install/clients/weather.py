@@ -1,6 +1,6 @@
 """What agents are asked, and the tool that they have, for the model in plans.py."""
 
-from asked import asked, base, greedy, say
+from asked import asked
 
 SYSTEM = "Be brief."
 ONE, TWO = "What is the weather in Paris?", "What is the weather in Paris and Oslo?"
