@@ -331,7 +331,7 @@ def test_each_block_begins_goes_on_and_ends():
     ]
     assert told[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
     assert told[3]["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
-    assert told[5]["content_block"] == {"type": "text", "text": "", "citations": None}
+    assert told[5]["content_block"] == {"type": "text", "text": ""}
     begun = {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {}, "caller": {"type": "direct"}}
     assert told[9]["content_block"] == begun
     assert told[10]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": '}

@@ -61,9 +61,12 @@ def thought(text, **more):
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **more}
 
 
+PART = {"type": "output_text", "annotations": [], "logprobs": []}
+
+
 def spoke(text, **more):
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "message", "role": "assistant", "id": "msg_1", "content": [part], "status": "completed", **more}
+    content = [{**PART, "text": text}]
+    return {"type": "message", "role": "assistant", "id": "msg_1", "content": content, "status": "completed", **more}
 
 
 def result(n, output="1"):
@@ -92,6 +95,10 @@ ITEMS = {  # items of an input, and the messages that they stand for
     "a call and its result": (
         [user("a"), call(1, id="fc_1", status="completed"), result(1), spoke("b")],
         [user("a"), {**ASSISTANT, **called(1)}, answered(1), {"role": "assistant", "content": "b"}],
+    ),
+    "what a client has read in them": (
+        [call(1, parsed_arguments={"n": 1}), result(1), spoke("b", content=[{**PART, "text": "b", "parsed": None}])],
+        [{**ASSISTANT, **called(1)}, answered(1), {"role": "assistant", "content": "b"}],
     ),
     "a whole turn": (
         [thought("I"), spoke("a"), call(1), call(2), result(1), result(2, [{"type": "input_text", "text": "2"}])],

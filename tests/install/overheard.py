@@ -7,15 +7,20 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-PASSED_ON = ("accept", "authorization", "content-type")
+PASSED_ON = ("accept", "authorization", "content-type", "x-api-key", "anthropic-version", "anthropic-beta")
 
 
 @contextmanager
-def overheard(url, notes):
-    """The address of a proxy to `url`. Each request with a body adds (url, body) to the list `notes`."""
+def overheard(url, notes, paths=None):
+    """The address of a proxy to `url`. Each request adds its path to the list `paths`, and one with a body adds
+    (url, body) to the list `notes`.
+    """
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self):
+            self.answer(None)
+
+        def do_DELETE(self):
             self.answer(None)
 
         def do_POST(self):
@@ -24,6 +29,8 @@ def overheard(url, notes):
             self.answer(body)
 
         def answer(self, body):
+            if paths is not None:
+                paths.append(self.path)
             headers = {name: value for name, value in self.headers.items() if name.lower() in PASSED_ON}
             server = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
             try:

@@ -40,7 +40,6 @@ class TokenCount(Struct):
 
 class SaidBlock(Struct, tag="text"):
     text: str
-    citations: None = None
 
 
 class ThoughtBlock(Struct, tag="thinking"):

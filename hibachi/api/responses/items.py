@@ -104,6 +104,8 @@ _KINDS: Mapping[str, type[Any]] = {
     "item_reference": ItemReference,
 }
 _NULL = ("encrypted_content", "namespace", "caller")
+_READ = ("parsed_arguments", "parsed")
+"""Fields that OpenAI's clients add to our items, and send back with them: what they have read in a text."""
 _decoder = msgspec.json.Decoder(Item)
 _encode = msgspec.json.Encoder().encode
 
@@ -141,7 +143,7 @@ def given(raw: Any, place: str) -> Given:
             f"{place}.type", f"{str(kind)[:40]!r} is none of the items that are served, which are {', '.join(_KINDS)}"
         )
     try:
-        item: Given = msgspec.convert(raw, found)
+        item: Given = msgspec.convert(_as_sent(raw), found)
     except msgspec.ValidationError as e:
         raise refused_by(e, PAGE, place) from None
     for name in _NULL:
@@ -150,3 +152,11 @@ def given(raw: Any, place: str) -> Given:
     if isinstance(item, FunctionCall | FunctionCallOutput) and not item.call_id:
         raise Refused(f"{place}.call_id is empty.", param=f"{place}.call_id", code="invalid_value")
     return item
+
+
+def _as_sent(raw: dict[str, Any]) -> dict[str, Any]:
+    """An item without what a client has added."""
+    out = {name: value for name, value in raw.items() if name not in _READ}
+    if isinstance(content := out.get("content"), list):
+        out["content"] = [_as_sent(part) if isinstance(part, dict) else part for part in content]
+    return out
