@@ -55,6 +55,10 @@ class Ahead:
         within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)
         return Piece(n - draft, last, draft, self._proposals[np.repeat(first, draft) + within])
 
+    def whole(self, start: Any) -> Piece:
+        """All that the rows compute, from there on, [B]."""
+        return Piece(self._known - start, self._emit, self.draft, self._proposals)
+
     @property
     def counts(self) -> Any:
         """How many outputs each row has, [B]."""
@@ -102,6 +106,13 @@ class Outs:
         self._which, self._at = np.zeros(total, np.int64), np.arange(total)
         self._arrays: list[Array] = []
 
+    @classmethod
+    def of_one_call(cls, backend: ArrayBackend, out: Array) -> Outs:
+        """All outputs in one call, in their order."""
+        found = cls(backend, np.array([out.shape[0]]))
+        found._arrays.append(out)
+        return found
+
     def add(self, out: Array, mine: Any, counts: Any) -> None:
         """The outputs of a call, [m, vocab]: so many for each of the rows `mine`, one row's after another's, and
         padding. A row's outputs come in their order.
@@ -120,9 +131,9 @@ class Outs:
 
     def draw(self, sampler: RowSampler, places: Any, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
         """`RowSampler.draw` from the outputs number `places` [n], in calls of the shapes that they have."""
+        if len(self._arrays) == 1:
+            return sampler.draw(self._rows(sampler, 0, self._at[places]), jobs, rows, positions)
         which = self._which[places]
-        if (which == which[0]).all():
-            return sampler.draw(self._rows(sampler, int(which[0]), self._at[places]), jobs, rows, positions)
         whole = Drawn(np.zeros(len(places), np.int32), np.zeros(len(places), bool), {})
         for k in np.unique(which).tolist():
             mine = np.flatnonzero(which == k)

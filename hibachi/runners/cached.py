@@ -267,11 +267,10 @@ class CachedRunner(BaseRunner):
             return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
         idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]  # single-token rows first, as in a plan
         rows, start, emit, ahead = plan.rows[idx], plan.start[idx], plan.emit[idx], self._ahead(plan, call, idx)
-        everyone, outs = np.arange(len(idx)), Outs(self.backend, ahead.counts)
-        x = self._packed(rows, start, ahead.piece(everyone, start, ahead.end - start))
+        x = self._packed(rows, start, ahead.whole(start))
         assert isinstance(call.head, Sampled)
-        outs.add(call.head.checked(self._called(call, x), x.last.shape[0]), everyone, ahead.counts)
-        return call.head.along(plan, idx[emit], outs)
+        out = call.head.checked(self._called(call, x), x.last.shape[0])
+        return call.head.along(plan, idx[emit], Outs.of_one_call(self.backend, out))
 
     def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         """`_paged` in calls of few shapes. The outputs of several are awaited together."""

@@ -324,6 +324,8 @@ class NativeNumpyBackend(NativeBackend, InvariantNumpyBackend):
 
     @override
     def row_major(self, t: Array) -> Array:
+        if type(t) is np.ndarray and t.flags.c_contiguous and t.flags.aligned:
+            return t  # a tenth of the time that NumPy takes to find that out
         return np.require(t, requirements=["C", "A"])
 
     @override
