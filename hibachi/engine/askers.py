@@ -57,8 +57,8 @@ class Asker(Protocol):
         """Find guesses for rows, at least one, if they could pay. tokens: of the step without proposals."""
         ...
 
-    def took(self, seconds: float) -> None:
-        """A step has taken so long."""
+    def took(self, seconds: float, tokens: int) -> None:
+        """A step has taken so long, and has brought so many tokens; 0 if it computed prompts as well."""
         ...
 
     def forget(self, seq: Seq) -> None:
@@ -86,7 +86,7 @@ class Direct:
             for row, found in zip(rows, checked(asked, most, self._vocab).proposals, strict=True):
                 row.found, row.by = found, self.name
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, tokens: int) -> None:
         """It does not matter."""
 
     def forget(self, seq: Seq) -> None:
@@ -133,7 +133,7 @@ class Apart:
         self._passed = 0
         return True
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, tokens: int) -> None:
         self._usual += LATELY * (seconds - self._usual)
 
     def forget(self, seq: Seq) -> None:
@@ -174,9 +174,9 @@ class WithModel:
                 self._depth.note(row.most, len(found))
         self.seconds = time.perf_counter() - began
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, tokens: int) -> None:
         if self._depth is not None:
-            self._depth.took(seconds)
+            self._depth.took(seconds, self.seconds, tokens)
 
     def forget(self, seq: Seq) -> None:
         self.model.forget(seq)

@@ -35,6 +35,7 @@ class Drafting:
         self.asker, self._k, self.how = asker, k, how
         self.drafted = Drafted()
         self._rows: dict[Seq, Row] = {}  # with what was found for the step
+        self._came = 0  # tokens of the last step
 
     def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
         """Returns the sequences, by number, that have proposals now, and how many."""
@@ -91,7 +92,7 @@ class Drafting:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step is over, and took so long, asking included."""
         seconds -= self.asker.seconds
-        self.asker.took(seconds)
+        self.asker.took(seconds, self._came if np.add.reduce(plan.q) == len(plan.rows) else 0)
         if self.how is not None:
             draft = 0 if plan.draft is None else int(plan.draft.sum())
             self.how.costs.note(int(plan.q.sum()) + draft, seconds)
@@ -100,9 +101,12 @@ class Drafting:
         """Which proposals of a step were right. Called before its tokens are delivered: whoever has seen the end of a
         stream finds them counted.
         """
-        draft = plan.draft
+        draft, self._came = plan.draft, 0
         for part in outcome.parts:
-            if part.tokens is None or not self._rows:
+            if part.tokens is None:
+                continue
+            self._came += len(part.tokens)
+            if not self._rows:
                 continue
             counts = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
             first = np.cumsum(counts) - counts
