@@ -29,9 +29,10 @@ from hibachi.tensor.array_backend import HostArray
 def sure(sampler: RowSampler | FrameSampler, plan: StepPlan, idx: Any) -> Any:
     """How many of their first proposals the rows idx get for sure, without logits: int32 [n]."""
     assert plan.draft is not None and isinstance(sampler, RowSampler)
-    return np.minimum(
-        sampler.sure([plan.seqs[i].owner for i in idx.tolist()], plan.rows[idx], plan.end[idx]), plan.draft[idx]
-    )
+    jobs = jobs_of(plan, idx)
+    if not any(job.sure for job in jobs):
+        return np.zeros(len(jobs), np.int32)
+    return np.minimum(sampler.sure(jobs, plan.rows[idx], plan.end[idx]), plan.draft[idx])
 
 
 def proposed(plan: StepPlan, idx: Any, start: Any, end: Any) -> HostArray:
