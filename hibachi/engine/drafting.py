@@ -47,13 +47,13 @@ class Drafting:
         if not rows:
             return []
 
-        def read(row: Row) -> Any:
-            return runner.tokens_of(row.seq.row, row.known)
+        def read(row: Row, start: int = 0) -> Any:
+            return runner.tokens_of(row.seq.row, row.known, start)
 
         _force([row for row in rows if row.job.guided is not None])
         for row in rows:
             if row.job.prediction is not None and not len(row.found):
-                row.found, row.by = row.job.prediction.find(read(row)[row.seq.prompt_len :], row.most), PREDICTED
+                row.found, row.by = row.job.prediction.find(read(row, row.seq.prompt_len), row.most), PREDICTED
         if others := [row for row in rows if not len(row.found)]:
             self.asker.ask(others, read, len(rows))
         for row, wanted in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
@@ -69,14 +69,16 @@ class Drafting:
         table, rows = scheduler.table, []
         for seq in scheduler.order:
             at = seq.row
-            if at < 0 or seq.paused or not table.emitted[at] or table.known[at] - table.computed[at] != 1:
+            if at < 0 or seq.paused or not table.emitted.item(at):
                 continue
-            known, params = int(table.known[at]), seq.owner.params
-            most = min(self._k, int(table.end[at]) - known - 1)
-            if params is not None and params.num_speculative_tokens is not None:
-                most = min(most, params.num_speculative_tokens)
+            known, job = table.known.item(at), seq.owner
+            if known - table.computed.item(at) != 1:
+                continue
+            most = min(self._k, table.end.item(at) - known - 1)
+            if job.params is not None and job.params.num_speculative_tokens is not None:
+                most = min(most, job.params.num_speculative_tokens)
             if most > 0:
-                rows.append(Row(seq, most, known))
+                rows.append(Row(seq, job, most, known))
         return rows
 
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:

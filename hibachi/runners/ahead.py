@@ -99,19 +99,13 @@ class Ahead:
 class Outs:
     """The logits of rows' outputs, in one call or several. counts [n]: outputs of each row."""
 
-    def __init__(self, backend: ArrayBackend, counts: Any) -> None:
+    def __init__(self, backend: ArrayBackend, counts: Any, whole: Array | None = None) -> None:
+        """whole: the outputs of all rows, and padding, where one call has them."""
         self._backend = backend
+        self._arrays: list[Array] = [] if whole is None else [whole]
         self._first, self._done = np.cumsum(counts) - counts, np.zeros(len(counts), np.int64)
         total = int(counts.sum())
         self._which, self._at = np.zeros(total, np.int64), np.arange(total)
-        self._arrays: list[Array] = []
-
-    @classmethod
-    def of_one_call(cls, backend: ArrayBackend, out: Array) -> Outs:
-        """All outputs in one call, in their order."""
-        found = cls(backend, np.array([out.shape[0]]))
-        found._arrays.append(out)
-        return found
 
     def add(self, out: Array, mine: Any, counts: Any) -> None:
         """The outputs of a call, [m, vocab]: so many for each of the rows `mine`, one row's after another's, and

@@ -270,7 +270,7 @@ class CachedRunner(BaseRunner):
         x = self._packed(rows, start, ahead.whole(start))
         assert isinstance(call.head, Sampled)
         out = call.head.checked(self._called(call, x), x.last.shape[0])
-        return call.head.along(plan, idx[emit], Outs.of_one_call(self.backend, out))
+        return call.head.along(plan, idx[emit], Outs(self.backend, ahead.counts, out))
 
     def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         """`_paged` in calls of few shapes. The outputs of several are awaited together."""

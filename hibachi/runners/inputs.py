@@ -86,7 +86,7 @@ class Inputs:
             q = q + draft
             if ahead and self.shapes.compiled:
                 tiles = (self.shapes.tiles[0],) * 2
-        scoring = np.count_nonzero(self.scores(rows, start)) > 0
+        scoring = bool(np.count_nonzero(self.scores(rows, start)))
         table, size, longest = self.block_table, self.limits.block_size, int(q.max())
         if len(rows) == 1 and not scoring:
             more = 0 if draft is None else int(draft[0])

@@ -172,10 +172,10 @@ class BaseRunner:
     def rebuild(self, *, keep: bool) -> None:
         """There is no cache."""
 
-    def tokens_of(self, row: int, n: int) -> HostArray:
-        """The first n tokens of a row, read-only."""
+    def tokens_of(self, row: int, n: int, start: int = 0) -> HostArray:
+        """The first n tokens of a row, or those from `start` on; read-only."""
         assert self.tables is not None
-        return self.tables.at(row).read(row, 0, n)
+        return self.tables.at(row).read(row, start, n)
 
     def fitting(self, proposals: int) -> int:
         """How many of these proposals a row should compute, so that they need no more calls."""

@@ -128,7 +128,7 @@ def test_guesses_that_bring_less_than_expected_are_soon_over():
 
 def test_a_step_that_is_held_up_is_no_proof():
     depth, dice = knowing(), random.Random(2)
-    for n in range(2000):
+    for _ in range(2000):
         [k] = depth.choose([1], [0.8], [8])
         depth.took(MAIN * (50 if dice.random() < 0.02 else 1), k * DRAFT, 1 + 3 * (k > 0))
     assert sum(depth.choose([1], [0.8], [8])[0] > 0 for _ in range(100)) > 90
