@@ -94,10 +94,10 @@ class Drafting:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step is over, and took so long, asking included."""
         seconds -= self.asker.seconds
-        self.asker.took(seconds, self._came if np.add.reduce(plan.q) == len(plan.rows) else 0)
+        tokens = int(np.add.reduce(plan.q))
+        self.asker.took(seconds, self._came if tokens == len(plan.rows) else 0)
         if self.how is not None:
-            draft = 0 if plan.draft is None else int(plan.draft.sum())
-            self.how.costs.note(int(plan.q.sum()) + draft, seconds)
+            self.how.costs.note(tokens if plan.draft is None else tokens + int(np.add.reduce(plan.draft)), seconds)
 
     def judge(self, plan: StepPlan, outcome: Outcome) -> None:
         """Which proposals of a step were right. Called before its tokens are delivered: whoever has seen the end of a

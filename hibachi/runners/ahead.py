@@ -99,10 +99,9 @@ class Ahead:
 class Outs:
     """The logits of rows' outputs, in one call or several. counts [n]: outputs of each row."""
 
-    def __init__(self, backend: ArrayBackend, counts: Any, whole: Array | None = None) -> None:
-        """whole: the outputs of all rows, and padding, where one call has them."""
+    def __init__(self, backend: ArrayBackend, counts: Any) -> None:
         self._backend = backend
-        self._arrays: list[Array] = [] if whole is None else [whole]
+        self._arrays: list[Array] = []
         self._first, self._done = np.cumsum(counts) - counts, np.zeros(len(counts), np.int64)
         total = int(counts.sum())
         self._which, self._at = np.zeros(total, np.int64), np.arange(total)
@@ -125,9 +124,9 @@ class Outs:
 
     def draw(self, sampler: RowSampler, places: Any, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
         """`RowSampler.draw` from the outputs number `places` [n], in calls of the shapes that they have."""
-        if len(self._arrays) == 1:
-            return sampler.draw(self._rows(sampler, 0, self._at[places]), jobs, rows, positions)
         which = self._which[places]
+        if (which == which[0]).all():
+            return sampler.draw(self._rows(sampler, int(which[0]), self._at[places]), jobs, rows, positions)
         whole = Drawn(np.zeros(len(places), np.int32), np.zeros(len(places), bool), {})
         for k in np.unique(which).tolist():
             mine = np.flatnonzero(which == k)
@@ -141,8 +140,21 @@ class Outs:
         return whole
 
     def _rows(self, sampler: RowSampler, k: int, at: Any) -> Array:
-        out = self._arrays[k]
-        n = out.shape[0]
-        if (len(at) == n or self._backend.shapes.compiled) and (at == np.arange(len(at))).all():
-            return out  # what is more is padding, or not wanted
-        return sampler.rows(out, at)
+        return _rows_of(self._arrays[k], at, sampler, self._backend)
+
+
+class OneCall:
+    """`Outs` where one call has all of them, in their order: `out`, with padding at its end."""
+
+    def __init__(self, backend: ArrayBackend, out: Array) -> None:
+        self._backend, self._out = backend, out
+
+    def draw(self, sampler: RowSampler, places: Any, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+        """As `Outs.draw`."""
+        return sampler.draw(_rows_of(self._out, places, sampler, self._backend), jobs, rows, positions)
+
+
+def _rows_of(out: Array, at: Any, sampler: RowSampler, backend: ArrayBackend) -> Array:
+    if (len(at) == out.shape[0] or backend.shapes.compiled) and (at == np.arange(len(at))).all():
+        return out  # what is more is padding, or not wanted
+    return sampler.rows(out, at)

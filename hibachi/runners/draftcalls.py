@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -132,11 +133,12 @@ def drawn(logits: HostArray, warmth: HostArray, u: HostArray) -> tuple[HostArray
     return ids, weights[each, ids] / whole, np.isfinite(most)
 
 
-@_quiet
 def drawn_alone(logits: HostArray, warmth: float, u: float | None) -> tuple[int, float, bool]:
     """`drawn` for one row, [vocab]; u None stands for the most likely token."""
     best = int(logits.argmax())
-    weights = logits - logits[best]
+    if not math.isfinite(most := logits.item(best)):
+        return best, 0.0, False
+    weights = logits - np.float32(most)
     weights *= np.float32(warmth)
     np.exp(weights, out=weights)
     if u is None:
@@ -145,4 +147,4 @@ def drawn_alone(logits: HostArray, warmth: float, u: float | None) -> tuple[int,
         sums = weights.cumsum()
         whole = sums[-1]
         token = min(int(sums.searchsorted(np.float32(u) * whole, "right")), len(sums) - 1)
-    return token, float(weights[token] / whole), bool(np.isfinite(logits[best]))
+    return token, weights.item(token) / float(whole), True

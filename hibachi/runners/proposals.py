@@ -17,7 +17,7 @@ import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan.step import StepPlan
-from hibachi.runners.ahead import Ahead, Outs
+from hibachi.runners.ahead import Ahead, OneCall, Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.runner import Part, drawn_part, jobs_of
@@ -92,7 +92,7 @@ class Along:
     last.
     """
 
-    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs) -> None:
+    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs | OneCall) -> None:
         assert plan.draft is not None
         self._sampler, self._table, self._idx, self._out = sampler, table, idx, out
         self._rows, first = list[_Row](), 0
