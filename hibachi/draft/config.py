@@ -78,6 +78,11 @@ def as_config(given: Any) -> SpeculativeConfig | None:
         raise ConfigError(f"speculative_config: auto must be True or False; got {shown(auto)}.")
     if k is None:
         raise ConfigError(f"speculative_config must say num_speculative_tokens, from 1 to {MOST}; got {shown(given)}.")
+    if isinstance(model, str) and not model:
+        raise ConfigError(
+            'speculative_config: model must be the name or path of a draft model, such as "tiny-draft"; got an empty '
+            "one. Leave it out for n-grams."
+        )
     if (method == "draft_model") != (model is not None):
         raise ConfigError(
             'speculative_config: {"method": "draft_model"} needs "model": its name or path, or an object with `step` '

@@ -22,6 +22,10 @@ START, STAY = 1.08, 1.04  # gains from which a step has guesses: after a step wi
 PROBE = 0.01  # of the time of all steps, how much a draft model may take to find out whether it pays by now
 SAVED = 0.05  # seconds of that which are kept for later at most
 LASTS = 32  # steps among which the time is shared that a draft model takes to get up to a row's newest token
+DECIDED = 4  # steps for which it stays at no guesses where none pay
+PLAIN = 16  # of the steps that have guesses, one in so many has none: what such steps take must be known
+PROOF = 64, 8, 20.0  # steps with guesses that are looked at, and how often; trust in what is expected, in tokens
+PAUSE = 64, 4096  # steps without guesses, at least and at most, after some that brought less than expected
 
 
 class Costs:
@@ -217,8 +221,30 @@ class HowMany:
         return STAY if self._some else START
 
 
+class _Proof:
+    """Of the tokens per second that were expected of steps with guesses, how many came: `share`. Some steps are held
+    up by others on the machine, so the median of their times counts.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=PROOF[0])
+        self._count = 0
+
+    def note(self, gain: float, spent: float, came: float) -> None:
+        """The expected gain; the time of the step, as a share of one without guesses; tokens of a row."""
+        self._steps.append((gain, spent, came))
+        self._count += 1
+        if self._count % PROOF[1] == 0:
+            gains, times, tokens = zip(*self._steps, strict=True)
+            usual = sorted(times)[len(times) // 2]
+            self.share = (PROOF[2] + sum(tokens)) / (PROOF[2] + sum(gains) * usual)
+
+
 class Depth:
     """How many guesses of each row a draft model makes in a step, before it makes them. Its own time counts.
+
+    What is expected of them is compared with what comes. Where that is too little, it pauses, longer each time.
 
     costs: of its calls, by their tokens; it notes them itself. how: of the main model.
     """
@@ -226,8 +252,11 @@ class Depth:
     def __init__(self, how: HowMany) -> None:
         self.costs, self._how = Costs(), how
         self._goes = _Record(1.0)  # of the guesses that it was asked for, how many it was sure enough to make
+        self._proof = _Proof()
         self._saved, self._probes = 0.0, 0
-        self._some = False
+        self._rows, self._steps = 0, 0  # of the last step, and how many in a row could have guesses since some pay
+        self._rest, self._pause, self._paused = 0, PAUSE[0], False
+        self._gain = 0.0  # that is expected of this step; 0 if it has no guesses, or some for a trial
 
     def choose(self, lacks: Sequence[int], rates: Sequence[float], most: Sequence[int]) -> list[int]:
         """How many guesses to ask for, for each of n rows that would compute one token each.
@@ -238,7 +267,8 @@ class Depth:
         All zero where none pays; now and then one row gets one guess then, so that its record can get better.
         """
         n = len(most)
-        asked = [i for i in range(n) if lacks[i]]
+        rests, self._gain = self._rests(n), 0.0
+        asked = [] if rests else [i for i in range(n) if lacks[i]]
         if not asked or not self._how.costs.knows(n):
             return [0] * n
         k, gain = deepest(
@@ -250,8 +280,11 @@ class Depth:
             self.costs.expect,
             len(asked) + (sum(lacks[i] for i in asked) - len(asked)) / LASTS,
         )
-        self._some = gain >= (STAY if self._some else START)
-        if self._some:
+        if self._pays(gain):
+            self._steps += 1
+            if self._steps % PLAIN == 0:
+                return [0] * n
+            self._gain = gain
             return [min(k, most[i]) if lacks[i] else 0 for i in range(n)]
         probe = asked[self._probes % len(asked)]
         if self._saved < min(SAVED, cost := self.costs.expect(lacks[probe])):
@@ -260,13 +293,39 @@ class Depth:
         self._saved -= cost
         return [1 if i == probe else 0 for i in range(n)]
 
+    def _rests(self, rows: int) -> bool:
+        """Whether it is known without a look that this step has no guesses."""
+        same, self._rows = rows == self._rows, rows
+        if self._rest and (same or self._paused):
+            self._rest -= 1
+            return True
+        if self._paused:
+            self._paused, self._proof = False, _Proof()
+        return False
+
+    def _pays(self, gain: float) -> bool:
+        enough = STAY if self._steps else START
+        if gain * self._proof.share >= enough:
+            return True
+        self._rest = DECIDED
+        if gain >= enough:  # it should
+            self._pause = PAUSE[0] if self._steps > PAUSE[0] else min(2 * self._pause, PAUSE[1])
+            self._rest, self._paused = self._pause, True
+        self._steps = 0
+        return False
+
     def note(self, asked: int, made: int) -> None:
         """Of a row's guesses that it was asked for, it made the first `made`."""
         self._goes.note(min(made + 1, asked), made, COMMON_MEMORY)
 
-    def took(self, seconds: float) -> None:
-        """A step of the main model has taken so long."""
+    def took(self, seconds: float, asking: float = 0.0, tokens: int = 0) -> None:
+        """A step of the main model has taken so long, after so long for guesses, and has brought so many tokens; 0 if
+        others than the rows of `choose` had a part in it.
+        """
         self._saved = min(SAVED, self._saved + PROBE * seconds)
+        gain, self._gain = self._gain, 0.0
+        if gain and tokens:
+            self._proof.note(gain, (seconds + asking) / self._how.costs.expect(self._rows), tokens / self._rows)
 
 
 def deepest(
@@ -284,14 +343,17 @@ def deepest(
     tokens: of the step without guesses. rates: how likely a row's next guess is right. goes: how likely it is made.
     seconds, draft: what calls of so many tokens cost. lack: tokens that the draft model computes before.
     """
-    each = [rate * goes for rate in rates]
-    right, made, cost, expected, found, best_speed = list(each), 0.0, draft(lack), 0.0, 1, 0.0
+    each, one = [rate * goes for rate in rates], draft(len(rates))
+    right, made, cost, expected = list(each), 0.0, draft(lack), 0.0
+    found, best_speed = 1, 0.0
     for k in range(1, most + 1):
-        expected += sum(right)
+        expected += (more := sum(right))
+        if more < best_speed * one:  # even if the main model took no longer for them; and later ones are worth less
+            break
         made += len(rates) * goes**k
         speed = (tokens + expected) / (seconds(tokens + made) + cost)
         if speed > best_speed:
             found, best_speed = k, speed
-        cost += draft(len(rates))
+        cost += one
         right = [a * b for a, b in zip(right, each, strict=True)]
     return found, best_speed * seconds(tokens) / tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -178,20 +179,26 @@ class NgramDrafter:
 
     def propose(self, keys: Sequence[Hashable], tokens: Sequence[Tokens], most: Sequence[int]) -> list[Tokens]:
         """As `Drafter.propose`."""
-        found = []
-        for key, row, k in zip(keys, tokens, most, strict=True):
-            index = self._indices.get(key)
-            if index is None:
-                index = self._indices[key] = NgramIndex(self._least, self._most)
-            known = len(index)
-            if known > len(row):
-                index.cut(known := len(row))
-            if known == len(row) - 1:
-                index.append(row.item(known))
-            elif known < len(row):
-                index.extend(row[known:].tolist())
-            found.append(index.find(k))
-        return found
+        each = zip(keys, tokens, most, strict=True)
+        return [self.guess(key, len(row), partial(_from, row), k) for key, row, k in each]
+
+    def guess(self, key: Hashable, length: int, read: Callable[[int], Tokens], k: int) -> Tokens:
+        """At most k proposals for one row of so many tokens. read: those from a place on."""
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = NgramIndex(self._least, self._most)
+        known = len(index)
+        if known > length:
+            index.cut(known := length)
+        if known == length - 1:
+            index.append(read(known).item())
+        elif known < length:
+            index.extend(read(known).tolist())
+        return index.find(k)
 
     def forget(self, key: Hashable) -> None:
         self._indices.pop(key, None)
+
+
+def _from(row: Tokens, start: int) -> Tokens:
+    return row[start:]

@@ -5,12 +5,16 @@ a draft model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Protocol
+
+from typing_extensions import override
 
 from hibachi.draft.aside import LATELY, Aside
 from hibachi.draft.howmany import Depth, HowMany
+from hibachi.draft.ngram import NgramDrafter
 from hibachi.draft.protocol import NOTHING, Drafter, Tokens, checked
 from hibachi.plan.sequence import Seq
 from hibachi.runners.draftmodel import DraftModel
@@ -29,19 +33,18 @@ class Row:
     """
 
     seq: Seq
+    job: Job
     most: int
     known: int
     found: Tokens = field(default_factory=lambda: NOTHING)
     sure: int = 0  # of these, how many at the beginning are certain
     by: str = ""
 
-    @property
-    def job(self) -> Job:
-        job: Job = self.seq.owner
-        return job
 
+class Read(Protocol):
+    """The tokens of a row, from `start` on."""
 
-Read: TypeAlias = "Callable[[Row], Tokens]"  # all tokens of a row
+    def __call__(self, row: Row, start: int = 0) -> Tokens: ...
 
 
 class Asker(Protocol):
@@ -57,8 +60,8 @@ class Asker(Protocol):
         """Find guesses for rows, at least one, if they could pay. tokens: of the step without proposals."""
         ...
 
-    def took(self, seconds: float) -> None:
-        """A step has taken so long."""
+    def took(self, seconds: float, tokens: int) -> None:
+        """A step has taken so long, and has brought so many tokens; 0 if it computed prompts as well."""
         ...
 
     def forget(self, seq: Seq) -> None:
@@ -80,13 +83,16 @@ class Direct:
         self._drafter, self._vocab, self._how, self.name = drafter, vocab_size, how, name
 
     def ask(self, rows: Sequence[Row], read: Read, tokens: int) -> None:
-        most = [row.most for row in rows]
-        if self._how is None or self._how.worth(tokens, sum(most)):
-            asked = self._drafter.propose([row.seq for row in rows], [read(row) for row in rows], most)
-            for row, found in zip(rows, checked(asked, most, self._vocab).proposals, strict=True):
+        if self._how is None or self._how.worth(tokens, sum(row.most for row in rows)):
+            for row, found in zip(rows, self._found(rows, read), strict=True):
                 row.found, row.by = found, self.name
 
-    def took(self, seconds: float) -> None:
+    def _found(self, rows: Sequence[Row], read: Read) -> Sequence[Tokens]:
+        most = [row.most for row in rows]
+        asked = self._drafter.propose([row.seq for row in rows], [read(row) for row in rows], most)
+        return checked(asked, most, self._vocab).proposals
+
+    def took(self, seconds: float, tokens: int) -> None:
         """It does not matter."""
 
     def forget(self, seq: Seq) -> None:
@@ -95,6 +101,19 @@ class Direct:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+class ByNgrams(Direct):
+    """Asks for n-grams: these need no check, and no look at what they have seen before."""
+
+    def __init__(self, drafter: NgramDrafter, vocab_size: int, how: HowMany | None = None) -> None:
+        super().__init__(drafter, vocab_size, how)
+        self._ngrams = drafter
+
+    @override
+    def _found(self, rows: Sequence[Row], read: Read) -> Sequence[Tokens]:
+        guess = self._ngrams.guess
+        return [guess(row.seq, row.known, partial(read, row), row.most) for row in rows]
 
 
 class Apart:
@@ -133,7 +152,7 @@ class Apart:
         self._passed = 0
         return True
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, tokens: int) -> None:
         self._usual += LATELY * (seconds - self._usual)
 
     def forget(self, seq: Seq) -> None:
@@ -174,9 +193,9 @@ class WithModel:
                 self._depth.note(row.most, len(found))
         self.seconds = time.perf_counter() - began
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, tokens: int) -> None:
         if self._depth is not None:
-            self._depth.took(seconds)
+            self._depth.took(seconds, self.seconds, tokens)
 
     def forget(self, seq: Seq) -> None:
         self.model.forget(seq)

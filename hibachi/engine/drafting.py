@@ -35,6 +35,7 @@ class Drafting:
         self.asker, self._k, self.how = asker, k, how
         self.drafted = Drafted()
         self._rows: dict[Seq, Row] = {}  # with what was found for the step
+        self._came = 0  # tokens of the last step
 
     def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
         """Returns the sequences, by number, that have proposals now, and how many."""
@@ -46,13 +47,13 @@ class Drafting:
         if not rows:
             return []
 
-        def read(row: Row) -> Any:
-            return runner.tokens_of(row.seq.row, row.known)
+        def read(row: Row, start: int = 0) -> Any:
+            return runner.tokens_of(row.seq.row, row.known, start)
 
         _force([row for row in rows if row.job.guided is not None])
         for row in rows:
             if row.job.prediction is not None and not len(row.found):
-                row.found, row.by = row.job.prediction.find(read(row)[row.seq.prompt_len :], row.most), PREDICTED
+                row.found, row.by = row.job.prediction.find(read(row, row.seq.prompt_len), row.most), PREDICTED
         if others := [row for row in rows if not len(row.found)]:
             self.asker.ask(others, read, len(rows))
         for row, wanted in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
@@ -68,14 +69,16 @@ class Drafting:
         table, rows = scheduler.table, []
         for seq in scheduler.order:
             at = seq.row
-            if at < 0 or seq.paused or not table.emitted[at] or table.known[at] - table.computed[at] != 1:
+            if at < 0 or seq.paused or not table.emitted.item(at):
                 continue
-            known, params = int(table.known[at]), seq.owner.params
-            most = min(self._k, int(table.end[at]) - known - 1)
-            if params is not None and params.num_speculative_tokens is not None:
-                most = min(most, params.num_speculative_tokens)
+            known, job = table.known.item(at), seq.owner
+            if known - table.computed.item(at) != 1:
+                continue
+            most = min(self._k, table.end.item(at) - known - 1)
+            if job.params is not None and job.params.num_speculative_tokens is not None:
+                most = min(most, job.params.num_speculative_tokens)
             if most > 0:
-                rows.append(Row(seq, most, known))
+                rows.append(Row(seq, job, most, known))
         return rows
 
     def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
@@ -91,18 +94,21 @@ class Drafting:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step is over, and took so long, asking included."""
         seconds -= self.asker.seconds
-        self.asker.took(seconds)
+        tokens = int(np.add.reduce(plan.q))
+        self.asker.took(seconds, self._came if tokens == len(plan.rows) else 0)
         if self.how is not None:
-            draft = 0 if plan.draft is None else int(plan.draft.sum())
-            self.how.costs.note(int(plan.q.sum()) + draft, seconds)
+            self.how.costs.note(tokens if plan.draft is None else tokens + int(np.add.reduce(plan.draft)), seconds)
 
     def judge(self, plan: StepPlan, outcome: Outcome) -> None:
         """Which proposals of a step were right. Called before its tokens are delivered: whoever has seen the end of a
         stream finds them counted.
         """
-        draft = plan.draft
+        draft, self._came = plan.draft, 0
         for part in outcome.parts:
-            if part.tokens is None or not self._rows:
+            if part.tokens is None:
+                continue
+            self._came += len(part.tokens)
+            if not self._rows:
                 continue
             counts = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
             first = np.cumsum(counts) - counts

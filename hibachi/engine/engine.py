@@ -605,23 +605,18 @@ class Engine:
         keep = np.flatnonzero(alive[part.idx])
         if not len(keep):
             return
-        idx = part.idx[keep]
-        places, rows, positions, last = keep, plan.rows[idx], plan.end[idx], part.stopped[keep]
+        seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
+        places, idx, last = keep, part.idx[keep], part.stopped[keep]
+        positions = plan.end[idx]
         if part.whole is not None:  # such a row ends with a token that is no stop token
             last = last & ~part.whole[keep]
         if part.counts is not None:
-            most = np.array([plan.seqs[i].end for i in idx.tolist()]) - positions
-            counts, places = part.tokens_of(keep, most)
-            ends = np.cumsum(counts)
-            stops, last = np.flatnonzero(last & (counts > 0) & (part.counts[keep] <= most)), np.zeros(len(places), bool)
-            last[ends[stops] - 1] = True
-            within = np.arange(len(places)) - np.repeat(ends - counts, counts)
-            idx, rows, positions = (np.repeat(a, counts) for a in (idx, rows, positions))
-            positions = positions + within
+            most = [seqs[i].end - at for i, at in zip(idx.tolist(), positions.tolist(), strict=True)]
+            of, within, places, last = part.each(keep.tolist(), most, last.tolist())
+            idx, positions = idx[of], positions[of] + within
         self._counts.new_tokens += len(places)
         if part.tokens is not None:
-            self.runner.written(rows, positions, part.tokens[places])
-        seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
+            self.runner.written(plan.rows[idx], positions, part.tokens[places])
         pausing = self._pausing
         values = part.items
         if values is None and batch is None and part.tokens is not None:

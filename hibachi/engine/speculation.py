@@ -11,7 +11,7 @@ from hibachi.draft.find import drafter_of
 from hibachi.draft.howmany import Depth, HowMany
 from hibachi.draft.ngram import NgramDrafter
 from hibachi.engine import draftmodels
-from hibachi.engine.askers import Apart, Asker, Direct, WithModel
+from hibachi.engine.askers import Apart, Asker, ByNgrams, WithModel
 from hibachi.engine.build import Built
 from hibachi.engine.drafting import Drafting
 from hibachi.errors import UnsupportedOperation
@@ -52,7 +52,7 @@ def _asker(config: SpeculativeConfig, built: Built, how: HowMany | None) -> Aske
     vocab = built.facts.vocab_size
     assert vocab is not None
     if config.method == "ngram":
-        return Direct(NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), vocab, how)
+        return ByNgrams(NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), vocab, how)
     if config.method in METHODS:
         depth = None if how is None else Depth(how)
         model = draftmodels.made(config, built.facts, built.runner.backend, depth)

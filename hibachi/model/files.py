@@ -79,6 +79,8 @@ def locate(model: str | Path) -> Path:
             f"model must be a path or a name; got an object of the class {type(model).__qualname__}. A model of your "
             f"own goes into AutoregressiveBatchInference(model) instead (docs/models.md)."
         )
+    if not os.fspath(model):
+        raise ConfigError('model must be a path or a name, such as "tiny"; got an empty one.')
     if isinstance(model, str) and model in SHIPPED:
         return SHIPPED[model]
     path = Path(model).expanduser()

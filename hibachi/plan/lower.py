@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 
@@ -28,11 +30,18 @@ class Packed:
     tile_row: Ints
     tile_of: Ints
 
+    def arrays(self) -> list[Ints]:
+        """All fields, in the order of `NAMES`."""
+        return list(_arrays(self))
+
     @property
     def shape(self) -> StepShape:
         tiles, tile = self.tile_q.shape
         return StepShape(len(self.pos), len(self.row), self.block_table.shape[1], tiles, tile, len(self.last))
 
+
+NAMES = tuple(f.name for f in fields(Packed))
+_arrays: Callable[[Packed], tuple[Ints, ...]] = attrgetter(*NAMES)
 
 _TILE = 6
 """What a query tile costs besides its tokens, in tokens: its keys and values are gathered. Measured on NumPy."""
@@ -41,6 +50,13 @@ _TILE = 6
 @lru_cache
 def _upto(n: int) -> Ints:
     a = np.arange(n, dtype=np.int32)
+    a.flags.writeable = False
+    return a
+
+
+@lru_cache
+def _none(n: int) -> Ints:
+    a = np.zeros(n, np.int32)
     a.flags.writeable = False
     return a
 
@@ -108,6 +124,38 @@ def lower(
         tile_q.reshape(-1, tile),
         tile_row,
         tile_of.astype(np.int32),
+    )
+
+
+def lower_one(
+    row: int, start: int, n: int, wanted: int, table: Ints, block_size: int, *, tiles: tuple[int, ...] = (1, 32)
+) -> Packed:
+    """`lower` for n tokens of one row, of which the last `wanted` have outputs: in a third of the time."""
+    end, each, none = start + n, _upto(n), _none(n)
+    blocks = table[row : row + 1, : -(-end // block_size)]
+    few = np.array([row, start, end, 0, n], np.int32)
+    if n == 1:
+        pos, tile = few[1:2], tiles[0]
+    else:
+        pos, tile = np.arange(start, end, dtype=np.int32), min(tiles[1:], key=lambda t: -(-n // t) * (t + _TILE))
+    slot = blocks[0].take(pos // block_size) * block_size + pos % block_size if blocks.shape[1] else none
+    count, tile_q = -(-n // tile), each
+    if count * tile > n:
+        tile_q = np.zeros(count * tile, np.int32)
+        tile_q[:n] = each
+    return Packed(
+        pos,
+        slot,
+        none,
+        few[:1],
+        few[1:2],
+        few[2:3],
+        few[3:],
+        blocks,
+        each[n - wanted :],
+        tile_q.reshape(count, tile),
+        _none(count),
+        each,
     )
 
 

@@ -55,6 +55,10 @@ class Ahead:
         within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)
         return Piece(n - draft, last, draft, self._proposals[np.repeat(first, draft) + within])
 
+    def whole(self, start: Any) -> Piece:
+        """All that the rows compute, from there on, [B]."""
+        return Piece(self._known - start, self._emit, self.draft, self._proposals)
+
     @property
     def counts(self) -> Any:
         """How many outputs each row has, [B]."""
@@ -97,10 +101,10 @@ class Outs:
 
     def __init__(self, backend: ArrayBackend, counts: Any) -> None:
         self._backend = backend
+        self._arrays: list[Array] = []
         self._first, self._done = np.cumsum(counts) - counts, np.zeros(len(counts), np.int64)
         total = int(counts.sum())
         self._which, self._at = np.zeros(total, np.int64), np.arange(total)
-        self._arrays: list[Array] = []
 
     def add(self, out: Array, mine: Any, counts: Any) -> None:
         """The outputs of a call, [m, vocab]: so many for each of the rows `mine`, one row's after another's, and
@@ -136,8 +140,21 @@ class Outs:
         return whole
 
     def _rows(self, sampler: RowSampler, k: int, at: Any) -> Array:
-        out = self._arrays[k]
-        n = out.shape[0]
-        if (len(at) == n or self._backend.shapes.compiled) and (at == np.arange(len(at))).all():
-            return out  # what is more is padding, or not wanted
-        return sampler.rows(out, at)
+        return _rows_of(self._arrays[k], at, sampler, self._backend)
+
+
+class OneCall:
+    """`Outs` where one call has all of them, in their order: `out`, with padding at its end."""
+
+    def __init__(self, backend: ArrayBackend, out: Array) -> None:
+        self._backend, self._out = backend, out
+
+    def draw(self, sampler: RowSampler, places: Any, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+        """As `Outs.draw`."""
+        return sampler.draw(_rows_of(self._out, places, sampler, self._backend), jobs, rows, positions)
+
+
+def _rows_of(out: Array, at: Any, sampler: RowSampler, backend: ArrayBackend) -> Array:
+    if (len(at) == out.shape[0] or backend.shapes.compiled) and (at == np.arange(len(at))).all():
+        return out  # what is more is padding, or not wanted
+    return sampler.rows(out, at)

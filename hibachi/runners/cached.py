@@ -16,7 +16,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.runners.ahead import Ahead, Outs, Piece
+from hibachi.runners.ahead import Ahead, OneCall, Outs, Piece
 from hibachi.runners.beside import Beside, declared_by
 from hibachi.runners.checkedstep import CheckedStep
 from hibachi.runners.heads import Head, Outputs, Pooled, Sampled
@@ -265,13 +265,13 @@ class CachedRunner(BaseRunner):
         if plan.draft is None or not plan.draft[idx].any():
             x = self.inputs.packed(rows, start, q, emit)
             return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
-        idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]  # single-token rows first, as in a plan
+        if len(idx) > 1:
+            idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]  # single-token rows first, as in a plan
         rows, start, emit, ahead = plan.rows[idx], plan.start[idx], plan.emit[idx], self._ahead(plan, call, idx)
-        everyone, outs = np.arange(len(idx)), Outs(self.backend, ahead.counts)
-        x = self._packed(rows, start, ahead.piece(everyone, start, ahead.end - start))
+        x = self._packed(rows, start, ahead.whole(start))
         assert isinstance(call.head, Sampled)
-        outs.add(call.head.checked(self._called(call, x), x.last.shape[0]), everyone, ahead.counts)
-        return call.head.along(plan, idx[emit], outs)
+        out = call.head.checked(self._called(call, x), x.last.shape[0])
+        return call.head.along(plan, idx[emit], OneCall(self.backend, out))
 
     def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         """`_paged` in calls of few shapes. The outputs of several are awaited together."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,14 +12,13 @@ import numpy as np
 
 from hibachi.decode.rows import pick, total
 from hibachi.plan.limits import Limits
-from hibachi.plan.lower import Packed, lower
+from hibachi.plan.lower import lower, lower_one
 from hibachi.runners.checkedstep import CheckedStep
 from hibachi.runners.memory import Memory
 from hibachi.runners.runner import check_output
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
 
-_NAMES = [f.name for f in fields(Packed)]
 _quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")  # rows that are not finite give anything
 
 
@@ -62,7 +62,7 @@ class DraftCalls:
         if len(tokens) == len(rows) and emit.all():
             return self.ahead(rows, start, tokens)
         packed = lower(rows, start, q, emit, self._table, self.size, tiles=self.backend.shapes.choices)
-        return self._call(tokens, [getattr(packed, name) for name in _NAMES], int((start + q).max()), len(packed.last))
+        return self._call(tokens, packed.arrays(), int((start + q).max()), len(packed.last))
 
     def ahead(self, rows: Any, pos: Any, tokens: HostArray) -> Array:
         """`run` for one token of each row, at these positions, all of which emit: packed in a third of the time."""
@@ -72,7 +72,7 @@ class DraftCalls:
             packed = lower(
                 rows, pos, one[1:] - each, each >= 0, self._table, self.size, tiles=self.backend.shapes.choices
             )
-            return self._call(tokens, [getattr(packed, name) for name in _NAMES], most + 1, n)
+            return self._call(tokens, packed.arrays(), most + 1, n)
         table = self._table[rows, : most // self.size + 1]
         slot, end = table[each, block] * self.size + pos % self.size, pos + 1
         of = rows.astype(np.int32)
@@ -82,27 +82,9 @@ class DraftCalls:
 
     def alone(self, row: int, start: int, tokens: HostArray) -> Array:
         """`run` for the tokens of one row, which emits: logits [1, vocab]. Packed with few small arrays."""
-        n, size, end = len(tokens), self.size, start + len(tokens)
-        table = self._table[row : row + 1, : (end - 1) // size + 1]
-        zero = _upto(1)
-        if n == 1 and self.backend.shapes.tiles[0] == 1:
-            slot = int(table[0, -1]) * size + start % size
-            few = np.array([start, slot, row, end, 0, 1], np.int32)
-            pos, at, of, kv = (few[i : i + 1] for i in range(4))
-            return self._call(
-                tokens, [pos, at, zero, of, pos, kv, few[4:], table, zero, zero[None], zero, zero], end, 1
-            )
-        tile = next((t for t in self.backend.shapes.choices if t >= n), 0)
-        pos = np.arange(start, end, dtype=np.int32)
-        if not tile:
-            one = np.array([row]), pos[:1], np.array([n], np.int32), np.ones(1, bool)
-            return self.run(*one, tokens)
-        slot, each = table[0, pos // size] * size + pos % size, _upto(n)
-        tiles = each[None] if tile == n else np.pad(each, (0, tile - n))[None]
-        row_, kv, cu, last = (np.array(a, np.int32) for a in ([row], [end], [0, n], [n - 1]))
-        seg = zero if n == 1 else np.zeros(n, np.int32)
-        packed = [pos, slot, seg, row_, pos[:1], kv, cu, table, last, tiles, zero, each]
-        return self._call(tokens, packed, end, 1)
+        n = len(tokens)
+        packed = lower_one(row, start, n, 1, self._table, self.size, tiles=self.backend.shapes.choices)
+        return self._call(tokens, packed.arrays(), start + n, 1)
 
     def _call(self, tokens: HostArray, packed: list[HostArray], positions: int, wanted: int) -> Array:
         """packed: the fields of `Packed`, in their order. wanted: outputs."""
@@ -151,11 +133,12 @@ def drawn(logits: HostArray, warmth: HostArray, u: HostArray) -> tuple[HostArray
     return ids, weights[each, ids] / whole, np.isfinite(most)
 
 
-@_quiet
 def drawn_alone(logits: HostArray, warmth: float, u: float | None) -> tuple[int, float, bool]:
     """`drawn` for one row, [vocab]; u None stands for the most likely token."""
     best = int(logits.argmax())
-    weights = logits - logits[best]
+    if not math.isfinite(most := logits.item(best)):
+        return best, 0.0, False
+    weights = logits - np.float32(most)
     weights *= np.float32(warmth)
     np.exp(weights, out=weights)
     if u is None:
@@ -164,4 +147,4 @@ def drawn_alone(logits: HostArray, warmth: float, u: float | None) -> tuple[int,
         sums = weights.cumsum()
         whole = sums[-1]
         token = min(int(sums.searchsorted(np.float32(u) * whole, "right")), len(sums) - 1)
-    return token, float(weights[token] / whole), bool(np.isfinite(logits[best]))
+    return token, weights.item(token) / float(whole), True

@@ -31,6 +31,7 @@ log: logging.Logger = logging.getLogger("hibachi.draft")
 
 PATIENCE = 3  # failures in a row after which the model is off
 FEW = 2**16  # logits of a call that are looked at on the host
+COLDEST = 1e-6  # temperature; below it, products might leave float32
 SURE = 0.03  # a row's guesses end before they are less likely than this, all together
 
 
@@ -205,7 +206,7 @@ class DraftModel:
         self._held[seq.row] = seq, seq.length
         row, params = seq.row, job.sampling
         self._sampler.set(row, params, job.seed)
-        self._warmth[row], self._greedy[row] = 1 / (params.temperature or 1), params.temperature == 0
+        self._warmth[row], self._greedy[row] = 1 / max(params.temperature or 1, COLDEST), params.temperature == 0
         self._plain[row], self._seeds[row] = path_of(params, self._sampler.vocab_size) == PLAIN, job.seed
         for block in seq.blocks[: (len(tokens) - 1) // self._size]:
             stamp = self._stamp(past, tokens)

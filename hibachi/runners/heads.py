@@ -16,7 +16,7 @@ import numpy as np
 
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.step import StepPlan
-from hibachi.runners.ahead import Outs
+from hibachi.runners.ahead import OneCall, Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
@@ -112,7 +112,7 @@ class Sampled:
         """The outputs [wanted, ...] of a call. Raises InvalidModelOutput."""
         return check_output(out, self.sampler.backend, (wanted, *self.sampler.shape), self.name, kind="logits")
 
-    def along(self, plan: StepPlan, idx: Any, outs: Outs) -> Part:
+    def along(self, plan: StepPlan, idx: Any, outs: Outs | OneCall) -> Part:
         """Draw for the rows idx [n] of the plan along their proposals. outs: of the last known token of each row, and
         of each proposal that is not sure.
         """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from hibachi.plan.limits import Limits
-from hibachi.plan.lower import Packed, lower, pad
+from hibachi.plan.lower import NAMES, Packed, lower, lower_one, pad
 from hibachi.runners.beside import Beside
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
@@ -86,19 +86,24 @@ class Inputs:
             q = q + draft
             if ahead and self.shapes.compiled:
                 tiles = (self.shapes.tiles[0],) * 2
-        score = np.clip(self.unscored[rows] - start, 0, q)
-        scoring = bool(score.any())
-        table, size = self.block_table, self.limits.block_size
-        scored = score if scoring else None
-        packed = lower(rows, start, q, emit, table, size, tiles=tiles, score=scored, tail=draft)
+        scoring = bool(np.count_nonzero(self.scores(rows, start)))
+        table, size, longest = self.block_table, self.limits.block_size, int(q.max())
+        if len(rows) == 1 and not scoring:
+            more = 0 if draft is None else int(draft[0])
+            outputs = min(longest, 1 + more) if emit[0] else 0
+            packed = lower_one(int(rows[0]), int(start[0]), longest, outputs, table, size, tiles=tiles)
+            tokens = self._tokens_of_one(packed, longest - more, proposals if more else None)
+        else:
+            score = np.clip(self.unscored[rows] - start, 0, q) if scoring else None
+            packed = lower(rows, start, q, emit, table, size, tiles=tiles, score=score, tail=draft)
+            tokens = self._tokens(rows, start, q, packed, draft, proposals)
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
-        tokens = self._tokens(rows, start, q, packed, draft, proposals)
         wanted = len(tokens)
         widest = self.block_table.shape[1]
         shape = self.shapes.step(
             packed.shape,
-            longest=int(q.max()),
+            longest=longest,
             rows=self.limits.rows,
             blocks=widest,
             state=self._recurrent,
@@ -110,8 +115,8 @@ class Inputs:
             tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
         self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
         beside = self._beside_of(packed)
-        names = [*(f.name for f in fields(Packed)), *beside]
-        arrays = [tokens, *(getattr(packed, f.name) for f in fields(Packed)), *beside.values()]
+        names = [*NAMES, *beside]
+        arrays = [tokens, *packed.arrays(), *beside.values()]
         if drawn is not None:
             ids, source, vocab = drawn
             known = np.pad(source[packed.seg[: int(q.sum())]], (0, len(tokens) - int(q.sum())), constant_values=-1)
@@ -126,6 +131,12 @@ class Inputs:
         inputs = {name: named.pop(name) for name in self._beside.declared.inputs if name in named}
         x = StepInputs(tok=tok, **named, inputs=inputs or None)
         return self._with_embeds(x, rows, start, q) if self.embeds else x
+
+    def _tokens_of_one(self, packed: Packed, known: int, proposals: HostArray | None) -> HostArray:
+        """The tokens of a single row: so many known ones, and proposals."""
+        row, start = int(packed.row[0]), int(packed.start[0])
+        tokens = self.tables.at(row).read(row, start, start + known)
+        return tokens if proposals is None else np.concatenate([tokens, proposals])
 
     def _tokens(
         self, rows: Any, start: Any, q: Any, packed: Packed, draft: Any, proposals: HostArray | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from time import perf_counter
 
 
@@ -56,6 +56,7 @@ class Histogram:
 
 ROWS = tuple(2.0**n for n in range(11))  # to 1024
 TOKENS = tuple(2.0**n for n in range(15))  # to 16384
+KEPT = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # proposals
 TENTHS = tuple(n / 10 for n in range(1, 11))
 STEP_TIME = decades(5e-5, 10)
 
@@ -141,6 +142,14 @@ class Drafted:
     @property
     def by_position(self) -> list[int]:
         return [sum(kept) for kept in zip_longest(*(each.by_position for each in self.by.values()), fillvalue=0)]
+
+    def kept(self, tokens: int) -> Histogram:
+        """How many proposals a row kept in a step, for all steps of rows. tokens: that all rows have got."""
+        found, more = Histogram(KEPT), [*self.by_position, 0]
+        found.add(0, max(0, tokens - sum(more) - more[0]))  # each such step brings a token of its own
+        for n, (at_least, beyond) in enumerate(pairwise(more), 1):
+            found.add(n, at_least - beyond)
+        return found
 
 
 @dataclass(slots=True)

@@ -10,13 +10,14 @@ at them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan.step import StepPlan
-from hibachi.runners.ahead import Ahead, Outs
+from hibachi.runners.ahead import Ahead, OneCall, Outs
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.runner import Part, drawn_part, jobs_of
@@ -28,9 +29,10 @@ from hibachi.tensor.array_backend import HostArray
 def sure(sampler: RowSampler | FrameSampler, plan: StepPlan, idx: Any) -> Any:
     """How many of their first proposals the rows idx get for sure, without logits: int32 [n]."""
     assert plan.draft is not None and isinstance(sampler, RowSampler)
-    return np.minimum(
-        sampler.sure([plan.seqs[i].owner for i in idx.tolist()], plan.rows[idx], plan.end[idx]), plan.draft[idx]
-    )
+    jobs = jobs_of(plan, idx)
+    if not any(job.sure for job in jobs):
+        return np.zeros(len(jobs), np.int32)
+    return np.minimum(sampler.sure(jobs, plan.rows[idx], plan.end[idx]), plan.draft[idx])
 
 
 def proposed(plan: StepPlan, idx: Any, start: Any, end: Any) -> HostArray:
@@ -60,126 +62,148 @@ def ahead_of(sampler: RowSampler | FrameSampler, table: TokenTable, plan: StepPl
     return Ahead(end + certain, emit, draft - certain, proposed(plan, idx, certain, draft))
 
 
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row along its proposals.
+
+    number: in the table. given: tokens that it gets for sure. guesses: the other proposals. at: the position that its
+    first output draws for. first: this output, among those of all rows. tokens: that are drawn and kept; logprobs: by
+    place among these. stopped, whole, bad, fault: as in `Part`, of the last token.
+    """
+
+    job: Job
+    number: int
+    given: list[int]
+    guesses: list[int]
+    at: int
+    first: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: dict[int, Any] = field(default_factory=dict)
+    stopped: bool = False
+    whole: bool = False
+    bad: bool = False
+    fault: HibachiError | None = None
+
+
 class Along:
-    """The draws of n rows along their proposals.
+    """The draws of n rows along their proposals. In lists, as most steps have few rows with proposals.
 
     out: the logits of the last token and of each proposal of each row; of tokens that a row gets for sure, only of the
     last.
     """
 
-    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs) -> None:
+    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs | OneCall) -> None:
         assert plan.draft is not None
         self._sampler, self._table, self._idx, self._out = sampler, table, idx, out
-        self.jobs: list[Job] = jobs_of(plan, idx)
-        self._sure = sure(sampler, plan, idx)
-        self._rows, self._at, self._draft = plan.rows[idx], plan.end[idx] + self._sure, plan.draft[idx] - self._sure
-        self._first = np.cumsum(self._draft + 1) - (self._draft + 1)  # of each row's outputs
-        n = int((self._draft + 1).sum())
-        self._proposed = np.full(n, -1, np.int32)  # what is proposed for the position that each output draws
-        self._proposed[np.delete(np.arange(n), self._first + self._draft)] = proposed(
-            plan, idx, self._sure, plan.draft[idx]
-        )
-        self._given: list[HostArray] = [
-            np.zeros(0, np.int32) if not n else plan.seqs[i].owner.draft[:n]
-            for i, n in zip(idx.tolist(), self._sure.tolist(), strict=True)
-        ]
-        self.counts = np.zeros(len(idx), np.int64)  # tokens that are drawn
-        self.tokens = np.zeros(n, np.int32)
-        self.bad, self.stopped = np.zeros(len(idx), bool), np.zeros(len(idx), bool)
-        self.whole = np.zeros(len(idx), bool)
-        self.logprobs: dict[int, dict[int, float]] = {}
-        self.faults: dict[int, HibachiError] = {}
+        self._rows, first = list[_Row](), 0
+        certain = sure(sampler, plan, idx).tolist()
+        of = (a[idx].tolist() for a in (plan.rows, plan.end, plan.draft))
+        for job, n, row, end, draft in zip(jobs_of(plan, idx), certain, *of, strict=True):
+            tokens = job.draft[:draft].tolist() if draft else []
+            self._rows.append(_Row(job, row, tokens[:n], tokens[n:], end + n, first))
+            first += 1 + draft - n
 
     def run(self) -> Part:
-        looks, draws = self._sampler.looks_back(self._rows), self._take_sure()
-        if len(at := np.flatnonzero(draws & ~looks)):
-            self._at_once(at)
-        if len(at := np.flatnonzero(draws & looks)):
-            self._step_by_step(at)
+        rows = self._take_sure()
+        looks = self._sampler.looks_back([row.number for row in rows]).tolist()
+        if at_once := [row for row, back in zip(rows, looks, strict=True) if not back]:
+            self._at_once(at_once)
+        if others := [row for row, back in zip(rows, looks, strict=True) if back]:
+            self._step_by_step(others)
         return self._part()
 
     def _part(self) -> Part:
-        tokens, logprobs, n = list[HostArray](), dict[int, Any](), 0
-        for given, first, count in zip(self._given, self._first.tolist(), self.counts.tolist(), strict=True):
-            tokens += [given, self.tokens[first : first + count]]
-            n += len(given)
-            logprobs |= {n + i: self.logprobs[first + i] for i in range(count) if first + i in self.logprobs}
-            n += count
-        faults = {int(self._idx[i]): e for i, e in self.faults.items()}
-        whole = self.whole if self.whole.any() else None
-        bad = self.bad if self.bad.any() else None
-        counts = self.counts + [len(given) for given in self._given]
-        found = np.concatenate(tokens).astype(np.int32, copy=False)
-        return Part(self._idx, found, None, self.stopped, bad, logprobs, faults, counts=counts, whole=whole)
+        rows, tokens, logprobs = self._rows, list[int](), dict[int, Any]()
+        for row in rows:
+            tokens += row.given
+            logprobs |= {len(tokens) + n: found for n, found in row.logprobs.items()}
+            tokens += row.tokens
+        return Part(
+            self._idx,
+            np.array(tokens, np.int32),
+            None,
+            np.array([row.stopped for row in rows]),
+            np.array([row.bad for row in rows]) if any(row.bad for row in rows) else None,
+            logprobs,
+            {int(i): row.fault for i, row in zip(self._idx, rows, strict=True) if row.fault is not None},
+            counts=np.array([len(row.given) + len(row.tokens) for row in rows]),
+            whole=np.array([row.whole for row in rows]) if any(row.whole for row in rows) else None,
+        )
 
-    def _take_sure(self) -> Any:
-        """Give rows what they get for sure. Returns which rows draw a token then, bool [n]: those that did not end."""
-        draws, at, j = np.ones(len(self._idx), bool), np.flatnonzero(self._sure), 0
-        while len(at):
-            tokens = np.array([self._given[i][j] for i in at.tolist()], np.int32)
-            jobs, positions = [self.jobs[i] for i in at.tolist()], self._at[at] - self._sure[at] + j
-            part = drawn_part(np.arange(len(at)), Drawn(tokens, None, {}), jobs, positions, self._sampler.backend)
+    def _take_sure(self) -> list[_Row]:
+        """Give rows what they get for sure. Returns those that draw a token then, as they did not end."""
+        over, rows, j = set[_Row](), [row for row in self._rows if row.given], 0
+        while rows:
+            tokens = np.array([row.given[j] for row in rows], np.int32)
+            positions = np.array([row.at - len(row.given) + j for row in rows])
+            part = self._judged(Drawn(tokens, None, {}), rows, positions)
             for n in {*np.flatnonzero(part.stopped).tolist(), *part.faults}:
-                i = int(at[n])
-                draws[i], self._given[i] = False, self._given[i][: j + 1]
-                self.stopped[i], self.whole[i] = part.stopped[n], part.whole is not None and part.whole[n]
-                if n in part.faults:
-                    self.faults[i] = part.faults[n]
+                row = rows[n]
+                over.add(row)
+                row.given = row.given[: j + 1]
+                row.stopped, row.whole = bool(part.stopped[n]), part.whole is not None and bool(part.whole[n])
+                row.fault = part.faults.get(n)
             j += 1
-            at = at[draws[at] & (j < self._sure[at])]
-        return draws
+            rows = [row for row in rows if row not in over and j < len(row.given)]
+        return [row for row in self._rows if row not in over] if over else self._rows
 
-    def _at_once(self, at: Any) -> None:
+    def _at_once(self, rows: list[_Row]) -> None:
         """Draw for all positions: what a row draws does not depend on what it drew before."""
-        outs = self._draft[at] + 1
-        row = np.repeat(at, outs)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(outs) - outs, outs)
-        places = self._first[row] + within
-        part, good = self._draw(row, places, self._at[row] + within)
-        ends = np.cumsum(outs)
-        for i, first, end in zip(at.tolist(), (ends - outs).tolist(), ends.tolist(), strict=True):
-            n = first
-            while n < end - 1 and good[n]:
+        part, right = self._draw(
+            [row for row in rows for _ in range(len(row.guesses) + 1)],
+            [j for row in rows for j in range(len(row.guesses) + 1)],
+        )
+        first = 0
+        for row in rows:
+            n, first = first, first + len(row.guesses) + 1
+            self._keep(row, part, n)
+            while right[n]:
                 n += 1
-            self._keep(i, part, n, n - first + 1)
+                self._keep(row, part, n)
 
-    def _step_by_step(self, at: Any) -> None:
+    def _step_by_step(self, rows: list[_Row]) -> None:
         """Draw position by position: the changes of a row's logits depend on the tokens before."""
         j = 0
-        while len(at):
-            part, good = self._draw(at, self._first[at] + j, self._at[at] + j)
-            for n, i in enumerate(at.tolist()):
-                self._keep(i, part, n, j + 1)
-            right = at[good & (j < self._draft[at])]
-            self._table.write_ahead(self._rows[right], self._at[right] + j, self.tokens[self._first[right] + j])
-            at = right
+        while rows:
+            part, right = self._draw(rows, [j] * len(rows))
+            for n, row in enumerate(rows):
+                self._keep(row, part, n)
+            rows = [row for row, good in zip(rows, right, strict=True) if good]
+            if rows:
+                come = np.array([(row.number, row.at + j, row.tokens[j]) for row in rows], np.intp)
+                self._table.write_ahead(*come.T)
             j += 1
 
-    def _draw(self, row: Any, places: Any, positions: Any) -> tuple[Part, Any]:
-        """What is drawn at m positions, and which of the tokens are what was proposed and end nothing: bool [m]."""
-        jobs = [self.jobs[i] for i in row.tolist()]
-        drawn = self._out.draw(self._sampler, places, jobs, self._rows[row], positions)
-        part = drawn_part(np.arange(len(row)), drawn, jobs, positions, self._sampler.backend)
-        self.tokens[places] = drawn.tokens
-        self.logprobs |= {int(places[i]): found for i, found in drawn.logprobs.items()}
-        right = (drawn.tokens == self._proposed[places]) & ~part.stopped
-        if part.bad is not None:
-            right &= ~part.bad
-        right[list(part.faults)] = False
+    def _draw(self, rows: list[_Row], within: list[int]) -> tuple[Part, list[bool]]:
+        """What is drawn from m outputs, number `within` of each of these rows; and which of the tokens are what was
+        proposed and end nothing.
+        """
+        of = np.array([(row.number, row.at + j, row.first + j) for row, j in zip(rows, within, strict=True)], np.intp)
+        numbers, positions, places = of.T
+        drawn = self._out.draw(self._sampler, places, [row.job for row in rows], numbers, positions)
+        part = self._judged(drawn, rows, positions)
+        stopped, bad = part.stopped.tolist(), None if part.bad is None else part.bad.tolist()
+        right = [
+            j < len(row.guesses)
+            and token == row.guesses[j]
+            and not (stopped[n] or (bad is not None and bad[n]) or n in part.faults)
+            for n, (row, j, token) in enumerate(zip(rows, within, drawn.tokens.tolist(), strict=True))
+        ]
         return part, right
 
-    def _keep(self, i: int, part: Part, last: int, count: int) -> None:
-        """Row i keeps `count` tokens; the last of them is number `last` of those drawn. One that failed behind others
-        is not kept: the next step draws it again, so that these come as they do without proposals.
+    def _judged(self, drawn: Drawn, rows: list[_Row], positions: Any) -> Part:
+        return drawn_part(np.arange(len(rows)), drawn, [row.job for row in rows], positions, self._sampler.backend)
+
+    def _keep(self, row: _Row, part: Part, n: int) -> None:
+        """The row gets the token number n of those drawn. One that failed behind others is not kept: the next step
+        draws it again, so that these come as they do without proposals.
         """
-        failed = last in part.faults or (part.bad is not None and bool(part.bad[last]))
-        if failed and count + self._sure[i] > 1:
-            self.counts[i] = count - 1
+        assert part.tokens is not None
+        bad, fault = part.bad is not None and bool(part.bad[n]), part.faults.get(n)
+        if (bad or fault is not None) and (row.given or row.tokens):
             return
-        self.counts[i], self.stopped[i] = count, part.stopped[last]
-        if part.whole is not None:
-            self.whole[i] = part.whole[last]
-        if part.bad is not None:
-            self.bad[i] = part.bad[last]
-        if last in part.faults:
-            self.faults[i] = part.faults[last]
+        if n in part.logprobs:
+            row.logprobs[len(row.tokens)] = part.logprobs[n]
+        row.tokens.append(part.tokens.item(n))
+        row.stopped, row.bad, row.fault = bool(part.stopped[n]), bad, fault
+        row.whole = part.whole is not None and bool(part.whole[n])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -40,14 +41,19 @@ class Part:
     whole: Any = None  # bool [n]: ends as its output is complete, with a token that is part of it; None means none does
     items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
 
-    def tokens_of(self, rows: Any, most: Any) -> tuple[Any, Any]:
-        """(counts, places): how many tokens each of these rows [k] has, at most `most` [k], and where they lie."""
-        if self.counts is None:
-            return np.ones(len(rows), np.intp), rows
-        first = (np.cumsum(self.counts) - self.counts)[rows]
-        counts = np.minimum(self.counts[rows], most)
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return counts, np.repeat(first, counts) + within
+    def each(self, rows: Sequence[int], most: Sequence[int], stopped: Sequence[bool]) -> tuple[Any, Any, Any, Any]:
+        """The tokens of these rows [k] of the n, each row's at most `most` first ones; stopped: it ends with its last.
+
+        Of each of these tokens: which of the k rows it belongs to, which of that row's tokens it is, which of all, and
+        whether its row ends with it, [m] each.
+        """
+        counts = self.counts.tolist()
+        first, found = [0, *accumulate(counts)], list[tuple[int, int, int, bool]]()
+        for k, (row, room, over) in enumerate(zip(rows, most, stopped, strict=True)):
+            n = counts[row]
+            found += [(k, j, first[row] + j, over and j == n - 1) for j in range(min(n, room))]
+        of, within, places, last = np.array(found, np.intp).reshape(-1, 4).T
+        return of, within, places, last > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -166,10 +172,10 @@ class BaseRunner:
     def rebuild(self, *, keep: bool) -> None:
         """There is no cache."""
 
-    def tokens_of(self, row: int, n: int) -> HostArray:
-        """The first n tokens of a row, read-only."""
+    def tokens_of(self, row: int, n: int, start: int = 0) -> HostArray:
+        """The first n tokens of a row, or those from `start` on; read-only."""
         assert self.tables is not None
-        return self.tables.at(row).read(row, 0, n)
+        return self.tables.at(row).read(row, start, n)
 
     def fitting(self, proposals: int) -> int:
         """How many of these proposals a row should compute, so that they need no more calls."""

@@ -198,13 +198,13 @@ class TokenTable:
         """
         if not len(rows):
             return
-        if len(rows) > 1 and np.count_nonzero(rows[1:] == rows[:-1]):
-            again = np.concatenate([[False], rows[1:] == rows[:-1]])
-            self.write(rows[~again], positions[~again], tokens[~again])
-            self.write(rows[again], positions[again], tokens[again])
-            return
         at = positions - self._before[rows]
         if at.max() >= self.width:
+            if len(rows) > 1 and np.count_nonzero(rows[1:] == rows[:-1]):  # only the first of a row may shift it
+                again = np.concatenate([[False], rows[1:] == rows[:-1]])
+                self.write(rows[~again], positions[~again], tokens[~again])
+                self.write(rows[again], positions[again], tokens[again])
+                return
             for i in np.flatnonzero(at >= self.width).tolist():
                 self._shift(int(rows[i]))
                 at[i] = 0

@@ -244,6 +244,11 @@ SERIES = (
         "drafter",
         "position",
     ),
+    histogram(
+        "hibachi_step_accepted_tokens",
+        lambda v: v.engine.drafted.kept(v.stats.new_tokens),
+        "Proposed tokens that a continuation got in a step beside its own: 0 where it had none.",
+    ),
     # ---- the cache ----
     gauge("hibachi_cache_blocks", "stats.blocks", "Blocks of the cache; 0: the model keeps none."),
     gauge(
@@ -406,7 +411,7 @@ TGI: dict[str, tuple[Foreign, ...]] = {
     "hibachi_request_prompt_tokens": (Foreign("tgi_request_input_length"),),
     "hibachi_request_generation_tokens": (Foreign("tgi_request_generated_tokens"),),
     "hibachi_request_max_tokens": (Foreign("tgi_request_max_new_tokens"),),
-    "hibachi_request_cached_tokens": (Foreign("tgi_request_skipped_tokens"),),
+    "hibachi_step_accepted_tokens": (Foreign("tgi_request_skipped_tokens"),),
     "hibachi_steps_failed_total": (Foreign("tgi_batch_inference_failure"),),
     "hibachi_steps_total": (
         Foreign("tgi_batch_inference_count", ("method",)),

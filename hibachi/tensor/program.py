@@ -74,10 +74,12 @@ class Program:
         a, b, tokens, outputs = self._arch, self._backend, len(h), len(x.last)
         space = b.empty((tokens * sum(self._widths[1:]),), self.dtype)
         base, size = b.address(space), space.itemsize
-        rounded, e = np.empty(tokens * self._bytes, dtype=np.uint8), a.experts
-        lists = np.empty(self._kernels.lists(tokens, e.per_token, e.count) if e else 0, dtype=np.uint8)
-        byte_places = rounded.ctypes.data, lists.ctypes.data
-        places = (b.address(h), *(base + tokens * at * size for at in self._offsets), *byte_places)
+        rounded = np.empty(tokens * self._bytes, dtype=np.uint8) if self._bytes else None
+        lists = None
+        if (e := a.experts) is not None:
+            lists = np.empty(self._kernels.lists(tokens, e.per_token, e.count), dtype=np.uint8)
+        bytes_at = (None if t is None else t.ctypes.data for t in (rounded, lists))
+        places = (b.address(h), *(base + tokens * at * size for at in self._offsets), *bytes_at)
         buffers = (_p * len(places))(*places)
         turned = (_p * max(1, 2 * len(turns)))(*(b.address(t) for pair in turns for t in pair))
         halves = self._halves_of(cache)

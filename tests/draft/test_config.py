@@ -42,6 +42,7 @@ def test_words_mappings_and_json():
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs .model."),
         ({"method": "ngram", "model": "tiny", "num_speculative_tokens": 2}, "no other method has one"),
         ({"model": "tiny"}, "num_speculative_tokens"),
+        ({"model": "", "num_speculative_tokens": 2}, "model must be the name or path .* got an empty one"),
         ({"num_speculative_tokens": 2, "dtype": "float32"}, "dtype is of the draft model"),
         ({"num_speculative_tokens": 2, "same": True}, "no field 'same'"),
         ({"num_speculative_tokens": 2, "disable_by_batch_size": 4}, "disable_by_batch_size"),

@@ -203,7 +203,7 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
     aside = Aside(Right(), 10, "mine")
     aside.seconds = 1e-3
     mine = askers.Apart(aside, how, "mine")
-    row = askers.Row(object(), 4, 1)
+    row = askers.Row(object(), None, 4, 1)
     for _ in range(200):
         how.records.note(row.seq, 1, 0, "mine")
     asked = [mine._pays([row], 1) for _ in range(2 * askers.RETRY)]
@@ -219,7 +219,7 @@ def test_a_step_without_a_question_is_charged_with_none():
     noted = []
     how = SimpleNamespace(costs=SimpleNamespace(note=lambda tokens, seconds: noted.append(seconds)))
     mine = Drafting(askers.Apart(Aside(Right(), 10, "mine"), how, "mine"), 4, how)
-    plan = SimpleNamespace(q=np.ones(1, int), draft=None)
+    plan = SimpleNamespace(q=np.ones(1, int), draft=None, rows=[0])
     mine.asker.seconds = 0.5
     mine.took(plan, 2.0)
     mine.propose(SimpleNamespace(order=(), table=None), None)  # nobody is there to be asked about

@@ -99,6 +99,8 @@ def test_of_a_text_no_more_is_read_than_fits_into_the_context():
     assert Prompts(tokenizer, 10).predicted("a" * 10**6) == list(range(10))
     assert [len(text) for text in read] == [160]
     assert Prompts(tokenizer, 10).predicted("abc") == [0, 1, 2]
+    with pytest.raises(InvalidRequest, match=r"A prediction must be .* valid Unicode; got '\\ud800' at character 2"):
+        Prompts(tokenizer, 10).predicted("ab\ud800")
 
 
 def test_where_guesses_do_not_pay_none_is_tried():

@@ -568,6 +568,7 @@ def test_a_damaged_model_is_refused(witness, damaged_models, what, error, messag
 @pytest.mark.parametrize(
     "options, error, message",
     [
+        ({"model": ""}, ConfigError, "model must be a path or a name, such as .*; got an empty one"),
         ({"model": "no/such/folder"}, InvalidModelFiles, 'no folder no/such/folder: expected "tiny", a folder'),
         ({"backend": "numqy"}, BackendNotFound, "'numqy' is neither a backend .known: .*numpy.* nor a module"),
         ({"backend": "os"}, BackendNotFound, "'os' does not follow the array API. Known backends: .*numpy"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.plan.lower import Packed, lower, pad
+from hibachi.plan.lower import Packed, lower, lower_one, pad
 from hibachi.shapes import CallShapes, fixed
 
 BLOCK = 4
@@ -112,6 +112,21 @@ def steps(draw):
 def test_lower_equals_the_slow_one(step):
     rows, how = step
     assert as_lists(pack(rows, **how)) == slowly(rows, **how)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(steps(), st.data())
+def test_a_single_row_is_packed_alike(step, data):
+    [(row, start, q, emit), *_], how = step
+    table, size, tail = how["table"], how["block_size"], data.draw(st.integers(0, q))
+    if data.draw(st.booleans()):
+        table = table[:, :0]  # no paged layer
+    tiles = data.draw(st.sampled_from([(1, how["tile"]), (how["tile"],) * 2, CallShapes().choices]))
+    given = (np.array(a, np.int32)[None] for a in (row, start, q))
+    slow = lower(*given, np.array([emit]), table, size, tiles=tiles, tail=np.array([tail]))
+    found = lower_one(row, start, q, min(q, 1 + tail) if emit else 0, table, size, tiles=tiles)
+    assert as_lists(found) == as_lists(slow)
+    assert all(a.dtype == np.int32 and a.shape == b.shape for a, b in zip(found.arrays(), slow.arrays(), strict=True))
 
 
 @pytest.mark.parametrize(

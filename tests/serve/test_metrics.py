@@ -421,6 +421,7 @@ def test_the_names_of_tgi(pages):
     assert now["tgi_batch_inference_count_total", "decode"] == 19
     assert now["tgi_batch_inference_duration_count", "prefill"] == 1 and now["tgi_queue_size"] == 0
     assert now["tgi_request_generated_tokens_sum"] == 20
+    assert now["tgi_request_skipped_tokens_count"] == 20 and now["tgi_request_skipped_tokens_sum"] == 0  # none proposed
 
 
 def test_the_page_of_the_docs_has_all_series():

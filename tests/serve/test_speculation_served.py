@@ -49,6 +49,18 @@ def test_proposals_are_counted_by_drafter_and_position(fast):
     assert {key[1] for key in now if key[0].startswith("hibachi_draft")} == {"ngram"}
 
 
+def test_how_many_a_step_kept(fast):
+    before = calm(fast)
+    fast.complete(TEXT, max_tokens=TOKENS, ignore_eos=True)
+    now = calm(fast)
+    drafts, kept = (since(now, before, f"hibachi_{n}_total", "ngram") for n in ("drafts", "draft_accepted_tokens"))
+    steps = since(now, before, "hibachi_step_accepted_tokens_count")
+    none, four = (since(now, before, "hibachi_step_accepted_tokens_bucket", le) for le in ("0", "4"))
+    assert since(now, before, "hibachi_step_accepted_tokens_sum") == kept and steps + kept == TOKENS == four + kept
+    right = since(now, before, "hibachi_draft_accepted_by_position_total", "ngram", "0")
+    assert steps - none == right <= drafts  # each of the others has kept at least one
+
+
 def test_the_time_between_tokens_counts_each_token_of_a_step(fast):
     before = calm(fast)
     fast.complete(TEXT, max_tokens=TOKENS, ignore_eos=True)

@@ -78,8 +78,19 @@ class Prompts:
         return list(map(int, ids))
 
     def predicted(self, text: str) -> list[int]:
-        """The tokens of a text that an output may be. What cannot fit into the context is cut off before it is read."""
-        ids: list[int] = self.tokenizer.encode(text[: self.context * SOMEWHAT_LONG], add_special_tokens=False)
+        """The tokens of a text that an output may be. What cannot fit into the context is cut off before it is read.
+
+        Raises InvalidRequest.
+        """
+        text = text[: self.context * SOMEWHAT_LONG]
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InvalidRequest(
+                f"A prediction must be a string of valid Unicode; got {text[e.start]!r} at character {e.start}. Decode "
+                f"bytes with errors='replace', for example."
+            ) from e
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids[: self.context]
 
     def joined(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
