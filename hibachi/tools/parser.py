@@ -21,8 +21,8 @@ class Parser:
 
     Only text that may be the beginning of a marker is held back: a few thousand characters at most. What begins like a
     call and is none is said as it came. Reasoning that comes after other reasoning begins with a new line, and so does
-    what is said after a call or reasoning if something was said before. Arguments that are not what the format says are given on as they came, and
-    their call ends incomplete. No text raises anything.
+    what is said after a call or reasoning if something was said before. Arguments that are not what the format says
+    are given on as they came, and their call ends incomplete. No text raises anything.
     """
 
     def __init__(self, format: ChatFormat, toolbox: Toolbox, thinking: Thinking) -> None:
@@ -70,9 +70,10 @@ class Parser:
 
     def feed(self, text: str) -> list[Event]:
         """What more text gives."""
-        if not self._text and self._is_said(text):
-            self._drop = False
-            return [Said(text)] if text else []
+        if not text:
+            return []
+        if not self._text and (kind := self._plain(text)):
+            return [kind(text)]
         self._text += text
         return self._read()
 
@@ -88,12 +89,15 @@ class Parser:
         self._state = self._say_all
         return events
 
-    def _is_said(self, text: str) -> bool:
-        """Whether all of it surely is, which is so most of the time."""
-        if self._state != self._speak:
-            return self._state == self._say_all
-        goes_on = Said in self._given and Said not in self._apart
-        return goes_on and bool(text) and text[-1] not in BLANKS and not self._suspect(text)
+    def _plain(self, text: str) -> type[Said | Reasoned] | None:
+        """What all of a text surely is; most of the time that is quickly seen."""
+        if self._state == self._say_all:
+            return Said
+        kind = Said if self._state == self._speak else Reasoned if self.reasoning else None
+        if kind not in self._given or kind in self._apart or text[-1] in BLANKS:
+            return None
+        suspect = self._suspect(text) if kind is Said else self._thought[0] in text
+        return None if suspect else kind
 
     def _read(self) -> list[Event]:
         while self._state():

@@ -68,7 +68,7 @@ def test_what_goes_wrong_is_a_result(functions, name, arguments, result):
 @pytest.mark.parametrize("content", ["x = 1", "1 +", "raise SystemExit", "from json import dumps"])
 def test_a_file_without_functions(tmp_path, content):
     (tmp_path / "a.py").write_text(content)
-    with pytest.raises(ConfigError, match="--tools .*a.py: "):
+    with pytest.raises(ConfigError, match=r"--tools .*a\.py: "):
         Functions(tmp_path / "a.py")
 
 

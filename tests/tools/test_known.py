@@ -101,6 +101,17 @@ def test_the_token_before_a_call_of_llama_is_left_out():
     assert [c.name for c in answer.calls] == ["note-it"] and answer.content == ""
 
 
+def test_a_template_of_llama_has_it_too():
+    text = (
+        "{# <|python_tag|> #}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "{% else %}{{ m.content }}{% endfor %}<|eot|>{% endfor %}"
+    )
+    assert Formats().of(text, rendering(text)).silent == ("<|python_tag|>",)
+    without = text.replace("<|python_tag|>", "")
+    assert Formats().of(without, rendering(without)).silent == ()
+
+
 # ---- templates -------------------------------------------------------------------------------------------------------
 
 SAYS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
