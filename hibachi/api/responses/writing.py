@@ -276,6 +276,7 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
     """The fields of a response that repeat what was asked for, or tell of defaults."""
     tools = [msgspec.convert(tool, FunctionTool) for tool in body.tools or ()]
     reasoning, form = body.reasoning, None if body.text is None else body.text.format
+    told = {"type": "text"} if form is None else msgspec.to_builtins(form)
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -284,7 +285,7 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
             None if reasoning is None else reasoning.effort, None if reasoning is None else reasoning.summary
         ),
         "temperature": asked.params.temperature,
-        "text": answers.ResponseText({"type": "text"} if form is None else msgspec.to_builtins(form)),
+        "text": answers.ResponseText({name: value for name, value in told.items() if value is not None}),
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [
             answers.ResponseTool(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict)
