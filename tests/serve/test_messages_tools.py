@@ -208,6 +208,17 @@ def test_thoughts_that_are_cut_off(says):
     assert says(THOUGHT + "It is bright.", max_tokens=14, **hidden)["content"] == []
 
 
+def test_effort_reaches_a_template_that_reads_it(tmp_path):
+    with saying(tmp_path) as here:
+        body = {"model": here.served.names[0], "messages": told("so")}
+
+        def counted(**more):
+            return here.post(f"{PATH}/count_tokens", {**body, **more}).json()["input_tokens"]
+
+        low, most = (counted(output_config={"effort": effort}) for effort in ("low", "max"))
+        assert (low - counted(), most - low) == (len("EFFORT low"), len("high") - len("low"))
+
+
 def test_what_looks_like_a_call_is_none_where_no_tool_is(says):
     assert shapes(says(CALL)) == [("text", CALL)]
     assert shapes(says(CALL, tools=[LOOK], tool_choice={"type": "none"})) == [("text", CALL)]
