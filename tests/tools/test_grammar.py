@@ -105,6 +105,9 @@ class TestRequired:
             "refused: d"
         )
 
+    def test_nor_an_argument_that_the_tool_does_not_have(self, name):
+        assert walked(grammar(name, tools=CHOSEN), call(name).replace("days", "dags")).startswith("refused: ")
+
     def test_one_call_where_none_are_parallel(self, name):
         text = call(name)
         found = grammar(name, tools=CHOSEN, parallel=False)
@@ -414,6 +417,17 @@ def test_raw_text_ends_at_what_closes_it_and_nowhere_else():
         read = Read("tagged", lead + value + tail, tools=(Tool("t", {"properties": {"x": {"type": "string"}}}),))
         assert json.loads(read.calls[0][1]) == {"x": value}
     assert walked(found, lead + "a</parameter>b" + tail).startswith("refused")
+
+
+def test_a_raw_text_does_not_look_like_another_value_that_the_schema_bounds():
+    """It would be read as that."""
+    either = {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "integer", "maximum": 9}]}
+    found = grammar("keyed", tools=(Tool("t", {"properties": {"x": either}, "required": ["x"]}),))
+    text = "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
+    assert walked(found, text % "ab12") == "ends" and walked(found, text % "12").startswith("refused: 12")
+    either = {"type": ["string", "integer", "null"]}
+    found = grammar("keyed", tools=(Tool("t", {"properties": {"x": either}, "required": ["x"]}),))
+    assert walked(found, text % "12") == walked(found, text % "null") == walked(found, text % "-x") == "ends"
 
 
 def test_the_pattern_of_a_raw_text_may_stand_anywhere_unless_it_says_so():
