@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 
@@ -445,3 +446,29 @@ def test_an_answer_ends_where_the_format_writes_an_end_token():
     guide = guide_of(found)
     guide.advance(ids(" to=functions.now<|channel|>commentary json<|message|>{}"))
     assert guide.complete and setting().allowed(guide) == {IDS["<|over|>"], IDS["<|eos|>"]}
+
+
+@pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted", "nested"])
+def test_schemas_that_grow_without_end_are_bounded(name):
+    """Each object names the next one several times, or itself; or `anyOf` holds itself."""
+    many = {
+        f"d{i}": {"type": "object", "properties": {f"p{k}": {"$ref": f"#/$defs/d{i + 1}"} for k in range(8)}}
+        for i in range(40)
+    }
+    many["d40"] = {"type": "integer"}
+    itself = {"type": "object", "properties": {f"p{k}": {"$ref": "#/$defs/x"} for k in range(8)}}
+    for schema in (
+        {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": many},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": itself}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 3}}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"$ref": "#"},
+    ):
+        began = time.process_time()
+        try:
+            found = grammar(name, tools=(Tool("t", schema),))
+            assert len(found.text) < 2**18
+        except InvalidRequest as e:
+            assert str(e).startswith("tools[0].function.parameters: ")
+        assert time.process_time() - began < 1
