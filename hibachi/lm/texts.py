@@ -375,7 +375,7 @@ class Texts(Holding):
                     TextChoice(
                         i,
                         self.engine.submit(one),
-                        partial(self._text, p, after=own, shown=shown),
+                        partial(_text, self.tokenizer, p, after=own, shown=shown),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),
@@ -428,16 +428,17 @@ class Texts(Holding):
             ready.append(self.engine.check(request))
         return ready
 
-    def _text(self, p: SamplingParams, *, after: list[int], shown: frozenset[int]) -> Detokenizer:
-        return Detokenizer(
-            self.tokenizer,
-            p.stop,
-            after=after,
-            include_stop=bool(p.include_stop),
-            min_tokens=p.min_tokens,
-            skip_special=p.skip_special_tokens,
-            shown=shown,
-        )
+
+def _text(tokenizer: Any, p: SamplingParams, *, after: list[int], shown: frozenset[int]) -> Detokenizer:
+    return Detokenizer(
+        tokenizer,
+        p.stop,
+        after=after,
+        include_stop=bool(p.include_stop),
+        min_tokens=p.min_tokens,
+        skip_special=p.skip_special_tokens,
+        shown=shown,
+    )
 
 
 def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
