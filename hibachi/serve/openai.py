@@ -47,7 +47,7 @@ async def models(served: Served, x: Exchange) -> None:
     if x.dialect is ANTHROPIC:
         await x.json(anthropic.models([_as_anthropic(served, name) for name in served.names]))
         return
-    await x.json(answers.models(served.names, served.created, served.max_model_len, served.root, served.numerics))
+    await x.json(answers.models(served.names, *_about(served)))
 
 
 async def model(served: Served, x: Exchange) -> None:
@@ -56,7 +56,12 @@ async def model(served: Served, x: Exchange) -> None:
     if x.dialect is ANTHROPIC:
         await x.json(_as_anthropic(served, name))
         return
-    await x.json(answers.model(name, served.created, served.max_model_len, served.root, served.numerics))
+    await x.json(answers.model(name, *_about(served)))
+
+
+def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
+    keeps = served.responses.tag if served.responses.keeps else None
+    return served.created, served.max_model_len, served.root, served.numerics, keeps
 
 
 def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:

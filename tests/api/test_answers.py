@@ -314,6 +314,7 @@ def test_models():
         "parent": None,
         "max_model_len": 512,
         "numerics": None,
+        "server": None,
     }
     assert model("tiny", 1700000000, 512, "path/to/tiny") == one
     assert model("tiny", 1700000000, 512, "path/to/tiny", "cpu-1 float32") == one | {"numerics": "cpu-1 float32"}
