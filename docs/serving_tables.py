@@ -28,6 +28,8 @@ from hibachi.api.bodies import (
 )
 from hibachi.api.messages import bodies as messages
 from hibachi.api.messages.bodies import CountBody, MessagesBody
+from hibachi.api.responses import asking as responses
+from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.router.settings import table as route_table
 from hibachi.serve.app import ROUTES
 from hibachi.serve.metrics import PATH
@@ -36,6 +38,7 @@ from hibachi.serve.tgi_settings import table as tgi_table
 
 HERE = Path(__file__).parent
 PAGE, ROUTING, COMING = HERE / "serving.md", HERE / "routing.md", HERE / "coming-from-tgi.md"
+_ABOUT_OTHERS = {*IGNORED, *responses.REFUSED, "background"} - {"store", "user", "metadata"}  # see agents.md
 
 
 def routes() -> str:
@@ -51,6 +54,7 @@ def fields() -> str:
         "both completions": both,
         "`/v1/completions`": [name for name in text if name not in both],
         "`/v1/chat/completions`": [name for name in chat if name not in both],
+        "`/v1/responses`": [f.name for f in msgspec.structs.fields(ResponsesBody) if f.name not in _ABOUT_OTHERS],
         "`/v1/embeddings`": _fields(EmbeddingBody),
         "`/tokenize`": _fields(TokenizeBody),
         "`/detokenize`": _fields(DetokenizeBody),

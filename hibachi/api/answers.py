@@ -300,6 +300,7 @@ class Model(TypedDict):
     parent: str | None
     max_model_len: int | None
     numerics: str | None
+    server: str | None
 
 
 class Models(TypedDict):
@@ -328,13 +329,27 @@ class Embeddings(TypedDict):
 
 
 def models(
-    names: Sequence[str], created: int, max_model_len: int | None, root: str, numerics: str | None = None
+    names: Sequence[str],
+    created: int,
+    max_model_len: int | None,
+    root: str,
+    numerics: str | None = None,
+    server: str | None = None,
 ) -> Models:
-    return {"object": "list", "data": [model(name, created, max_model_len, root, numerics) for name in names]}
+    return {"object": "list", "data": [model(name, created, max_model_len, root, numerics, server) for name in names]}
 
 
-def model(name: str, created: int, max_model_len: int | None, root: str, numerics: str | None = None) -> Model:
-    """The entry of a model. numerics: the name of the bits that it computes; replicas with one name give one answer."""
+def model(
+    name: str,
+    created: int,
+    max_model_len: int | None,
+    root: str,
+    numerics: str | None = None,
+    server: str | None = None,
+) -> Model:
+    """The entry of a model. numerics: the name of the bits that it computes; replicas with one name give one answer.
+    server: what the ids of responses have in them that are kept there, so that a router knows where they are.
+    """
     return {
         "id": name,
         "object": "model",
@@ -344,6 +359,7 @@ def model(name: str, created: int, max_model_len: int | None, root: str, numeric
         "parent": None,
         "max_model_len": max_model_len,
         "numerics": numerics,
+        "server": server,
     }
 
 

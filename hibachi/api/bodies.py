@@ -322,11 +322,13 @@ def taken(kind: type[T], value: Any) -> T:
         raise refused_by(e) from None
 
 
-def refused_by(error: msgspec.ValidationError, page: str = PAGE) -> Refused:
-    """What names the field."""
+def refused_by(error: msgspec.ValidationError, page: str = PAGE, within: str = "") -> Refused:
+    """What names the field. within: where in the body that stands which was read."""
     text = str(error)
     at = _AT.search(text)
     place = at[1] if at else None
+    if within:
+        place = f"{within}{'' if place is None or place.startswith('[') else '.'}{place or ''}"
     what = text[: at.start()] if at else text
     if unknown := _UNKNOWN.search(what):
         own = unknown[1][:MOST_SHOWN]

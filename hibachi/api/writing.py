@@ -17,6 +17,7 @@ from hibachi.api.answers import (
 )
 from hibachi.api.asking import Asked
 from hibachi.api.dialects import OPENAI, Dialect
+from hibachi.api.errors import Refused
 from hibachi.api.turns import Thought
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish
@@ -111,6 +112,13 @@ class Writer:
     def frame(self, chunk: Any) -> bytes:
         """A chunk as it is sent."""
         return answers.event(chunk)
+
+    def failed(self, refused: Refused, request: str) -> Any:
+        """As `piece`, where a stream that has begun ends with an error. request: the id of the request."""
+        return self.dialect.told(refused, request)
+
+    def came(self, pieces: Sequence[Piece]) -> None:
+        """These have come, of an answer that is to be whole."""
 
     def whole(self) -> Any:
         raise NotImplementedError

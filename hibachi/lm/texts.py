@@ -13,7 +13,7 @@ from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.errors import InvalidRequest, shown
-from hibachi.lm.chats import Asking, Chats, told
+from hibachi.lm.chats import Asking, Chats
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
 from hibachi.lm.predictions import Predictions, for_each
@@ -272,12 +272,9 @@ class Texts(Holding):
         each = [as_params(p, self.default_params) for p in _for_each(params, many, "SamplingParams")]
         if self._chats is None:
             self._chats = Chats(self.tokenizer, self.check_form, self.eos_ids)
-        chats = [self._chats.ready(m, p, asking, variables) for m, p in zip(many, each, strict=True)]
-        texts = [chat.spoken.prompt for chat in chats]
-        ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
-        shown = frozenset[int]().union(*(chat.spoken.shown for chat in chats))
-        streams = self._start(texts, ids, [chat.params for chat in chats], terms, prediction, shown)
-        return [told(chat, done) for chat, done in zip(chats, _finish(streams, progress), strict=True)]
+        ready = self._chats.ready(many, each, asking, variables)
+        streams = self._start(ready.prompts, ready.ids, ready.params, terms, prediction, ready.shown)
+        return ready.told(_finish(streams, progress))
 
     def embed(
         self,

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import IO, Any
 
 from hibachi.api.errors import SERVER, Refused
-from hibachi.router.peek import look
+from hibachi.router.peek import look, server_in
 from hibachi.web.exchange import Gone
 
 log: logging.Logger = logging.getLogger("hibachi.route")
@@ -85,8 +85,21 @@ class Body:
     def _look(self, kind: bytes, encoding: bytes, text: int, strict: bool) -> tuple[str | None, bytes]:
         if self._file is None:
             return look(self.data, kind, encoding, text=text, strict=strict)
-        whole = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)  # an error may still refer to it
-        return look(whole, kind, encoding, text=text, strict=strict)
+        return look(self._mapped(), kind, encoding, text=text, strict=strict)
+
+    def _mapped(self) -> mmap.mmap:
+        assert self._file is not None
+        return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)  # an error may still refer to it
+
+    async def server(self, encoding: bytes, room: Room) -> str:
+        """See `peek.server_in`."""
+        if self._file is None and not encoding:
+            return server_in(self.data, encoding)
+        async with room.looking:
+            return await asyncio.to_thread(self._server, encoding)
+
+    def _server(self, encoding: bytes) -> str:
+        return server_in(self.data if self._file is None else self._mapped(), encoding)
 
     async def digest(self, *more: bytes) -> bytes:
         """Of the body, and of what else makes the request the same."""

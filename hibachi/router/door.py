@@ -19,9 +19,9 @@ from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
 from hibachi.router.forward import Broken, Forwarder, Job, unknown
 from hibachi.router.passing import without_hops
-from hibachi.router.peek import model_of_path, model_of_query
+from hibachi.router.peek import model_of_path, model_of_query, server_of
 from hibachi.router.policies import Ask, at_home
-from hibachi.router.routes import STORED, TOKENS, Kind, Routes
+from hibachi.router.routes import STORED, TOKENS, Kind, Routes, response_of_path
 from hibachi.web.access import tell
 from hibachi.web.deadlines import LEFT, Left, check_headers
 from hibachi.web.exchange import Exchange, Gone
@@ -30,6 +30,7 @@ from hibachi.web.tenants import Tenants
 log: logging.Logger = logging.getLogger("hibachi.route")
 CLIENT_LEFT = 499  # as nginx logs a client that left
 Own = Callable[[Exchange], Awaitable[None]]
+PREVIOUS_GONE = "previous_response_not_found"  # OpenAI's code
 _NOT_SENT = frozenset((b"host", b"content-length"))
 
 
@@ -125,7 +126,9 @@ class Door:
             ask = await self._ask(x, kind, body)
             if body.size or b"content-length" in x.headers:
                 headers.append(("Content-Length", str(body.size)))
-            if kind is Kind.OBJECT or (ask.sticky and x.path in STORED):
+            if keeper := await self._keeper(x, body):
+                ask = replace(ask, only=keeper)
+            elif kind is Kind.OBJECT or (ask.sticky and x.path in STORED):
                 own = self._its_own(x, ask)
                 if kind is Kind.OBJECT or any(u.name == own for u in self._fleet.having(ask.model)):
                     ask = replace(ask, only=own)
@@ -190,6 +193,29 @@ class Door:
                 raise unknown(model, fleet.models)
         sticky = x.headers.get(self._sticky, b"").decode("latin-1")
         return Ask(model, pieces_of(text) if text else (), sticky)
+
+    async def _keeper(self, x: Exchange, body: Body) -> str:
+        """The upstream that keeps a response which the path or the body names; "" means none is named, or there is only
+        one upstream. Raises Refused where none of them made it.
+        """
+        if len(self._fleet.upstreams) <= 1:
+            return ""
+        named = response_of_path(x.path)
+        server = server_of(named)
+        if x.path in STORED and body.size:
+            server = await body.server(x.headers.get(b"content-encoding", b""), self._room)
+        if not server:
+            return ""
+        found = self._fleet.keeper(server)
+        if found is None:
+            what, code = ("Response", "response_not_found") if named else ("Previous response", PREVIOUS_GONE)
+            raise Refused(
+                f"{what} not found: no upstream is the one that kept it. Send the whole conversation as input.",
+                status=404,
+                param=None if named else "previous_response_id",
+                code=code,
+            )
+        return found.name
 
     def _its_own(self, x: Exchange, ask: Ask) -> str:
         """What a path names is kept by one upstream: that of the sticky header. Raises Refused without one."""

@@ -58,6 +58,10 @@ class Fleet:
     def taking(self, model: str) -> list[Upstream]:
         return [u for u in self.having(model) if u.takes]
 
+    def keeper(self, server: str) -> Upstream | None:
+        """The upstream whose models say this of it, whether it takes requests or not: it keeps responses."""
+        return next((u for u in self.upstreams if server in u.servers), None)
+
     @property
     def models(self) -> list[str]:
         """Of those that take requests; where none does, of all."""
@@ -79,6 +83,8 @@ class Fleet:
         for model, having in self._having.items():
             if takes := [u for u in having if u.takes]:
                 entry = {**takes[0].models[model], "id": model}
+                if "server" in entry:  # a router before this one is to know all of them
+                    entry["server"] = [server for u in takes for server in sorted(u.servers)]
                 out.append(entry | {"upstreams": [u.name for u in takes]} if owners else entry)
         return out
 

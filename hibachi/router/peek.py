@@ -19,6 +19,8 @@ MOST_FIELDS = 1000
 LONGEST_FORM = 1 << 20  # bytes of a field of a form
 _ENGINES = re.compile(r"/v1/engines/(.+)/(?:completions|embeddings)")
 _MODELS = re.compile(r"/v1/models/(.+)")
+# Claude Code writes it in front of its system prompt, different in each request; our servers leave it out.
+_BILLING = re.compile(rb"x-anthropic-billing-header:[^\"\\]*")
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _MODEL_FIELD = re.compile(
     rb"""\r\ncontent-disposition:[^\r\n]*;[ \t]*name=(?:"model"|model)(?=[\s;]|$)""", re.IGNORECASE
@@ -41,6 +43,19 @@ class _Texts(_Named):
     instructions: msgspec.Raw = _NOTHING
 
 
+class _Keeps(msgspec.Struct):
+    previous_response_id: Any = None
+    input: msgspec.Raw = _NOTHING
+
+
+class _Reference(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+
+
+_keeps, _references = msgspec.json.Decoder(_Keeps), msgspec.json.Decoder(list[_Reference])
+_OURS = re.compile(r"(?:resp|msg|rs|fc|fco)_([a-z]{8})_\w+")
+_REFERENCE = re.compile(rb'"item_reference"')
 _named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Texts)
 _packed = msgspec.msgpack.Decoder(_Named)
 _MSGPACK = frozenset((b"application/msgpack", b"application/x-msgpack", b"application/vnd.msgpack"))
@@ -59,6 +74,27 @@ def model_of_query(query: bytes) -> str | None:
     except ValueError:
         return None
     return fields["model"][-1] if "model" in fields else None
+
+
+def server_of(id: Any) -> str:
+    """What the id of a response, or of an item, says of the server that keeps it; "" means it is none of ours."""
+    found = _OURS.fullmatch(id) if isinstance(id, str) else None
+    return found[1] if found else ""
+
+
+def server_in(body: Data, encoding: bytes) -> str:
+    """`server_of` what the body of a response goes on from, or else of the first item that it refers to."""
+    plain = body if not encoding or encoding == b"identity" else _unpacked(body, encoding)
+    if plain is None:
+        return ""
+    try:
+        found = _keeps.decode(plain)
+        if (server := server_of(found.previous_response_id)) or not _REFERENCE.search(memoryview(found.input)):
+            return server
+        each = (server_of(one.id) for one in _references.decode(found.input) if one.type == "item_reference")
+        return next((server for server in each if server), "")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # its server says what is wrong
 
 
 def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: bool = True) -> tuple[str | None, bytes]:
@@ -97,7 +133,8 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
     said, left = [], text
     for part in (found.system, found.instructions, found.messages, found.prompt, found.input, found.inputs, found.text):
         if left > 0 and part is not _NOTHING:
-            said.append(bytes(memoryview(part)[:left]))
+            beginning = bytes(memoryview(part)[:left])
+            said.append(_BILLING.sub(b"", beginning, 1) if part is found.system else beginning)
             left -= len(said[-1])
     return model, b"".join(said)
 

@@ -57,6 +57,7 @@ _GENERATE = frozenset(
     }
 )
 STORED = frozenset({"/v1/responses"})  # what they generate is kept, and may be asked for again
+_RESPONSES = re.compile(r"/v1/responses/([^/]+)(?:/.*)?")
 _ENGINES = re.compile(r"/v1/engines/.+/(completions|embeddings)")
 _OBJECTS = re.compile(
     r"/v1/(files|uploads|batches|responses/|threads|assistants|fine_tuning|fine-tunes|vector_stores|conversations"
@@ -68,6 +69,12 @@ _NEVER = re.compile(
     r"(/v1)?/(metrics|debug|reset_\w+|sleep|wake_up|is_sleeping|collective_rpc|start_profile|stop_profile|pause|resume"
     r"|load_lora_adapter|server_info|unload_lora_adapter)(/.*)?"
 )
+
+
+def response_of_path(path: str) -> str:
+    """The id of a response that a path (decoded) names; "" means none."""
+    found = _RESPONSES.fullmatch(path)
+    return found[1] if found else ""
 
 
 class Routes:

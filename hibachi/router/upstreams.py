@@ -95,6 +95,13 @@ class Upstream:
         return self.place.name
 
     @property
+    def servers(self) -> set[str]:
+        """What the ids of responses have in them that are kept there: of a router, those of all servers behind it."""
+        told = [entry.get("server") for entry in self.models.values() if isinstance(entry, Mapping)]
+        each = [one for said in told for one in (said if isinstance(said, list) else [said])]
+        return {one for one in each if isinstance(one, str)}
+
+    @property
     def origin(self) -> str:
         """What `X-Upstream-Origin` says: as configured, with the address where there are several."""
         place = self.place

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from hibachi.api.dialects import ANTHROPIC, OPENAI, Dialect, key_of, spoken
 from hibachi.api.errors import Refused, as_refused
-from hibachi.serve import generate, messages, openai, operating, ranking, tgi, warm
+from hibachi.serve import generate, messages, openai, operating, ranking, responses, tgi, warm
 from hibachi.serve.describing import with_description
 from hibachi.serve.metrics import is_work
 from hibachi.serve.routes import Route
@@ -25,7 +25,7 @@ from hibachi.web.exchange import Exchange, Gone
 LEFT = 499  # as nginx logs a client that left
 
 
-MODULES = (openai, messages, ranking, warm, tgi, generate, operating)
+MODULES = (openai, responses, messages, ranking, warm, tgi, generate, operating)
 ROUTES: tuple[Route, ...] = tuple(route for module in MODULES for route in module.ROUTES)
 _DIALECTS = {route.path: route.dialect for route in ROUTES}
 _METHODS = {path: sorted({route.method for route in ROUTES if route.path == path}) for path in _DIALECTS}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.api.bodies import Bounds
+from hibachi.api.responses.store import Stores
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.plan.policy import Fair, Policy, Priority, WaitingServed
 from hibachi.remote.identity import name_of, system_fingerprint
@@ -42,6 +43,7 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             nameless=frozenset() if settings.tgi is None else NAMELESS,
             parsers=parsers,
             fingerprint=system_fingerprint(texts.engine.facts, settings.model),
+            responses=Stores(settings.responses_store),
         )
     except BaseException:
         texts.close()

@@ -33,6 +33,7 @@ WORK_ROUTES = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
         "/v1/messages",
         "/v1/embeddings",
         "/v1/generate",

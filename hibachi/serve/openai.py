@@ -47,7 +47,7 @@ async def models(served: Served, x: Exchange) -> None:
     if x.dialect is ANTHROPIC:
         await x.json(anthropic.models([_as_anthropic(served, name) for name in served.names]))
         return
-    await x.json(answers.models(served.names, served.created, served.max_model_len, served.root, served.numerics))
+    await x.json(answers.models(served.names, *_about(served)))
 
 
 async def model(served: Served, x: Exchange) -> None:
@@ -56,7 +56,12 @@ async def model(served: Served, x: Exchange) -> None:
     if x.dialect is ANTHROPIC:
         await x.json(_as_anthropic(served, name))
         return
-    await x.json(answers.model(name, served.created, served.max_model_len, served.root, served.numerics))
+    await x.json(answers.model(name, *_about(served)))
+
+
+def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
+    keeps = served.responses.tag if served.responses.keeps else None
+    return served.created, served.max_model_len, served.root, served.numerics, keeps
 
 
 def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:
@@ -145,8 +150,7 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
     served.check_name(body.model)
     if body.messages is not None and body.prompt is None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
-        if body.tools:
-            variables["tools"] = body.tools
+        variables |= asking.tools_shown(body.tools)
         open_end = asking.goes_on(body.continue_final_message, body.add_generation_prompt)
         messages = conversation(body.messages, served.bounds.messages)
         ids = await served.reading.render(messages, variables, x.tenant, open_end=open_end)

@@ -17,6 +17,7 @@ from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused, unsupported
 from hibachi.api.forms import OURS, refused
 from hibachi.api.reading import Reading
+from hibachi.api.responses.store import Stores
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
@@ -69,7 +70,7 @@ class Served:
     most seconds of a request. arrival: seconds for a body to come. tgi: limits of requests in TGI's dialect; None means
     those of `bounds`. nameless: names that clients send if they were given none; they are listed nowhere. fingerprint:
     equal where the same bits are computed, see `system_fingerprint`. parsers: how the format of tool calls and
-    reasoning is chosen.
+    reasoning is chosen. responses: that are kept.
     """
 
     what: Texts | Tokens
@@ -87,6 +88,7 @@ class Served:
     nameless: frozenset[str] = frozenset()
     fingerprint: str | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    responses: Stores = field(default_factory=Stores)
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

@@ -66,6 +66,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                 " never"),
         Setting("drain-timeout", seconds(), 25.0, "seconds for running requests to end after SIGTERM"),
         Setting("max-body-size", size(), "16M", "largest body of a request"),
+        Setting("responses-store", size(off=True), "64M", "responses that are kept for each key, in memory; 0 or off"
+                " means none"),
         Setting("max-logprobs", integer(0), 20, "most log-probabilities returned with each token"),
         Setting("max-n", integer(1), 128, "most continuations of a prompt"),
     ),

@@ -52,6 +52,7 @@ async def answer_text(
 async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
     while pieces := await text.come(each=writer.each):
         record.came(pieces)
+        writer.came(pieces)
     answer = writer.whole()
     await x.json(answer, 200, None if headers is None else headers(record))
 
@@ -86,7 +87,7 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
         record.failed(e)
         refused = as_refused(e)
         x.blame(refused, e)
-        chunks = [dialect.told(refused, x.id)]
+        chunks = [*(chunks or ()), writer.failed(refused, x.id)]  # with what came before it and was not sent
     finally:
         comments.stop()
     await x.write(_events(writer, chunks) + dialect.end, more=False)

@@ -94,17 +94,21 @@ def seconds(least: float = 0.0) -> Kind:
     return Kind("S", f"seconds >= {least:g}", read)
 
 
-def size() -> Kind:
+def size(*, off: bool = False) -> Kind:
+    """off: it may be 0, or "off", which is the same."""
+
     def read(given: Any) -> int:
+        if off and (given == "off" or given is False):
+            return 0
         if isinstance(given, str):
             word = given.strip().lower().removesuffix("b")
             unit = word.lstrip("0123456789.")
             given = int(float(word.removesuffix(unit)) * 2 ** (_SIZES[unit] if unit else 0))
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        if not isinstance(given, int) or isinstance(given, bool) or given < (0 if off else 1):
             raise ValueError
         return given
 
-    return Kind("BYTES", "bytes, such as 1048576, 512M or 4G", read)
+    return Kind("BYTES", "bytes, such as 1048576, 512M or 4G" + (", or 0 or off" if off else ""), read)
 
 
 def choice(*names: str) -> Kind:

@@ -8,7 +8,8 @@ import pytest
 
 from hibachi.api.errors import Refused
 from hibachi.router import peek
-from hibachi.router.peek import look, model_of_path
+from hibachi.router.peek import look, model_of_path, server_in, server_of
+from hibachi.router.routes import response_of_path
 
 JSON = b"application/json"
 
@@ -101,3 +102,48 @@ def test_b27_the_model_of_a_path():
     assert model_of_path("/v1/engines/m/n/completions") == "m/n"
     assert model_of_path("/v1/models/org/name") == "org/name"
     assert model_of_path("/v1/completions") is model_of_path("/v1/models") is None
+
+
+# ---- servers that keep responses -----------------------------------------------------------------------------------
+
+OURS = "resp_abcdefgh_0a1b2c"
+
+
+@pytest.mark.parametrize(
+    "body, server",
+    [
+        ({"previous_response_id": OURS}, "abcdefgh"),
+        ({"previous_response_id": None, "input": "a"}, ""),
+        ({"previous_response_id": 7}, ""),
+        ({"previous_response_id": "resp_67ccd2bed1ec8190b14f964abc054267"}, ""),
+        ({"input": f"previous_response_id {OURS}"}, ""),
+        ({"input": [{"previous_response_id": OURS}]}, ""),
+        ({"input": [{"content": "item_reference"}, {"type": "item_reference", "id": OURS}]}, "abcdefgh"),
+        ({"input": [{"type": "item_reference", "id": "other"}, {"type": "item_reference", "id": "msg_b_1"}]}, ""),
+        ({"input": [{"type": "item_reference", "id": f"msg_{8 * 'z'}_1_0"}], "previous_response_id": None}, "zzzzzzzz"),
+        ({"input": [{"type": "item_reference", "id": "msg_abcdefgh_1"}], "previous_response_id": f"resp_{8 * 'z'}_1"},
+         "zzzzzzzz"),
+        ({"input": [{"type": "message", "id": "msg_abcdefgh_1"}, {"type": "item_reference"}]}, ""),
+        ({"input": ["item_reference", 7]}, ""),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_the_server_that_a_response_goes_on_from(body, server):
+    data = json.dumps(body).encode()
+    assert server_in(data, b"") == server_in(gzip.compress(data), b"gzip") == server
+    assert server_in(data[:-1], b"") == server_in(data, b"br") == ""
+
+
+@pytest.mark.parametrize(
+    "path, id",
+    [
+        (f"/v1/responses/{OURS}", OURS),
+        (f"/v1/responses/{OURS}/input_items", OURS),
+        ("/v1/responses", ""),
+        ("/v1/responses/", ""),
+        (f"/v1/files/{OURS}", ""),
+    ],
+)
+def test_the_response_that_a_path_names(path, id):
+    assert response_of_path(path) == id
+    assert server_of(id) == ("abcdefgh" if id else "")

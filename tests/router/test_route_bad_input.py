@@ -647,3 +647,66 @@ def test_keys_are_never_logged(mock, spawn, tmp_path):
     router.ends()
     for key in ("sk-mine", "sk-upstream", "sk-all", "sk-wrong", "sk-query", "sk-body"):
         assert key not in router.said
+
+
+@pytest.fixture
+def keepers(mock, route):
+    """A router before three servers that keep responses; one of them tells of another model as well."""
+    names = ("aaaaaaaa", "bbbbbbbb", "cccccccc")
+    three = [mock() for _ in names]
+
+    def tell(one, name):
+        entries = [{"id": model, "object": "model", "server": name} for model in ("m", f"only-{name}")]
+        one.check = lambda request: [of_json({"object": "list", "data": entries})]
+
+    for one, name in zip(three, names, strict=True):
+        tell(one, name)
+    return dict(zip(names, three, strict=True)), route(*three, policy="round-robin"), tell
+
+
+def test_what_names_a_response_goes_to_the_server_that_keeps_it(keepers):
+    """Without a header, from body and path; and whatever the header says."""
+    servers, here, _ = keepers
+    for name, one in servers.items():
+        id = f"resp_{name}_01"
+        reference = {"type": "item_reference", "id": f"msg_{name}_01_0"}
+        bodies = ({"previous_response_id": id, "input": "a"}, {"input": [{"role": "user", "content": "a"}, reference]})
+        for body in bodies:
+            told = json.dumps({"model": "m", **body}).encode()
+            for lines in ((), (b"X-Session-Id: me",)):
+                assert [here.ask("/v1/responses", told, *lines).json["port"] for _ in range(3)] == [one.port] * 3
+        for path in (f"/v1/responses/{id}", f"/v1/responses/{id}/input_items"):
+            assert [here.ask(path, None).json["port"] for _ in range(3)] == [one.port] * 3
+    first = {here.ask("/v1/responses", b'{"model": "m", "input": "a"}').json["port"] for _ in range(12)}
+    assert len(first) > 1  # one that goes on from nothing
+
+
+def test_a_response_whose_server_is_gone_is_not_found(keepers):
+    servers, here, tell = keepers
+    body = b'{"model": "m", "input": "a", "previous_response_id": "resp_%s_01"}'
+    lost = here.ask("/v1/responses", body % b"zzzzzzzz")
+    assert (lost.status, lost.error["code"], lost.error["param"]) == (
+        404,
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+    path = here.ask("/v1/responses/resp_zzzzzzzz_01", None)
+    assert (path.status, path.error["code"]) == (404, "response_not_found")
+    one = servers["aaaaaaaa"]
+    assert here.ask("/v1/responses", body % b"aaaaaaaa").json["port"] == one.port
+    tell(one, "dddddddd")  # it began again
+    eventually(lambda: here.of(one).servers == {"dddddddd"})
+    assert here.ask("/v1/responses", body % b"aaaaaaaa").error["code"] == "previous_response_not_found"
+    assert here.ask("/v1/responses", body % b"dddddddd").json["port"] == one.port
+    one.stop()
+    answer = here.ask("/v1/responses", body % b"dddddddd")
+    assert answer.status == 503  # it may come back, and no other has it
+
+
+def test_a_router_behind_a_router_tells_of_all_servers(keepers, route):
+    servers, here, _ = keepers
+    [entry] = [entry for entry in here.ask("/v1/models", None).json["data"] if entry["id"] == "m"]
+    assert sorted(entry["server"]) == sorted(servers)
+    outer = route(here.url, next(iter(servers.values())))
+    body = b'{"model": "m", "input": "a", "previous_response_id": "resp_cccccccc_01"}'
+    assert outer.ask("/v1/responses", body).json["port"] == servers["cccccccc"].port

@@ -91,6 +91,7 @@ GIVEN = {
     "pause_after": ("6", 6),
     "drain_timeout": ("5", 5.0),
     "max_body_size": ("2k", 2048),
+    "responses_store": ("off", 0),
     "max_logprobs": ("4", 4),
     "max_n": ("2", 2),
     "tool_call_parser": ("hermes", "hermes"),
@@ -360,6 +361,7 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
         queue_timeout="7",
         max_body_size="2k",
         max_logprobs="4",
+        responses_store="3k",
         max_n="2",
         chat_template="{{ messages[0].content }}!",
         api_key=["k"],
@@ -368,6 +370,7 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
     )
     assert served.names == ("a", "b") and served.root == "tiny" and served.max_model_len == 77
     assert (served.timeout, served.queue_timeout, served.max_body) == (8.0, 7.0, 2048)
+    assert served.responses.limit == 3072
     assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
     assert served.tenants.admit(b"Bearer k") == "key1"
     assert served.texts.default_params.seed == 5

@@ -1,0 +1,256 @@
+"""What a body of a response asks for, in the words of a chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from hibachi.api.asking import check_count
+from hibachi.api.bodies import Bounds, ChatBody, refused_by
+from hibachi.api.errors import Refused, unsupported
+from hibachi.api.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from hibachi.api.responses.bodies import SAME, FunctionTool, ObjectFormat, ResponsesBody, SchemaFormat
+from hibachi.api.responses.items import (
+    PAGE,
+    FunctionCall,
+    FunctionCallOutput,
+    Given,
+    Item,
+    Message,
+    Reasoning,
+    RefusalText,
+    given,
+)
+from hibachi.errors import PromptTooLong
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+REFUSED = {
+    "conversation": "Nothing is kept by that name: previous_response_id says what came before",
+    "prompt": "No templates of prompts are kept here",
+    "max_tool_calls": "It limits tools that OpenAI runs, and none is run here",
+    "context_management": "A conversation is not made shorter; truncation leaves out its beginning",
+    "moderation": "Nothing is judged",
+}
+"""Fields that may only be null, and why."""
+_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("background", (None, False), "An answer is waited for; send stream to see it grow"),
+    ("text.verbosity", (None, "medium"), "The models served have no such setting"),
+    ("reasoning.summary", (None, "auto"), "Reasoning is told as it is, and nothing sums it up"),
+    ("reasoning.generate_summary", (None, "auto"), "Reasoning is told as it is, and nothing sums it up"),
+    ("reasoning.context", (None, "auto"), "The model's template says which reasoning it is shown again"),
+    ("reasoning.mode", (None,), "The models served have no such setting"),
+)
+"""Fields, what they may be, and why nothing else."""
+MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # OpenAI's
+_BY_NAME = "function", "allowed_tools"  # forms of tool_choice that are objects
+
+
+def own_items(body: ResponsesBody, bounds: Bounds) -> list[Given]:
+    """The items of the input. Raises Refused."""
+    if isinstance(body.input, str):
+        return [Message(role="user", content=body.input)]
+    check_count("input", body.input, bounds.messages, "items")
+    return [given(raw, f"input[{i}]") for i, raw in enumerate(body.input)]
+
+
+def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
+    """The chat that a body asks for. items: the whole conversation, references resolved. Raises Refused."""
+    _check(body)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    fields: dict[str, Any] = {name: getattr(body, name) for name in SAME}
+    if not tools:
+        fields["parallel_tool_calls"] = None
+    include = body.include or ()
+    return ChatBody(
+        **fields,
+        messages=messages(items, body.instructions),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=True if LOGPROBS in include else None,
+        top_logprobs=body.top_logprobs if LOGPROBS in include else None,
+        tools=tools or None,
+        tool_choice=_choice(body.tool_choice, bool(tools)),
+        response_format=_format(body),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+    )
+
+
+def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
+    """The messages that items stand for. Reasoning, the text and the calls of one turn are one message. A call that
+    was cut off is left out, as nothing can answer it.
+    """
+    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    turn: dict[str, Any] | None = None  # the model's, which may go on
+    for item in items:
+        if isinstance(item, FunctionCallOutput):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            turn = None
+        elif isinstance(item, Message) and item.role != "assistant":
+            found.append({"role": item.role, "content": _text(item.content)})
+            turn = None
+        elif not isinstance(item, FunctionCall) or item.status != "incomplete":
+            if turn is None or not _goes_on(turn, item):
+                turn = {"role": "assistant", "content": None}
+                found.append(turn)
+            _add(turn, item)
+    for message in found:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+    return found
+
+
+def _goes_on(turn: dict[str, Any], item: Item) -> bool:
+    """Whether an item belongs to the turn before it."""
+    if isinstance(item, Reasoning):
+        return turn["content"] is None and "tool_calls" not in turn
+    return not isinstance(item, Message) or turn["content"] is None
+
+
+def _add(turn: dict[str, Any], item: Item) -> None:
+    if isinstance(item, Reasoning):
+        parts = item.content or item.summary
+        thought = [turn["reasoning_content"]] if "reasoning_content" in turn else []
+        turn["reasoning_content"] = "\n".join([*thought, *(part.text for part in parts)])
+    elif isinstance(item, FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, Message):
+        turn["content"] = _text(item.content)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.refusal if isinstance(part, RefusalText) else part.text for part in content)
+
+
+def _check(body: ResponsesBody) -> None:
+    for name, why in REFUSED.items():
+        if getattr(body, name) not in (UNSET, None):
+            raise unsupported(name, why)
+    for name, allowed, why in _ONLY:
+        if (value := _at(body, name)) not in allowed:
+            raise unsupported(name, f"{why}, so {str(value)[:40]!r} is not taken")
+    for name in body.include or ():
+        if name not in (LOGPROBS, ENCRYPTED):
+            raise unsupported("include", f"{name[:80]!r} is of tools or inputs that are not served")
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
+        raise Refused(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs", code="invalid_value")
+    if body.stream_options is not None and not body.stream:
+        raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
+    check_count("metadata", body.metadata, MOST_METADATA)
+    for key, value in (body.metadata or {}).items():
+        check_count("metadata", key, LONGEST_KEY, "characters in a key")
+        check_count("metadata", value, LONGEST_VALUE, "characters in a value")
+
+
+def _at(body: ResponsesBody, name: str) -> Any:
+    first, _, inner = name.partition(".")
+    found = getattr(body, first)
+    return getattr(found, inner) if inner and found is not None else found
+
+
+def _tool(raw: dict[str, Any], place: str) -> dict[str, Any]:
+    """A tool as a chat has it."""
+    kind = raw.get("type")
+    if kind != "function":
+        raise unsupported(f"{place}.type", f"Only functions of yours are called, not {str(kind)[:40]!r}")
+    try:
+        tool = msgspec.convert(raw, FunctionTool)
+    except msgspec.ValidationError as e:
+        raise refused_by(e, PAGE, place) from None
+    for name in ("output_schema", "allowed_callers", "defer_loading"):
+        if getattr(tool, name):
+            raise unsupported(f"{place}.{name}", "It is of tools that OpenAI runs")
+    function: dict[str, Any] = {"name": tool.name}
+    more = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    function |= {name: value for name, value in more.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Any, tools: bool) -> Any:
+    """tool_choice as a chat has it. tools: there are some."""
+    if given is None or isinstance(given, str):
+        return given if tools or given not in ("auto", "none") else None
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind not in _BY_NAME:
+        what, shown = " or ".join(_BY_NAME), str(kind if isinstance(given, dict) else given)[:40]
+        raise unsupported(
+            "tool_choice", f"'none', 'auto', 'required' and objects of type {what} are taken, not {shown!r}"
+        )
+    if kind == "function":
+        return {"type": "function", "function": {k: v for k, v in given.items() if k != "type"}}
+    listed = given.get("tools")
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise Refused("tool_choice.tools must be a list of tools.", param="tool_choice.tools", code="invalid_type")
+    names = [{"type": one.get("type"), "function": {"name": one.get("name")}} for one in listed]
+    return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": names}}
+
+
+def _format(body: ResponsesBody) -> Format | None:
+    asked = None if body.text is None else body.text.format
+    if isinstance(asked, SchemaFormat):
+        return JsonSchemaFormat(
+            json_schema=NamedSchema(
+                name=asked.name, description=asked.description, schema=asked.schema, strict=asked.strict
+            )
+        )
+    return JsonObjectFormat() if isinstance(asked, ObjectFormat) else None
+
+
+# ---- conversations that are too long --------------------------------------------------------------------------------
+
+
+def starts(chat: ChatBody) -> list[int]:
+    """Where turns of the user begin, but the first."""
+    return [i for i, message in enumerate(chat.messages) if message["role"] == "user"][1:]
+
+
+def shortened(chat: ChatBody, start: int) -> ChatBody:
+    """The same from message `start` on, with what system and developer said before."""
+    kept = [message for message in chat.messages[:start] if message["role"] in ("system", "developer")]
+    return msgspec.structs.replace(chat, messages=[*kept, *chat.messages[start:]])
+
+
+# ---- refusals in the words of this route ----------------------------------------------------------------------------
+
+_NAMES = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"messages\b.*", "input"),
+        (r"max_(completion_)?tokens", "max_output_tokens"),
+        (r"response_format\.json_schema\b", "text.format"),
+        (r"response_format\b", "text.format"),
+        (r"(tools\[\d+\])\.function\b", r"\1"),
+        (r"tool_choice\.(function|allowed_tools)\b", "tool_choice"),
+        (r"reasoning_effort", "reasoning.effort"),
+        (r"logprobs", "include"),
+    )
+)
+
+
+def _named(param: str) -> str:
+    for pattern, name in _NAMES:
+        if pattern.match(param):
+            return pattern.sub(name, param, count=1)
+    return param
+
+
+@contextmanager
+def in_our_words() -> Iterator[None]:
+    """What refuses a chat names the fields of a response."""
+    try:
+        yield
+    except Refused as e:
+        if e.param is None or (name := _named(e.param)) == e.param:
+            raise
+        words = str(e).replace(e.param, name)
+        raise Refused(words, status=e.status, kind=e.kind, param=name, code=e.code, headers=e.headers) from e
+    except PromptTooLong as e:
+        if "max_tokens" not in str(e):
+            raise
+        raise PromptTooLong(str(e).replace("max_tokens", "max_output_tokens")) from e

@@ -1,0 +1,152 @@
+"""Items: what a conversation is made of, in requests, in answers and in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from hibachi.api.bodies import refused_by
+from hibachi.api.errors import Refused, unsupported
+
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+Id: TypeAlias = str | UnsetType | None
+PAGE = "docs/agents.md"
+
+
+class _Strict(Struct, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class InputText(_Strict, tag="input_text"):
+    text: str
+    prompt_cache_breakpoint: Any | UnsetType = UNSET  # it changes nothing
+
+
+class OutputText(_Strict, tag="output_text"):
+    text: str
+    annotations: list[Any] | None = msgspec.field(default_factory=list)
+    logprobs: list[Any] | None = msgspec.field(default_factory=list)
+
+
+class RefusalText(_Strict, tag="refusal"):
+    refusal: str
+
+
+class ReasoningText(_Strict, tag="reasoning_text"):
+    text: str
+
+
+class SummaryText(_Strict, tag="summary_text"):
+    text: str
+
+
+class Message(_Strict, tag="message", kw_only=True):
+    id: Id = UNSET
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | RefusalText]
+    status: Status | None = "completed"
+    phase: str | UnsetType | None = UNSET  # it changes nothing
+
+
+class Reasoning(_Strict, tag="reasoning", kw_only=True):
+    """What the model thought. Without `content`, its summary stands for it."""
+
+    id: Id = UNSET
+    summary: list[SummaryText] = msgspec.field(default_factory=list)
+    content: list[ReasoningText] | UnsetType | None = UNSET
+    status: Status | None = "completed"
+    encrypted_content: Any | UnsetType = UNSET  # null only
+
+
+class FunctionCall(_Strict, tag="function_call", kw_only=True):
+    """arguments: JSON."""
+
+    id: Id = UNSET
+    call_id: str
+    name: str
+    arguments: str
+    status: Status | None = "completed"
+    namespace: Any | UnsetType = UNSET  # null only, as the next one
+    caller: Any | UnsetType = UNSET
+
+
+class FunctionCallOutput(_Strict, tag="function_call_output", kw_only=True):
+    """The result of a call."""
+
+    id: Id = UNSET
+    call_id: str
+    output: str | list[InputText]
+    status: Status | None = "completed"
+    name: str | UnsetType | None = UNSET  # of the function; it changes nothing
+    namespace: Any | UnsetType = UNSET
+    caller: Any | UnsetType = UNSET
+
+
+class ItemReference(_Strict, tag="item_reference"):
+    """An item of an earlier response, or of its input."""
+
+    id: str
+
+
+Item: TypeAlias = Message | Reasoning | FunctionCall | FunctionCallOutput
+"""An item as it is kept. Its `id` is a text then, and the content of a message is a list."""
+Given: TypeAlias = Item | ItemReference
+PREFIXES: Mapping[type, str] = {Message: "msg", Reasoning: "rs", FunctionCall: "fc", FunctionCallOutput: "fco"}
+"""What ids begin with."""
+_KINDS: Mapping[str, type[Any]] = {
+    "message": Message,
+    "reasoning": Reasoning,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "item_reference": ItemReference,
+}
+_NULL = ("encrypted_content", "namespace", "caller")
+_decoder = msgspec.json.Decoder(Item)
+_encode = msgspec.json.Encoder().encode
+
+
+def kept(data: bytes) -> Item:
+    """An item that `as_kept` wrote."""
+    item: Item = _decoder.decode(data)
+    return item
+
+
+def as_kept(item: Item, id: str) -> bytes:
+    """An item as JSON, in the form that answers have, with this id. Changes the item so."""
+    item.id, item.status = id, item.status or "completed"
+    if isinstance(item, Reasoning) and item.content is None:
+        item.content = UNSET
+    if isinstance(item, Message):
+        if isinstance(item.content, str):
+            kind = OutputText if item.role == "assistant" else InputText
+            item.content = [kind(item.content)]
+        for part in item.content:
+            if isinstance(part, OutputText):
+                part.annotations, part.logprobs = part.annotations or [], part.logprobs or []
+    return _encode(item)
+
+
+def given(raw: Any, place: str) -> Given:
+    """One item of a request. place: where it stands. Raises Refused, which names the field."""
+    kind = raw.get("type")
+    if kind is None:
+        kind = "message" if "role" in raw else "item_reference"
+        raw = {**raw, "type": kind}
+    found = _KINDS.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise unsupported(
+            f"{place}.type", f"{str(kind)[:40]!r} is none of the items that are served, which are {', '.join(_KINDS)}"
+        )
+    try:
+        item: Given = msgspec.convert(raw, found)
+    except msgspec.ValidationError as e:
+        raise refused_by(e, PAGE, place) from None
+    for name in _NULL:
+        if getattr(item, name, UNSET) not in (UNSET, None):
+            raise unsupported(f"{place}.{name}", "It is of another server, so only null is")
+    if isinstance(item, FunctionCall | FunctionCallOutput) and not item.call_id:
+        raise Refused(f"{place}.call_id is empty.", param=f"{place}.call_id", code="invalid_value")
+    return item

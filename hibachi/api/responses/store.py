@@ -1,0 +1,218 @@
+"""Keeps responses for a while, so that a request need not send again what came before. One store for each tenant."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hibachi.api.errors import Refused
+from hibachi.api.responses.items import PREFIXES, Given, Item, ItemReference, as_kept, kept
+
+MOST, BYTES, SECONDS = 1000, 64 << 20, 3600.0
+OVERHEAD = 256  # bytes that an item or a response takes besides its text
+_LETTERS = 8
+
+
+def new_tag() -> str:
+    """What the ids of a server have in them: eight letters."""
+    return "".join(secrets.choice(string.ascii_lowercase) for _ in range(_LETTERS))
+
+
+@dataclass(slots=True)
+class Kept:
+    """A response. answer: as it was sent, as JSON. items: ids of the whole conversation, the first `inputs` of which
+    are its input. size: bytes, without its items. used: when it was last asked for.
+    """
+
+    id: str
+    answer: bytes
+    items: tuple[str, ...]
+    inputs: int
+    size: int
+    used: float
+
+
+class Store:
+    """The responses of one tenant: at most `most`, of `limit` bytes, for `seconds` after they were last used. Those
+    used least recently go first. Items that several responses have are kept, and counted, once.
+
+    tag: of the server, for new ids.
+    """
+
+    size: int
+
+    def __init__(
+        self,
+        tag: str,
+        limit: int = BYTES,
+        most: int = MOST,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tag, self._limit, self._most, self._seconds, self._clock = tag, limit, most, seconds, clock
+        self._responses: OrderedDict[str, Kept] = OrderedDict()  # least recently used first
+        self._items: dict[str, bytes] = {}
+        self._holders: dict[str, list[str]] = {}  # responses that have an item
+        self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def find(self, id: str) -> Kept | None:
+        """A response, which counts as used now. None means it is not there, or not any more."""
+        self.expire()
+        found = self._responses.get(id)
+        if found is not None:
+            self._use(found)
+        return found
+
+    def item(self, id: str) -> Item | None:
+        """An item. The response that it is of counts as used."""
+        self.expire()
+        data = self._items.get(id)
+        if data is None:
+            return None
+        self._use(self._responses[self._holders[id][-1]])
+        return kept(data)
+
+    def data(self, ids: Sequence[str]) -> list[bytes]:
+        """Items of a response that was found, as JSON."""
+        return [self._items[id] for id in ids]
+
+    def conversation(self, found: Kept) -> list[Item]:
+        """A response's input and output."""
+        return [kept(data) for data in self.data(found.items)]
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+
+    def keep(self, id: str, answer: bytes, given: Sequence[Item], output: Sequence[Item]) -> bool:
+        """Keep a response. given: its whole input. An item without an id that is known, or whose text is another than
+        that of the one with this id, gets an id of its own. False means that it is too large to be kept.
+        """
+        self.expire()
+        items = [self._named(item) for item in given]
+        items += [(str(item.id), as_kept(item, str(item.id))) for item in output]
+        size = len(answer) + OVERHEAD
+        if size + sum(len(data) + OVERHEAD for _, data in items) > self._limit:
+            return False
+        self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), len(given), size, self._clock())
+        self.size += size
+        for item, data in items:
+            if item not in self._items:
+                self._items[item], self._holders[item] = data, []
+                self.size += len(data) + OVERHEAD
+            self._holders[item].append(id)
+        while self.size > self._limit or len(self._responses) > self._most:
+            self._drop(next(iter(self._responses)))
+        return True
+
+    def _named(self, item: Item) -> tuple[str, bytes]:
+        """Its id and its JSON."""
+        if isinstance(item.id, str):
+            data = as_kept(item, item.id)
+            if self._items.get(item.id) == data:
+                return item.id, data
+        own = f"{PREFIXES[type(item)]}_{self._tag}_{secrets.token_hex(12)}"
+        return own, as_kept(item, own)
+
+    def forget(self, id: str) -> bool:
+        """Whether it was there."""
+        self.expire()
+        if id not in self._responses:
+            return False
+        self._drop(id)
+        return True
+
+    def expire(self) -> None:
+        """Forget what has not been used for too long."""
+        before = self._clock() - self._seconds
+        while self._responses and (first := next(iter(self._responses.values()))).used < before:
+            self._drop(first.id)
+
+    def _use(self, found: Kept) -> None:
+        found.used = self._clock()
+        self._responses.move_to_end(found.id)
+
+    def _drop(self, id: str) -> None:
+        gone = self._responses.pop(id)
+        self.size -= gone.size
+        for item in gone.items:
+            holders = self._holders[item]
+            holders.remove(id)
+            if not holders:
+                del self._holders[item]
+                self.size -= len(self._items.pop(item)) + OVERHEAD
+
+
+class Stores:
+    """The stores of all tenants. limit: bytes of each; 0 means that nothing is kept. tag: of this server."""
+
+    tag: str
+
+    def __init__(self, limit: int = BYTES, tag: str | None = None) -> None:
+        self.limit, self.tag = limit, tag or new_tag()
+        self._of: dict[str, Store] = {}
+
+    def of(self, tenant: str) -> Store:
+        """What has expired in any of them is gone then."""
+        for store in self._of.values():
+            store.expire()
+        return self._of.setdefault(tenant, Store(self.tag, self.limit))
+
+    @property
+    def keeps(self) -> bool:
+        return self.limit > 0
+
+
+def no_response(id: str, param: str | None = None) -> Refused:
+    """A response is not there: never was, was another tenant's, or is kept no longer. param: the field that named it;
+    None means the path did.
+    """
+    shown = id[:100]
+    if param is None:
+        return Refused(f"Response with id {shown!r} not found.", status=404, code="response_not_found")
+    return Refused(
+        f"Previous response with id {shown!r} not found: it was not stored, or is kept no longer. Send the whole "
+        f"conversation as input.",
+        status=404,
+        param=param,
+        code="previous_response_not_found",
+    )
+
+
+def no_item(id: str, param: str) -> Refused:
+    return Refused(
+        f"Item with id {id[:100]!r} not found: it was not stored, or is kept no longer. Send the item itself.",
+        status=404,
+        param=param,
+        code="item_not_found",
+    )
+
+
+def resolved(own: Sequence[Given], before: Sequence[Item], store: Store) -> list[Item]:
+    """The conversation: what came before, and the items of an input, with those that it refers to. Raises Refused."""
+    found = list(before)
+    seen = {item.id for item in found}
+    for i, item in enumerate(own):
+        if not isinstance(item, ItemReference):
+            found.append(item)
+            continue
+        place = f"input[{i}].id"
+        if item.id in seen:
+            raise Refused(
+                f"{place}: the conversation has the item {item.id[:100]!r} already. Leave the reference out.",
+                param=place,
+                code="invalid_value",
+            )
+        known = store.item(item.id)
+        if known is None:
+            raise no_item(item.id, place)
+        seen.add(item.id)
+        found.append(known)
+    return found

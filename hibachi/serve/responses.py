@@ -1,0 +1,184 @@
+"""OpenAI's route for responses, and those for responses that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hibachi.api.answers import encode
+from hibachi.api.asking import Asked, check_count
+from hibachi.api.bodies import ChatBody, read
+from hibachi.api.errors import Refused, unsupported
+from hibachi.api.responses.answers import EVENTS, Deleted, ItemList, Response, listed
+from hibachi.api.responses.asking import as_chat, in_our_words, own_items, shortened, starts
+from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.api.responses.items import PAGE, Item
+from hibachi.api.responses.store import Kept, Store, no_item, no_response, resolved
+from hibachi.api.responses.writing import RESPONSES, ResponsesWriter
+from hibachi.errors import PromptTooLong
+from hibachi.serve.conversing import prepare
+from hibachi.serve.routes import About, Route, for_chat
+from hibachi.serve.served import Served
+from hibachi.serve.streaming import answer_text
+from hibachi.web.exchange import Exchange
+
+LISTED, MOST_LISTED = 20, 100  # items of one answer
+
+
+async def create(served: Served, x: Exchange) -> None:
+    """Answer a conversation, in the model's chat template; the next request may go on from there."""
+    body = read(ResponsesBody, await served.body(x), PAGE)
+    name = served.check_name(body.model)
+    items = _conversation(served, x, body)
+    keeps = served.responses.keeps and body.store is not False
+
+    def keep(done: Response) -> None:
+        served.responses.of(x.tenant).keep(done.id, encode(done), items, done.output)
+
+    with in_our_words():
+        asked, ids = await _prepared(served, x, as_chat(body, items), shortens=body.truncation == "auto")
+        writer = ResponsesWriter(
+            asked,
+            name,
+            served.vocabulary,
+            body,
+            server=served.responses.tag,
+            keeps=keeps,
+            keep=keep if keeps else None,
+        )
+        await answer_text(served, x, writer, [ids])
+
+
+async def retrieve(served: Served, x: Exchange) -> None:
+    """A response that is kept."""
+    for name, value in x.query:
+        if name == "stream" and value != "false":
+            raise unsupported("stream", "A response that is kept is whole already")
+    await x.answer(_found(served, x).answer, b"application/json")
+
+
+async def delete(served: Served, x: Exchange) -> None:
+    """Forget a response."""
+    id = _found(served, x).id
+    served.responses.of(x.tenant).forget(id)
+    await x.json(Deleted(id))
+
+
+async def input_items(served: Served, x: Exchange) -> None:
+    """The input of a response that is kept, with the conversation before it, the latest item first.
+
+    `order`: desc or asc. `after`: the id of the item before the first one. `limit`: at most so many.
+    """
+    found = _found(served, x)
+    query = dict(x.query)
+    ids, limit = _listed(found, query), _limit(query.get("limit"))
+    data = served.responses.of(x.tenant).data(ids[:limit])
+    await x.json(listed(ids[:limit], data, more=len(ids) > limit))
+
+
+# ---- what came before ----------------------------------------------------------------------------------------------
+
+
+def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> list[Item]:
+    """All of it: what is kept, and the input. Raises Refused."""
+    store = served.responses.of(x.tenant)
+    own = own_items(body, served.bounds)
+    items = resolved(own, _before(store, body.previous_response_id), store)
+    check_count("input", items, served.bounds.messages, "items, with those before it")
+    return items
+
+
+def _before(store: Store, previous: str | None) -> list[Item]:
+    if previous is None:
+        return []
+    found = store.find(previous)
+    if found is None:
+        raise no_response(previous, "previous_response_id")
+    return store.conversation(found)
+
+
+def _found(served: Served, x: Exchange) -> Kept:
+    """Raises Refused."""
+    id = x.params["response"]
+    found = served.responses.of(x.tenant).find(id)
+    if found is None:
+        raise no_response(id)
+    return found
+
+
+def _listed(found: Kept, query: dict[str, str]) -> Sequence[str]:
+    """Ids of its input in the order that is asked for, behind the one that is named."""
+    ids = found.items[: found.inputs]
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise Refused(f"order must be asc or desc; got {order[:40]!r}.", param="order", code="invalid_value")
+    if order == "desc":
+        ids = ids[::-1]
+    if (after := query.get("after")) is not None:
+        if after not in ids:
+            raise no_item(after, "after")
+        ids = ids[ids.index(after) + 1 :]
+    return ids
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return LISTED
+    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= MOST_LISTED):
+        raise Refused(
+            f"limit must be from 1 to {MOST_LISTED}; got {given[:40]!r}.", param="limit", code="invalid_value"
+        )
+    return int(given)
+
+
+# ---- prompts that are too long --------------------------------------------------------------------------------------
+
+
+async def _prepared(served: Served, x: Exchange, chat: ChatBody, *, shortens: bool) -> tuple[Asked, list[int]]:
+    """`prepare`. shortens: the oldest turns are left out where the context does not hold them all; what system and
+    developer say stays. Raises PromptTooLong.
+    """
+    try:
+        return await _fitting(served, x, chat)
+    except PromptTooLong:
+        turns = starts(chat)
+        if not shortens or not turns:
+            raise
+    best = await _fitting(served, x, shortened(chat, turns[-1]))
+    low, high = 0, len(turns) - 1  # from turns[high] on it fits, and from none before turns[low]
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            best = await _fitting(served, x, shortened(chat, turns[middle]))
+            high = middle
+        except PromptTooLong:
+            low = middle + 1
+    return best
+
+
+async def _fitting(served: Served, x: Exchange, chat: ChatBody) -> tuple[Asked, list[int]]:
+    asked, ids = await prepare(served, x, chat)
+    served.reading.check_length(ids, asked.limit)
+    return asked, ids
+
+
+CREATE = About(
+    ResponsesBody,
+    Response,
+    EVENTS,
+    named=True,
+    example=lambda served: {"input": "How do you do?", "max_output_tokens": 8},
+    useful=for_chat,
+)
+_ID = "/v1/responses/{response}"
+ROUTES = (
+    Route("POST", "/v1/responses", create, RESPONSES, about=CREATE),
+    Route("GET", _ID, retrieve, RESPONSES, about=About(answer=Response, named=True, statuses=(400,), useful=for_chat)),
+    Route("DELETE", _ID, delete, RESPONSES, about=About(answer=Deleted, named=True, useful=for_chat)),
+    Route(
+        "GET",
+        f"{_ID}/input_items",
+        input_items,
+        RESPONSES,
+        about=About(answer=ItemList, named=True, statuses=(400,), useful=for_chat),
+    ),
+)

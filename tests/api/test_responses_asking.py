@@ -1,0 +1,354 @@
+"""What a body of a response asks for: items as messages, fields as those of a chat, and refusals by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+
+from hibachi.api.bodies import Bounds, read
+from hibachi.api.errors import Refused
+from hibachi.api.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from hibachi.api.responses.asking import LOGPROBS, as_chat, in_our_words, messages, own_items
+from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.api.responses.items import as_kept, kept
+from hibachi.errors import PromptTooLong
+
+SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
+BOUNDS = Bounds()
+FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+
+
+def body_of(input="a", **fields):
+    return read(ResponsesBody, json.dumps({"input": input, **fields}).encode())
+
+
+def chat_of(input="a", **fields):
+    body = body_of(input, **fields)
+    return as_chat(body, own_items(body, BOUNDS))
+
+
+def refused(call, *args, **fields):
+    with pytest.raises(Refused) as found:
+        call(*args, **fields)
+    return found.value
+
+
+# ---- items -----------------------------------------------------------------------------------------------------------
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def call(n, **more):
+    return {"type": "function_call", "call_id": f"c{n}", "name": "f", "arguments": json.dumps({"n": n}), **more}
+
+
+def called(*numbers):
+    each = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": json.dumps({"n": n})}}
+        for n in numbers
+    ]
+    return {"tool_calls": each}
+
+
+def thought(text, **more):
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **more}
+
+
+def spoke(text, **more):
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "role": "assistant", "id": "msg_1", "content": [part], "status": "completed", **more}
+
+
+def result(n, output="1"):
+    return {"type": "function_call_output", "call_id": f"c{n}", "output": output}
+
+
+def answered(n, content="1"):
+    return {"role": "tool", "tool_call_id": f"c{n}", "content": content}
+
+
+ASSISTANT = {"role": "assistant", "content": None}
+ITEMS = {  # items of an input, and the messages that they stand for
+    "a text": ("Hello", [user("Hello")]),
+    "easy messages": (
+        [{"role": role, "content": role} for role in ("system", "developer", "user", "assistant", "user")],
+        [{"role": role, "content": role} for role in ("system", "developer", "user", "assistant", "user")],
+    ),
+    "parts": (
+        [user([{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]), spoke("c")],
+        [user("a\nb"), {"role": "assistant", "content": "c"}],
+    ),
+    "a refusal": (
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
+        [{"role": "assistant", "content": "No."}],
+    ),
+    "a call and its result": (
+        [user("a"), call(1, id="fc_1", status="completed"), result(1), spoke("b")],
+        [user("a"), {**ASSISTANT, **called(1)}, answered(1), {"role": "assistant", "content": "b"}],
+    ),
+    "a whole turn": (
+        [thought("I"), spoke("a"), call(1), call(2), result(1), result(2, [{"type": "input_text", "text": "2"}])],
+        [
+            {"role": "assistant", "content": "a", "reasoning_content": "I", **called(1, 2)},
+            answered(1),
+            answered(2, "2"),
+        ],
+    ),
+    "a text behind calls": ([call(1), spoke("a")], [{"role": "assistant", "content": "a", **called(1)}]),
+    "two texts": ([spoke("a"), spoke("b")], [{"role": "assistant", "content": text} for text in "ab"]),
+    "two turns": (
+        [thought("I"), call(1), result(1), thought("see"), spoke("a")],
+        [
+            {**ASSISTANT, "reasoning_content": "I", **called(1)},
+            answered(1),
+            {"role": "assistant", "content": "a", "reasoning_content": "see"},
+        ],
+    ),
+    "reasoning behind a text": (
+        [spoke("a"), thought("I")],
+        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "", "reasoning_content": "I"}],
+    ),
+    "reasoning in summary": (
+        [
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [{"type": "summary_text", "text": "I"}],
+                "encrypted_content": None,
+            }
+        ],
+        [{"role": "assistant", "content": "", "reasoning_content": "I"}],
+    ),
+    "a call that was cut off": (
+        [user("a"), spoke("b"), call(1, status="incomplete")],
+        [user("a"), {"role": "assistant", "content": "b"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_are_messages(name):
+    given, wanted = ITEMS[name]
+    assert messages(own_items(body_of(given), BOUNDS)) == wanted
+    assert chat_of(given, instructions="Be brief.").messages == [{"role": "system", "content": "Be brief."}, *wanted]
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_that_were_kept_are_the_same_messages_and_as_openai_describes_them(name):
+    jsonschema = pytest.importorskip("jsonschema")
+    components = json.loads(SPEC.read_text())["components"]
+    described = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ItemResource", "components": components})
+    given, wanted = ITEMS[name]
+    data = [as_kept(item, f"x_{i}") for i, item in enumerate(own_items(body_of(given), BOUNDS))]
+    for one in data:
+        described.validate(json.loads(one))
+    assert messages(kept(one) for one in data) == wanted
+
+
+IMAGE = {"type": "input_image", "image_url": "data:,"}
+
+
+@pytest.mark.parametrize(
+    ("item", "param", "code"),
+    [
+        ({"type": "web_search_call", "id": "ws_1"}, "input[1].type", "unsupported_parameter"),
+        ({"type": "computer_call_output"}, "input[1].type", "unsupported_parameter"),
+        ({"type": 7}, "input[1].type", "unsupported_parameter"),
+        ({}, "input[1].id", "missing_required_parameter"),
+        ({"role": "user"}, "input[1].content", "missing_required_parameter"),
+        ({"role": "tool", "content": "a"}, "input[1].role", "invalid_type"),
+        (user(7), "input[1].content", "invalid_type"),
+        (user([IMAGE]), "input[1].content[0].type", "unsupported_parameter"),
+        (user([{"type": "input_file", "file_id": "f"}]), "input[1].content[0].type", "unsupported_parameter"),
+        (user([{"type": "input_text", "text": 7}]), "input[1].content[0].text", "invalid_type"),
+        ({**user("a"), "weight": 1}, "input[1].weight", "unknown_parameter"),
+        (call(1, namespace="n"), "input[1].namespace", "unsupported_parameter"),
+        ({**call(1), "call_id": ""}, "input[1].call_id", "invalid_value"),
+        ({**call(1), "arguments": {}}, "input[1].arguments", "invalid_type"),
+        (result(1, [IMAGE]), "input[1].output[0].type", "unsupported_parameter"),
+        (thought("a", encrypted_content="x"), "input[1].encrypted_content", "unsupported_parameter"),
+        ({"type": "item_reference"}, "input[1].id", "missing_required_parameter"),
+    ],
+)
+def test_items_that_are_none(item, param, code):
+    found = refused(chat_of, [user("a"), item])
+    assert (found.param, found.code, found.status) == (param, code, 400)
+    assert param in str(found)
+
+
+def test_at_most_so_many_items():
+    found = refused(own_items, body_of([user("a")] * 4097), BOUNDS)
+    assert (found.param, str(found)) == ("input", "input has 4097 items; at most 4096 are served.")
+
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_in_other_words():
+    body = chat_of(
+        max_output_tokens=7,
+        temperature=0.5,
+        top_logprobs=3,
+        include=[LOGPROBS, "reasoning.encrypted_content"],
+        tools=[FUNCTION, {"type": "function", "name": "time"}],
+        tool_choice={"type": "function", "name": "time"},
+        parallel_tool_calls=False,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={
+            "verbosity": "medium",
+            "format": {"type": "json_schema", "name": "n", "schema": {"a": 1}, "strict": True},
+        },
+    )
+    assert (body.max_completion_tokens, body.temperature, body.logprobs, body.top_logprobs) == (7, 0.5, True, 3)
+    functions = [{"name": "weather", "parameters": {"type": "object"}, "strict": True}, {"name": "time"}]
+    assert body.tools == [{"type": "function", "function": one} for one in functions]
+    assert body.tool_choice == {"type": "function", "function": {"name": "time"}}
+    assert (body.parallel_tool_calls, body.reasoning_effort) == (False, "low")
+    assert body.response_format == JsonSchemaFormat(json_schema=NamedSchema(name="n", schema={"a": 1}, strict=True))
+
+
+def test_what_says_nothing_asks_for_nothing():
+    """Clients send such fields with every request."""
+    plain = chat_of()
+    assert plain == chat_of(
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        include=[],
+        text={"format": {"type": "text"}},
+        reasoning={"effort": None},
+        truncation="disabled",
+        background=False,
+        top_logprobs=0,
+        metadata={"a": "b"},
+        store=True,
+        user="u",
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+        conversation=None,
+        prompt=None,
+    )
+    assert (plain.tools, plain.tool_choice, plain.response_format, plain.logprobs) == (None, None, None, None)
+    assert plain.reasoning_effort is None
+
+
+def test_any_json_object():
+    assert chat_of(text={"format": {"type": "json_object"}}).response_format == JsonObjectFormat()
+
+
+def test_some_of_the_tools():
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    named = [{"type": "function", "function": {"name": "weather"}}]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    assert chat_of(tools=[FUNCTION], tool_choice=choice).tool_choice == allowed
+
+
+REFUSED = {
+    "background": True,
+    "conversation": "conv_1",
+    "prompt": {"id": "pmpt_1"},
+    "max_tool_calls": 3,
+    "context_management": [{"type": "compaction"}],
+    "moderation": {"model": "m"},
+    "include": ["file_search_call.results"],
+    "tool_choice": {"type": "web_search_preview"},
+    "text.verbosity": "low",
+    "reasoning.summary": "detailed",
+    "reasoning.generate_summary": "concise",
+    "reasoning.context": "all_turns",
+    "reasoning.mode": "pro",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_by_name(name):
+    first, _, inner = name.partition(".")
+    value = {inner: REFUSED[name]} if inner else REFUSED[name]
+    found = refused(chat_of, **{first: value})
+    assert (found.param, found.code) == (name, "unsupported_parameter")
+    assert str(found).startswith(f"{name} is not supported: ")
+
+
+BUILT_IN = (
+    *("web_search", "web_search_preview", "file_search", "computer", "computer_use_preview", "code_interpreter"),
+    *("mcp", "image_generation", "local_shell", "shell", "custom", "apply_patch", "namespace", "tool_search"),
+)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_tools_that_openai_runs_are_refused_by_name(kind):
+    found = refused(chat_of, tools=[FUNCTION, {"type": kind, "name": "a"}])
+    assert (found.param, found.code) == ("tools[1].type", "unsupported_parameter")
+    assert repr(kind) in str(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"nonsense": 1}, "nonsense", "unknown_parameter"),
+        ({"messages": []}, "messages", "unknown_parameter"),
+        ({"store": "yes"}, "store", "invalid_type"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n"}}},
+            "text.format.schema",
+            "missing_required_parameter",
+        ),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options", "invalid_value"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
+        ({"metadata": {"a" * 65: ""}}, "metadata", "invalid_value"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "invalid_value"),
+        ({"metadata": {"a": 1}}, "metadata[...]", "invalid_type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function", "unknown_parameter"),
+        ({"tools": [{**FUNCTION, "strict": "yes"}]}, "tools[0].strict", "invalid_type"),
+        ({"tools": [{**FUNCTION, "defer_loading": True}]}, "tools[0].defer_loading", "unsupported_parameter"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": 7}}, "tool_choice.tools", "invalid_type"),
+        ({"tool_choice": 7}, "tool_choice", "unsupported_parameter"),
+    ],
+)
+def test_fields_that_are_wrong(fields, param, code):
+    found = refused(chat_of, **fields)
+    assert (found.param, found.code, found.status) == (param, code, 400)
+
+
+def test_no_input():
+    found = refused(read, ResponsesBody, b"{}")
+    assert (found.param, found.code) == ("input", "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("chat", "name"),
+    [
+        ("messages[3].content", "input"),
+        ("max_completion_tokens", "max_output_tokens"),
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("response_format.type", "text.format.type"),
+        ("tools[2].function.parameters", "tools[2].parameters"),
+        ("tool_choice.function.name", "tool_choice.name"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_what_refuses_a_chat_names_the_fields_of_a_response(chat, name):
+    def refuse():
+        with in_our_words():
+            raise Refused(f"{chat} is wrong.", status=404, param=chat, code="c", headers={"A": "b"})
+
+    found = refused(refuse)
+    assert (str(found), found.param, found.status, found.code) == (f"{name} is wrong.", name, 404, "c")
+    assert found.headers == {"A": "b"}
+
+
+def test_a_prompt_that_is_too_long():
+    with pytest.raises(PromptTooLong, match="max_output_tokens is 7"), in_our_words():
+        raise PromptTooLong("max_tokens is 7")

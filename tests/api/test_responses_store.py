@@ -1,0 +1,166 @@
+"""The store of responses: what is kept, for how long, and what goes first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from hibachi.api.errors import Refused
+from hibachi.api.responses.items import FunctionCallOutput, ItemReference, Message, as_kept
+from hibachi.api.responses.store import OVERHEAD, Store, Stores, resolved
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def said(text, id=None, role="user"):
+    return Message(role=role, content=text, **({} if id is None else {"id": id}))
+
+
+def keep(store, name, given, answer=b"{}"):
+    output = [said(f"to {name}", f"msg_{name}", "assistant")]
+    return store.keep(name, answer, given, output)
+
+
+def texts(items):
+    return [item.content if isinstance(item.content, str) else item.content[0].text for item in items]
+
+
+def test_a_conversation_is_found_again():
+    store = Store("abcdefgh")
+    assert store.find("a") is None
+    assert keep(store, "a", [said("one"), FunctionCallOutput(call_id="c", output="two")], b'{"id": "a"}')
+    found = store.find("a")
+    assert found.answer == b'{"id": "a"}'
+    first, second, third = store.conversation(found)
+    assert (first.role, texts([first]), second.output, texts([third])) == ("user", ["one"], "two", ["to a"])
+    assert first.id.startswith("msg_abcdefgh_") and second.id.startswith("fco_abcdefgh_") and third.id == "msg_a"
+    assert [json.loads(data)["id"] for data in store.data(found.items)] == [first.id, second.id, third.id]
+    assert store.item(first.id) == first and store.item("msg_other") is None
+
+
+def test_items_that_several_responses_have_are_counted_once():
+    """Also where a client sends them again as they are; what was changed is another item."""
+    store = Store("abcdefgh")
+    keep(store, "a", [said("one" * 1000)])
+    size, before = store.size, store.conversation(store.find("a"))
+    keep(store, "b", [*before, said("two")])
+    assert store.size - size < 1500 + 3 * OVERHEAD
+    assert store.find("b").items[:2] == store.find("a").items
+    changed = [said("won", before[0].id), before[1]]
+    keep(store, "c", changed)
+    new, same, _ = store.find("c").items
+    assert (new == before[0].id, same) == (False, "msg_a")
+    assert texts([store.item(before[0].id), store.item(new)]) == ["one" * 1000, "won"]
+
+
+def test_what_is_forgotten_leaves_nothing_behind():
+    store = Store("abcdefgh")
+    keep(store, "a", [said("one"), said("one")])
+    both = [*store.conversation(store.find("a")), *store.conversation(store.find("a"))]  # an item may come twice
+    keep(store, "b", both)
+    assert store.forget("a") and not store.forget("a")
+    assert store.find("a") is None
+    assert texts(store.conversation(store.find("b"))) == ["one", "one", "to a"] * 2 + ["to b"]
+    assert store.forget("b")
+    assert (store.size, len(store), store._items, store._holders) == (0, 0, {}, {})
+
+
+def test_at_most_so_many_the_least_recently_used_go_first():
+    store = Store("abcdefgh", most=3)
+    for name in "abc":
+        keep(store, name, [said(name)])
+    store.find("a")
+    store.item("msg_b")
+    keep(store, "d", [])
+    assert [store.find(name) is not None for name in "abcd"] == [True, True, False, True]
+    assert len(store) == 3
+
+
+def test_at_most_so_many_bytes():
+    one = len(as_kept(said("a" * 1000), "msg_abcdefgh_" + "0" * 24)) + OVERHEAD
+    store = Store("abcdefgh", limit=4 * one)
+    for name in "abcdefghij":
+        keep(store, name, [said("a" * 1000)])
+        assert store.size <= 4 * one
+    assert store.find("j") is not None and store.find("a") is None and len(store) == 2
+
+
+def test_one_that_is_too_large_drives_nothing_out():
+    store = Store("abcdefgh", limit=10_000)
+    keep(store, "a", [said("a")])
+    size = store.size
+    assert not keep(store, "b", [said("b" * 10_000)])
+    assert not keep(store, "b", [], b"b" * 10_000)
+    assert (store.find("b"), store.size) == (None, size) and store.find("a") is not None
+
+
+def test_what_is_not_used_for_long_is_forgotten(clock):
+    store = Store("abcdefgh", seconds=60, clock=clock)
+    for name in "ab":
+        keep(store, name, [said(name)])
+    clock.now = 50
+    assert store.item("msg_b") is not None
+    clock.now = 61
+    assert store.find("a") is None and store.item("msg_a") is None and store.find("b") is not None
+    clock.now = 122
+    assert store.find("b") is None and store.size == 0
+
+
+def test_what_others_have_not_used_is_gone_as_well(clock, monkeypatch):
+    monkeypatch.setattr("hibachi.api.responses.store.time.monotonic", clock)
+    stores = Stores()
+    store = stores.of("a")
+    keep(store, "x", [said("one")])
+    store._clock = clock
+    clock.now = 1e6
+    stores.of("b")
+    assert store.size == 0
+
+
+def test_each_tenant_has_its_own():
+    stores = Stores(tag="abcdefgh")
+    keep(stores.of("a"), "x", [said("one")])
+    assert stores.of("a").find("x") is not None and stores.of("b").find("x") is None
+    assert stores.of("b").item("msg_x") is None
+    assert (Stores().keeps, Stores(0).keeps) == (True, False)
+    assert len({Stores().tag for _ in range(9)}) == 9 and len(Stores().tag) == 8
+
+
+def test_references_are_resolved_in_their_places():
+    store = Store("abcdefgh")
+    keep(store, "a", [said("one")])
+    before = store.conversation(store.find("a"))
+    keep(store, "b", [said("two")])
+    found = resolved([said("three"), ItemReference("msg_b"), said("four")], before, store)
+    assert texts(found) == ["one", "to a", "three", "to b", "four"]
+
+
+@pytest.mark.parametrize(
+    ("own", "status", "param", "code"),
+    [
+        ([ItemReference("msg_z")], 404, "input[0].id", "item_not_found"),
+        ([said("b"), ItemReference("msg_a")], 400, "input[1].id", "invalid_value"),
+        ([ItemReference("msg_b"), ItemReference("msg_b")], 400, "input[1].id", "invalid_value"),
+    ],
+)
+def test_references_that_cannot_be(own, status, param, code):
+    store = Store("abcdefgh")
+    for name in "ab":
+        keep(store, name, [said(name)])
+    with pytest.raises(Refused) as found:
+        resolved(own, store.conversation(store.find("a")), store)
+    assert (found.value.status, found.value.param, found.value.code) == (status, param, code)

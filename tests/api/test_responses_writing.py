@@ -1,0 +1,305 @@
+"""Responses: the events of a stream, in their order, and the whole answer; against OpenAI's description of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+import msgspec
+
+from hibachi.api.answers import Vocabulary
+from hibachi.api.asking import Asked
+from hibachi.api.errors import Refused
+from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.api.responses.writing import ResponsesWriter
+from hibachi.errors import EngineClosed
+from hibachi.request import Finish, SamplingParams, Terms
+from hibachi.streams.textstream import Choice, Piece
+from hibachi.tools.format import PLAIN, CallArguments, CallBegun, CallEnded, Reasoned, Said
+
+SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
+WORDS = Vocabulary(lambda i: b"<%d>" % i, lambda ids: "".join(f"<{i}>" for i in ids))
+CALL = [CallBegun(0, "weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Paris"}'), CallEnded(0)]
+SECOND = [CallBegun(1, "time", "nineletts"), CallArguments(1, "{}"), CallEnded(1)]
+# What the model says, a list of events for each piece of text; whether max_tokens ends it; and the items of it.
+SAID = {
+    "text": ([[Said("Hel")], [Said("lo"), Said(".")]], False, ["message completed Hello."]),
+    "nothing": ([], False, ["message completed "]),
+    "cut": ([[Said("Hel")]], True, ["message incomplete Hel"]),
+    "thought": (
+        [[Reasoned("I ")], [Reasoned("see.")], [], [Said("Yes")]],
+        False,
+        ["reasoning completed I see.", "message completed Yes"],
+    ),
+    "thought, cut": ([[Reasoned("I ")]], True, ["reasoning incomplete I "]),
+    "call": ([[CALL[0]], [CALL[1]], CALL[2:]], False, ['function_call completed weather {"city": "Paris"}']),
+    "calls at once": (
+        [[Reasoned("I"), Said("Let me look."), *CALL, *SECOND, Said("Done?")]],
+        False,
+        [
+            "reasoning completed I",
+            "message completed Let me look.",
+            'function_call completed weather {"city": "Paris"}',
+            "function_call completed time {}",
+            "message completed Done?",
+        ],
+    ),
+    "call, cut": (
+        [[Said("Well")], CALL[:2], [CallEnded(0, complete=False)]],
+        True,
+        ["message completed Well", 'function_call incomplete weather {"city": '],
+    ),
+}
+
+
+class Parser:
+    """Gives what is to be said for each piece, whatever its text is."""
+
+    def __init__(self, said):
+        self._said, self.reasoning = iter(said), False
+
+    def feed(self, text):
+        events = next(self._said)
+        for event in events:
+            self.reasoning = isinstance(event, Reasoned)
+        return events
+
+    def end(self, cut=False):
+        assert next(self._said, None) is None
+        return []
+
+
+def writer_of(said, cut=False, *, ids=(7, 8), logprobs=None, keep=None, **fields):
+    turns = SimpleNamespace(
+        parser=lambda: Parser(said), format=PLAIN, call_id=lambda answer, choice, number: f"call_{number}"
+    )
+    asked = Asked(SamplingParams(), Terms(), stream=True, usage=False, usage_always=False, token_ids=False)
+    asked.turns, asked.logprobs = turns, logprobs
+    body = ResponsesBody(input="a", **fields)
+    writer = ResponsesWriter(asked, "m", WORDS, body, server="abcdefgh", id="r", created=3, keeps=True, keep=keep)
+    tokens = [i for n in range(len(said)) for i in (20 + n,)]
+    scores = [{i: -1.0, 3: -0.5} for i in tokens] if logprobs is not None else None
+    finish = Finish.LENGTH if cut else Finish.STOP
+    choice = SimpleNamespace(
+        index=0, token_ids=tokens, finish_reason=finish, stopped_by=None, tokens=SimpleNamespace(reused=1)
+    )
+    whole = Choice(0, "text", tokens, finish, scores)
+    stream = SimpleNamespace(
+        choices=[choice],
+        tokens=choice.tokens,
+        completion=lambda: SimpleNamespace(choices=[whole], prompt_logprobs=None),
+    )
+    writer.streams, writer.ids = [stream], [list(ids)]
+    pieces = [Piece(f"t{n}", [i], 0, scores and [scores[n]]) for n, i in enumerate(tokens)]
+    return writer, pieces, choice
+
+
+def streamed(*args, **more):
+    """The data of all events."""
+    writer, pieces, choice = writer_of(*args, **more)
+    chunks = [*writer.opening(), *(c for p in pieces for c in writer.piece(p)), *writer.end(choice)]
+    return read(writer, chunks)
+
+
+def read(writer, chunks):
+    found = []
+    for frame in (writer.frame(chunk).decode() for chunk in chunks):
+        name, data, end = frame.split("\n", 2)
+        assert (name[:7], data[:6], end) == ("event: ", "data: ", "\n")
+        found.append(json.loads(data[6:]))
+        assert name[7:] == found[-1]["type"]
+    return found
+
+
+def built(events):
+    """What a client makes of a stream: the response of its last event, after every rule of the order was seen."""
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
+    assert all(e["response"]["status"] == "in_progress" and not e["response"]["output"] for e in events[:2])
+    items, open_, part, done = [], None, None, None
+    for e in events[2:-1]:
+        kind, at = e["type"].removeprefix("response."), e["output_index"]
+        if kind == "output_item.added":
+            assert open_ is None and at == len(items) and e["item"]["status"] == "in_progress"
+            open_, text = e["item"], ""
+            assert (open_.get("arguments", ""), open_.get("content", [])) == ("", [])
+            continue
+        assert at == len(items) and e.get("item_id", open_["id"]) == open_["id"]
+        call = open_["type"] == "function_call"
+        if kind == "content_part.added":
+            assert not call and part is None and e["part"]["text"] == ""
+            part = e["part"]
+        elif kind.endswith(".delta"):
+            assert done is None and (call or part is not None) and (e["delta"] or kind == "output_text.delta")
+            text += e["delta"]
+        elif kind == "output_item.done":
+            assert done == text and part is None
+            assert {**open_, "status": 0} == {**e["item"], "status": 0, **{n: open_[n] for n in FULL & open_.keys()}}
+            said = e["item"]["arguments"] if call else e["item"]["content"][0]["text"]
+            assert said == text
+            items.append(e["item"])
+            open_ = done = None
+        elif kind == "content_part.done":
+            assert part["type"] == e["part"]["type"] and done == e["part"]["text"]
+            part = None
+        else:
+            assert kind in ("output_text.done", "reasoning_text.done", "function_call_arguments.done")
+            assert done is None
+            done = e["arguments"] if call else e["text"]
+    assert open_ is None
+    last = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{last['status']}"
+    assert last["output"] == items
+    return last
+
+
+FULL = {"arguments", "content"}
+
+
+def shown(response):
+    """Its items in words."""
+    found = []
+    for item in response["output"]:
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        found.append(" ".join([item["type"], item["status"], *([item["name"]] if "name" in item else []), text]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def described():
+    """described(name, data): checks that OpenAI's document describes it."""
+    jsonschema = pytest.importorskip("jsonschema")
+    components = json.loads(SPEC.read_text())["components"]
+    kinds = {
+        name: jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components})
+        for name in ("Response", "ResponseStreamEvent")
+    }
+    with pytest.raises(jsonschema.ValidationError):  # it looks
+        kinds["ResponseStreamEvent"].validate({"type": "response.output_text.delta", "delta": "a"})
+    return lambda name, data: kinds[name].validate(data)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_events_come_in_their_order_and_are_as_openai_describes_them(name, described):
+    said, cut, items = SAID[name]
+    events = streamed(said, cut)
+    for event in events:
+        described("ResponseStreamEvent", event)
+    response = built(events)
+    assert shown(response) == items
+    assert response["status"] == ("incomplete" if cut else "completed")
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
+    assert len({item["id"] for item in response["output"]}) == len(items)
+    assert all("_abcdefgh_" in item["id"] for item in response["output"])
+
+
+@pytest.mark.parametrize("logprobs", [0, None])
+@pytest.mark.parametrize("name", SAID)
+def test_a_whole_answer_is_what_a_stream_ends_with(name, logprobs, described):
+    said, cut, _ = SAID[name]
+    end = built(streamed(said, cut, logprobs=logprobs))
+    if logprobs is None and len(said) != 1:  # then all of its text is read at once
+        said = [[event for events in said for event in events]]
+    writer, pieces, _ = writer_of(said, cut, logprobs=logprobs)
+    assert writer.each is (logprobs is not None)
+    writer.came(pieces)
+    whole = json.loads(msgspec.json.encode(writer.whole()))
+    described("Response", whole)
+    for one in (whole, end):
+        one.pop("completed_at")
+        one.pop("usage")
+    assert whole == end
+
+
+def test_tokens_are_counted():
+    usage = built(streamed([[Said("Yes")], [Said(".")]], ids=(1, 2, 3)))["usage"]
+    assert usage == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
+    }
+
+
+def test_log_probabilities_are_those_of_the_text(described):
+    """Of a token whose text was held back, with the text that comes next; of reasoning and of calls there are none."""
+    said = [[Reasoned("I")], [Said("a")], [], [Said("bc")], CALL, [Said("d")]]
+    events = streamed(said, logprobs=1)
+    for event in events:
+        described("ResponseStreamEvent", event)
+    deltas = [[s["token"] for s in e["logprobs"]] for e in events if e["type"] == "response.output_text.delta"]
+    assert deltas == [["<21>"], ["<22>", "<23>"], ["<25>"]]
+    parts = [item["content"][0] for item in built(events)["output"] if item["type"] == "message"]
+    assert [[s["token"] for s in part["logprobs"]] for part in parts] == [["<21>", "<22>", "<23>"], ["<25>"]]
+    assert parts[1]["logprobs"][0] == {
+        "token": "<25>",
+        "logprob": -1.0,
+        "bytes": list(b"<25>"),
+        "top_logprobs": [{"token": "<3>", "logprob": -0.5, "bytes": list(b"<3>")}],
+    }
+    writer, pieces, _ = writer_of(said, logprobs=1)
+    writer.came(pieces)
+    whole = json.loads(msgspec.json.encode(writer.whole()))
+    assert [item for item in whole["output"] if item["type"] == "message"] == [
+        item for item in built(events)["output"] if item["type"] == "message"
+    ]
+
+
+def test_ids_of_calls_are_the_models_where_it_says_them():
+    calls = built(streamed([[*CALL, *SECOND]]))["output"]
+    assert [call["call_id"] for call in calls] == ["call_0", "nineletts"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "server_error"), (429, "rate_limit_exceeded"), (408, "server_error")]
+)
+def test_a_response_that_fails_says_so_at_its_end(status, code, described):
+    """With the items that there are; the one that was growing is incomplete."""
+    kept = []
+    writer, pieces, _ = writer_of([[Reasoned("I"), Said("He")], []], keep=kept.append)
+    chunks = [*writer.opening(), *writer.piece(pieces[0]), *writer.failed(Refused("It broke.", status=status), "r")]
+    *_, last = events = read(writer, chunks)
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    described("ResponseStreamEvent", last)
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": code, "message": "It broke."}
+    assert shown(last["response"]) == ["reasoning completed I", "message incomplete He"]
+    assert not kept
+
+
+def test_an_error_before_a_response_has_begun_is_an_event_of_its_own(described):
+    writer, _, _ = writer_of([])
+    [event] = read(writer, [writer.failed(Refused("No.", param="input", code="context_length_exceeded"), "r")])
+    described("ResponseStreamEvent", event)
+    told = {
+        "type": "error",
+        "sequence_number": 0,
+        "code": "context_length_exceeded",
+        "message": "No.",
+        "param": "input",
+    }
+    assert event == told
+
+
+def test_what_was_cut_off_has_no_end():
+    kept = []
+    writer, _, choice = writer_of([[Said("a")]], keep=kept.append)
+    choice.finish_reason = Finish.CLOSED
+    with pytest.raises(EngineClosed):
+        writer.end(choice)
+    assert not kept
+
+
+def test_a_response_is_kept_before_its_client_is_told_of_the_end():
+    kept = []
+    writer, pieces, choice = writer_of([[Said("a")]], keep=kept.append)
+    writer.piece(pieces[0])
+    assert not kept
+    *_, last = writer.end(choice)
+    assert kept == [last.response] and last.response.store

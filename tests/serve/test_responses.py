@@ -1,0 +1,516 @@
+"""OpenAI's route for responses, over HTTP: whole and streamed, what is kept, other tenants, and bad input."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hibachi.api.responses.store import Stores
+from hibachi.tools.choosing import Parsers
+from hibachi.web.tenants import Tenants
+
+from .conftest import CHATML, ENGINES, Gate, site
+
+SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
+URL = "/v1/responses"
+ASKED = {"temperature": 0, "max_output_tokens": 6}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def respond(server, input, status=200, headers=None, **fields):
+    answer = server.post(URL, {"input": input, **ASKED, **fields}, headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def events_of(server, input, **fields):
+    body = {"input": input, "stream": True, **ASKED, **fields}
+    with server.client.stream("POST", URL, json=body) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        return parsed("".join(answer.iter_text()))
+
+
+def parsed(text):
+    assert text.endswith("\n\n")
+    found = []
+    for event in text[:-2].split("\n\n"):
+        if not event.startswith(":"):
+            name, data = event.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def text_of(response):
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+def error_of(answer, status):
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def described():
+    jsonschema = pytest.importorskip("jsonschema")
+    components = json.loads(SPEC.read_text())["components"]
+
+    def check(name, data):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
+        jsonschema.Draft202012Validator(schema).validate(data)
+
+    return check
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_is_what_a_chat_would_say(server, described):
+    told = respond(server, "Hello", instructions="Be brief.", metadata={"a": "b"})
+    described("Response", told)
+    messages = [{"role": "system", "content": "Be brief."}, user("Hello")]
+    chat = server.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 6}).json()
+    assert text_of(told) == chat["choices"][0]["message"]["content"]
+    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["model"], told["instructions"], told["metadata"]) == ("tiny", "Be brief.", {"a": "b"})
+    assert (told["usage"]["input_tokens"], told["usage"]["output_tokens"]) == (chat["usage"]["prompt_tokens"], 6)
+    tag = server.client.get("/v1/models").json()["data"][0]["server"]
+    assert told["id"].startswith(f"resp_{tag}_") and len(tag) == 8
+
+
+def test_the_events_of_a_stream_end_with_the_whole_answer(server, described):
+    events = events_of(server, "Hello")
+    for event in events:
+        described("ResponseStreamEvent", event)
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    kinds = [e["type"].removeprefix("response.") for e in events if e not in deltas]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.done"),
+        *("content_part.done", "output_item.done", "incomplete"),
+    ]
+    last, whole = events[-1]["response"], respond(server, "Hello")
+    assert "".join(e["delta"] for e in deltas) == text_of(last) == text_of(whole)
+    assert len(deltas) > 1
+    for one in (last, whole):
+        for item in (one, *one["output"]):
+            item.pop("id")
+        one.pop("created_at")
+        one["usage"].pop("input_tokens_details")
+    assert last == whole
+
+
+def test_one_that_ends_by_itself_is_complete(server, described):
+    """tiny says a character or a few for each token."""
+    stop = text_of(respond(server, "Hello"))[:1]
+    *_, last = events_of(server, "Hello", stop=stop)
+    described("ResponseStreamEvent", last)
+    assert (last["type"], last["response"]["status"], text_of(last["response"])) == (
+        "response.completed",
+        "completed",
+        "",
+    )
+    assert last["response"]["completed_at"] >= last["response"]["created_at"]
+
+
+def test_log_probabilities(server, described):
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    told, events = respond(server, "Hello", **fields), events_of(server, "Hello", **fields)
+    described("Response", told)
+    scores = told["output"][0]["content"][0]["logprobs"]
+    assert len(scores) == 6 and all(len(score["top_logprobs"]) == 2 for score in scores)
+    assert [s for e in events if e["type"] == "response.output_text.delta" for s in e["logprobs"]] == scores
+    assert told["top_logprobs"] == 2
+
+
+def test_json_that_keeps_to_a_schema(server):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    told = respond(server, "Hello", text={"format": form}, max_output_tokens=60)
+    assert told["status"] == "incomplete" or isinstance(json.loads(text_of(told))["a"], int)
+    assert text_of(told).startswith("{")
+    assert told["text"]["format"] == form
+
+
+@pytest.fixture(scope="module")
+def tools(texts):
+    """A server that describes tools to its model, whose template has no word for them."""
+    with site(texts, chat_template=CHATML, parsers=Parsers(tools="generic")) as here:
+        yield here
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Bath", "Rome"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "weather", "parameters": {**CITY, "additionalProperties": False}, "strict": True}
+TIME = {"type": "function", "name": "time", "description": "The time."}
+CALLS = {"tools": [WEATHER, TIME], "max_output_tokens": 60}
+
+
+def calls_of(response):
+    return [(item["name"], item["arguments"]) for item in response["output"] if item["type"] == "function_call"]
+
+
+def test_a_call_and_its_result(tools, described):
+    """Whole and streamed; the second turn by its id, by references, and sent whole."""
+    fields = {**CALLS, "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False}
+    told, events = respond(tools, "Bath?", **fields), events_of(tools, "Bath?", **fields)
+    for event in events:
+        described("ResponseStreamEvent", event)
+    [(name, arguments)] = calls_of(told)
+    assert (name, json.loads(arguments)["city"] in ("Bath", "Rome")) == ("weather", True)
+    assert calls_of(events[-1]["response"]) == [(name, arguments)]
+    deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == arguments and len(deltas) > 1
+    assert [tool["name"] for tool in told["tools"]] == ["weather", "time"]
+    call = told["output"][0]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
+    more = {"tools": [WEATHER, TIME], "tool_choice": "none"}
+    second = respond(tools, [result], previous_response_id=told["id"], **more)
+    whole = respond(tools, [user("Bath?"), *told["output"], result], **more)
+    referred = respond(tools, [user("Bath?"), {"type": "item_reference", "id": call["id"]}, result], **more)
+    assert text_of(second) == text_of(whole) == text_of(referred) != ""
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"] == referred["usage"]["input_tokens"]
+    listed = tools.client.get(f"{URL}/{second['id']}/input_items").json()
+    described("ResponseItemList", listed)
+    assert [item["type"] for item in listed["data"]] == ["function_call_output", "function_call", "message"]
+
+
+def test_a_call_that_is_cut_off_is_incomplete(tools, described):
+    long = {"type": "object", "properties": {"text": {"type": "string", "minLength": 400}}, "required": ["text"]}
+    say = {"type": "function", "name": "say", "parameters": long, "strict": True}
+    fields = {"tools": [say], "tool_choice": "required", "max_output_tokens": 60}
+    told, events = respond(tools, "Bath?", **fields), events_of(tools, "Bath?", **fields)
+    described("Response", told)
+    for event in events:
+        described("ResponseStreamEvent", event)
+    assert calls_of(told) == calls_of(events[-1]["response"])
+    [call] = told["output"]
+    assert (told["status"], call["type"], call["status"]) == ("incomplete", "function_call", "incomplete")
+    assert call["arguments"].startswith('{"text": "')
+    assert respond(tools, "And?", previous_response_id=told["id"])["output"]  # it goes on without that call
+
+
+def test_tools_that_may_be_called(tools):
+    named = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    assert {name for name, _ in calls_of(respond(tools, "Bath?", **{**CALLS, "tool_choice": named}))} == {"time"}
+    assert not calls_of(respond(tools, "Bath?", **{**CALLS, "tool_choice": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [TIME], "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{**TIME, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{**TIME, "parameters": {"type": 7}, "strict": True}]}, "tools[0].parameters.type"),
+        ({"tools": [TIME], "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ],
+)
+def test_tools_that_cannot_be(tools, fields, param):
+    answer = tools.post(URL, {"input": "Bath?", **ASKED, **fields})
+    error = error_of(answer, 400)
+    assert error["param"] == param and "function." not in error["message"] and "messages" not in error["message"]
+
+
+def test_a_result_of_a_call_that_was_not_made(tools):
+    result = {"type": "function_call_output", "call_id": "call_nobody", "output": "Rain."}
+    assert error_of(tools.post(URL, {"input": [user("a"), result], **ASKED}), 400)["param"] == "input"
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_turn_is_the_same_as_the_conversation_sent_whole(server):
+    first = respond(server, [user("One?")], instructions="Be brief.")
+    second = respond(server, "Two?", previous_response_id=first["id"])
+    third = respond(server, [user("Three?")], previous_response_id=second["id"])
+    turns = [user("One?"), {"role": "assistant", "content": text_of(first)}, user("Two?")]
+    assert text_of(second) == text_of(respond(server, turns))  # instructions are of one response
+    items = [user("One?"), *first["output"], user("Two?"), *second["output"], user("Three?")]
+    whole = respond(server, items, store=False)
+    assert text_of(third) == text_of(whole)
+    assert third["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert (third["previous_response_id"], whole["previous_response_id"]) == (second["id"], None)
+    chat = [{**m, "content": m["content"] if isinstance(m["content"], str) else m["content"][0]["text"]} for m in items]
+    chat = [{"role": m["role"], "content": m["content"]} for m in chat]
+    told = server.post("/v1/chat/completions", {"messages": chat, "temperature": 0, "max_tokens": 6}).json()
+    assert told["choices"][0]["message"]["content"] == text_of(third)
+
+
+def test_items_are_referred_to(server):
+    first = respond(server, "One?")
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    second = respond(server, [user("One?"), reference, user("Two?")])
+    assert text_of(second) == text_of(respond(server, "Two?", previous_response_id=first["id"]))
+    untold = respond(server, [user("One?"), {"id": reference["id"]}, user("Two?")])
+    assert text_of(untold) == text_of(second)
+
+
+def test_a_stream_is_kept_before_its_end_is_told(server):
+    *_, last = events_of(server, "One?")
+    id = last["response"]["id"]
+    assert server.client.get(f"{URL}/{id}").json() == last["response"]
+    assert respond(server, "Two?", previous_response_id=id)["status"] == "incomplete"
+
+
+def test_a_response_is_read_and_forgotten(server, described):
+    told = respond(server, [user("One?"), {"role": "assistant", "content": "1"}, user("Two?")])
+    path = f"{URL}/{told['id']}"
+    assert server.client.get(path).json() == told
+    assert server.client.get(f"{path}?stream=false").json() == told
+    assert error_of(server.client.get(f"{path}?stream=true"), 400)["param"] == "stream"
+    listed = server.client.get(f"{path}/input_items").json()
+    described("ResponseItemList", listed)
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["Two?", "1", "One?"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (
+        listed["data"][0]["id"],
+        listed["data"][2]["id"],
+        False,
+    )
+    part = server.client.get(f"{path}/input_items?order=asc&limit=1&after={listed['last_id']}").json()
+    assert (part["data"], part["has_more"]) == ([listed["data"][1]], True)
+    assert server.client.delete(path).json() == {"id": told["id"], "object": "response", "deleted": True}
+    for answer in (server.client.get(path), server.client.delete(path), server.client.get(f"{path}/input_items")):
+        assert error_of(answer, 404)["code"] == "response_not_found"
+    gone = error_of(server.post(URL, {"input": "a", "previous_response_id": told["id"]}), 404)
+    assert (gone["code"], gone["param"], gone["type"]) == (
+        "previous_response_not_found",
+        "previous_response_id",
+        "invalid_request_error",
+    )
+    reference = {"type": "item_reference", "id": told["output"][0]["id"]}
+    assert error_of(server.post(URL, {"input": [reference]}), 404)["code"] == "item_not_found"
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("order=up", "order"), ("limit=0", "limit"), ("limit=101", "limit"), ("limit=a", "limit"), ("after=x", "after")],
+)
+def test_lists_that_cannot_be(server, query, param):
+    id = respond(server, "One?")["id"]
+    status = 404 if param == "after" else 400
+    assert error_of(server.client.get(f"{URL}/{id}/input_items?{query}"), status)["param"] == param
+
+
+def test_store_false_keeps_nothing(server):
+    before = len(server.served.responses.of(""))
+    told = respond(server, "One?", store=False)
+    assert told["store"] is False
+    assert error_of(server.client.get(f"{URL}/{told['id']}"), 404)
+    assert len(server.served.responses.of("")) == before
+
+
+@pytest.fixture(scope="module")
+def others():
+    """A server with two tenants, whose stores hold little."""
+    tenants = Tenants((("k1", "one"), ("k2", "two")))
+    settings = {"chat_template": CHATML, "tenants": tenants, "responses": Stores(20_000)}
+    with ENGINES["own"]("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
+        yield here
+
+
+def key(k):
+    return {"Authorization": f"Bearer {k}"}
+
+
+def test_what_another_tenant_keeps_is_as_if_it_were_not_there(others):
+    told = respond(others, "One?", headers=key("k1"))
+    id, item = told["id"], told["output"][0]["id"]
+    never = id[:-4] + ("0000" if id[-4:] != "0000" else "1111")
+
+    def tries(id, item):
+        path, mine = f"{URL}/{id}", key("k2")
+        yield others.client.get(path, headers=mine)
+        yield others.client.delete(path, headers=mine)
+        yield others.client.get(f"{path}/input_items", headers=mine)
+        yield others.post(URL, {"input": "a", "previous_response_id": id}, headers=mine)
+        yield others.post(URL, {"input": [{"type": "item_reference", "id": item}]}, headers=mine)
+
+    for theirs, none in zip(tries(id, item), tries(never, f"{item}0"), strict=True):
+        assert theirs.status_code == none.status_code == 404
+        assert theirs.text.replace(id, never).replace(f"{item}'", f"{item}0'") == none.text
+    assert others.client.get(f"{URL}/{id}", headers=key("k1")).json() == told
+    assert others.client.get(f"{URL}/{id}").status_code == 401
+
+
+def test_what_is_driven_out_is_not_found(others):
+    ids = [respond(others, "a" * 300, headers=key("k1"))["id"] for _ in range(12)]
+    store = others.served.responses.of("one")
+    assert store.size <= 20_000
+    found = [others.client.get(f"{URL}/{id}", headers=key("k1")).status_code for id in ids]
+    assert found == sorted(found, reverse=True) and set(found) == {200, 404}
+    lost = others.post(URL, {"input": "a", "previous_response_id": ids[0]}, headers=key("k1"))
+    assert error_of(lost, 404)["code"] == "previous_response_not_found"
+
+
+def test_a_server_that_keeps_nothing():
+    settings = {"chat_template": CHATML, "responses": Stores(0)}
+    with ENGINES["own"]("tiny", max_num_seqs=2) as texts, site(texts, **settings) as here:
+        told = respond(here, "One?", store=True)
+        assert told["store"] is False
+        assert here.client.get("/v1/models").json()["data"][0]["server"] is None
+        lost = here.post(URL, {"input": "a", "previous_response_id": told["id"]})
+        assert error_of(lost, 404)["code"] == "previous_response_not_found"
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_turns_are_left_out_where_it_is_asked_for(server):
+    turns = [
+        turn for n in range(40) for turn in (user(f"Question {n}, please."), {"role": "assistant", "content": "-" * 9})
+    ]
+    items = [{"role": "developer", "content": "Be brief."}, *turns, user("Last?")]
+    long = server.post(URL, {"input": items, **ASKED})
+    assert error_of(long, 400)["code"] == "context_length_exceeded"
+    told = respond(server, items, truncation="auto")
+    assert told["truncation"] == "auto"
+    kept = next(n for n in range(len(turns)) if server.post(URL, {"input": rest(items, n), **ASKED}).status_code == 200)
+    whole = respond(server, rest(items, kept))
+    assert kept > 0 and told["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert text_of(told) == text_of(whole)
+
+
+def rest(items, n):
+    """Without the first n turns."""
+    return [items[0], *items[1 + 2 * n :]]
+
+
+def test_a_last_turn_that_does_not_fit_is_refused(server):
+    answer = server.post(URL, {"input": [user("a"), user("Hello, you. " * 400)], "truncation": "auto", **ASKED})
+    assert error_of(answer, 400)["code"] == "context_length_exceeded"
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no JSON": (b"{", 400, None),
+    "no object": (b"[]", 400, None),
+    "nothing": (b"{}", 400, "input"),
+    "input of another type": (b'{"input": 7}', 400, "input"),
+    "an empty list": (b'{"input": []}', 400, "input"),
+    "a list of texts": (b'{"input": ["a"]}', 400, "input[0]"),
+    "another model": (b'{"input": "a", "model": "other"}', 404, "model"),
+    "no tokens": (b'{"input": "a", "max_output_tokens": 0}', 400, "max_output_tokens"),
+    "too many tokens": (b'{"input": "a", "max_output_tokens": 9999}', 400, None),
+    "temperature": (b'{"input": "a", "temperature": -1}', 400, "temperature"),
+    "too many log-probabilities": (
+        b'{"input": "a", "top_logprobs": 21, "include": ["message.output_text.logprobs"]}',
+        400,
+        "top_logprobs",
+    ),
+    "background": (b'{"input": "a", "background": true}', 400, "background"),
+    "conversation": (b'{"input": "a", "conversation": {"id": "c"}}', 400, "conversation"),
+    "prompt": (b'{"input": "a", "prompt": {"id": "p"}}', 400, "prompt"),
+    "a tool of OpenAI's": (b'{"input": "a", "tools": [{"type": "web_search"}]}', 400, "tools[0].type"),
+    "a schema that is none": (
+        b'{"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}',
+        400,
+        "text.format.schema",
+    ),
+    "a lone surrogate": (b'{"input": "\\ud800"}', 400, None),
+    "a list in a list": (b'{"input": [[]]}', 400, "input[0]"),
+    "nested too deep": (b'{"input": [{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", 400, None),
+    "a text of 1 MB": (b'{"input": "' + b"a" * (1 << 20) + b'"}', 400, None),
+    "an item of 1 MB": (json.dumps({"input": [user("a" * (1 << 20))]}).encode(), 400, None),
+    "10,000 items": (json.dumps({"input": [user("a")] * 10_000}).encode(), 400, "input"),
+    "10,000 references": (
+        json.dumps({"input": [{"type": "item_reference", "id": f"msg_{i}"} for i in range(4096)]}).encode(),
+        404,
+        "input[0].id",
+    ),
+    "an id of 1 MB": (json.dumps({"input": "a", "previous_response_id": "r" * (1 << 20)}).encode(), 404,
+                      "previous_response_id"),
+    "no text in the id": (b'{"input": "a", "previous_response_id": ""}', 404, "previous_response_id"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_and_harms_nobody(name, server):
+    raw, status, param = BAD[name]
+    innocent = text_of(respond(server, "Hello", store=False))
+    answer = server.client.post(URL, content=raw, headers={"Content-Type": "application/json"})
+    error = error_of(answer, status)
+    assert error["param"] == param and len(answer.text) < 1000
+    assert text_of(respond(server, "Hello", store=False)) == innocent
+
+
+def test_a_client_that_stops_reading_harms_nobody(server):
+    """Its response is not kept, and those beside it are answered."""
+    before = len(server.served.responses.of(""))
+    with server.client.stream("POST", URL, json={"input": "a", "stream": True, "max_output_tokens": 400}) as answer:
+        next(answer.iter_bytes())
+        assert text_of(respond(server, "Hello", store=False))
+    for _ in range(200):
+        if not server.served.open_requests:
+            break
+        threading.Event().wait(0.05)
+    assert server.served.open_requests == 0
+    assert len(server.served.responses.of("")) == before
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=ENGINES)
+def gated(request, tmp_path):
+    """A gate and the server of its model, which has a chat template."""
+    gate = Gate(tmp_path)
+    with ENGINES[request.param](gate.model, max_num_seqs=2) as texts, site(texts, chat_template=CHATML) as here:
+        yield gate, here
+        gate.open()
+    gate.close()
+
+
+def test_a_response_whose_engine_closes_has_failed(gated, described):
+    gate, here = gated
+    failed = []
+
+    def read():
+        with httpx.stream("POST", here.url + URL, json={"input": "a", "stream": True}, timeout=60) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                lines.append(line)
+                if "output_text.delta" in line:
+                    begun.set()
+            failed.extend(parsed("\n".join(lines) + "\n"))
+
+    begun = threading.Event()
+    reader = threading.Thread(target=read)
+    reader.start()
+    gate.let(40)
+    assert begun.wait(30)
+    closing = threading.Thread(target=here.texts.close)
+    closing.start()
+    gate.open()
+    reader.join(30)
+    closing.join(30)
+    last = failed[-1]
+    described("ResponseStreamEvent", last)
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "server_error"
+    assert [e["sequence_number"] for e in failed] == list(range(len(failed)))
+    assert len(here.served.responses.of("")) == 0
+
+
+def test_a_deadline_ends_a_response(slow_model):
+    with ENGINES["own"](slow_model, max_num_seqs=2) as texts, site(texts, chat_template=CHATML) as here:
+        answer = here.post(URL, {"input": "a", "timeout": 0.3})
+        assert error_of(answer, 408)["code"] == "deadline_exceeded"
+        *_, last = events_of(here, "a", timeout=1.0, max_output_tokens=300)
+        assert last["type"] == "response.failed" and last["response"]["output"]
+        here.served.drain()
+        assert error_of(here.post(URL, {"input": "a"}), 503)["code"] == "shutting_down"
