@@ -13,10 +13,10 @@ def marks(format: ChatFormat, special: Callable[[str], Sequence[str | int]]) -> 
 
 
 def texts(format: ChatFormat) -> Iterator[str]:
-    """All texts of a format; some may be "". Of a prompt's end only what belongs to the answer."""
+    """All texts of a format; some may be ""."""
     if format.reasoning is not None:
         yield from (format.reasoning.begin, format.reasoning.end)
-    yield from (format.before_said, *format.silent)
+    yield from (format.before_said, format.prompted, *format.silent)
     if format.tools is not None:
         yield from _of_calls(format.tools)
 

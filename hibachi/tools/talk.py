@@ -10,9 +10,10 @@ from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.choosing import Choosing, Parsers
 from hibachi.tools.format import ChatFormat, Thinking, thinking_of
-from hibachi.tools.forming import formed, shown_by
+from hibachi.tools.forming import formed
 from hibachi.tools.generic import described, with_calls_said
 from hibachi.tools.history import WAY_OUT, Messages, NotShown, as_written, hidden_calls, rendered, without_developer
+from hibachi.tools.marks import marks
 from hibachi.tools.tools import Toolbox
 
 NO_TOOLS = Toolbox(mode="none")
@@ -126,7 +127,7 @@ class Talk:
             given |= self._effort(effort, tools=box is not None)
         text = self._written(messages, given, format, open_end=open_end)
         special = bool(box is not None or format.reasoning is not None or format.before_said or format.silent)
-        shown = shown_by(format, self._tokenizer.split_special) if special else frozenset[int]()
+        shown = marks(format, self._tokenizer.split_special) if special else frozenset[int]()
         return Spoken(text, format, thinking_of(format.reasoning, text), shown, special)
 
     def _effort(self, asked: str, *, tools: bool) -> Mapping[str, Any]:
