@@ -43,7 +43,7 @@ test: check  ## lint, types, tests and conformance: 10 minutes, more the first t
 	@$(if $(ARGS),,echo "The tests take about 10 minutes on two free cores; the first time more, as JAX compiles.")
 	$(TESTS) --dist worksteal $(ARGS)
 
-test-all: check .smollm2/fetched .g2p/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
+test-all: check .smollm2/fetched .g2p/fetched .templates/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
 	$(TESTS) $(PATIENT) -m "" $(ARGS)
 
 soak: .venv/installed  ## ten minutes each: random faults, hostile requests, hostile clients; less: ARGS="--seconds 60"
@@ -63,7 +63,7 @@ format: .venv/installed  ## let ruff and clang-format write
 	.venv/bin/clang-format -i $(KERNELS)
 
 clean:  ## remove all that make made, environments included
-	rm -rf .venv .venv-demo .venv-docs .smollm2 .g2p dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-docs .smollm2 .g2p .templates dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,test,dev
@@ -84,6 +84,14 @@ clean:  ## remove all that make made, environments included
 .g2p/fetched: | .venv/installed
 	@echo "Fetching the weights of g2p-en (3 MB) into .g2p ..."
 	@.venv/bin/python -m pip download --quiet --no-deps --dest .g2p g2p-en==2.1.0
+	@touch $@
+
+# The chat templates of 70 models, out of the sources of the package llama-cpp-python (MIT), not installed.
+.templates/fetched: | .venv/installed
+	@echo "Fetching the sources of llama-cpp-python (77 MB) for its chat templates, which takes minutes ..."
+	@.venv/bin/python -m pip download --quiet --no-deps --no-binary=:all: --dest .templates llama-cpp-python==0.3.36
+	@cd .templates && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/models/templates/*.jinja' && \
+		mv llama_cpp_python-*/vendor/llama.cpp/models/templates/*.jinja . && rm -r llama_cpp_python-*
 	@touch $@
 
 # Of what pip says: a dot for each package, a line for each large download, and dots while it unpacks, which is long.

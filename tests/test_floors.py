@@ -56,7 +56,7 @@ RULES = {
     ),
     "hibachi/decode": Rule("errors request tensor decode"),
     "hibachi/model": Rule("errors request installed phases tensor model", third_party="numpy typing_extensions"),
-    "hibachi/streams": Rule("errors request streams", third_party=""),
+    "hibachi/streams": Rule("errors request tools streams", third_party=""),
     "hibachi/tune": Rule("errors cachefolder shapes phases tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),

@@ -22,7 +22,7 @@ from hibachi.tools.formats import Formats
 from hibachi.tools.probes import SAID, THINKING, THOUGHT, Called, Template, user
 from hibachi.tools.reasoning import without_end
 from hibachi.tools.tools import Tool
-from hibachi.tools.trial import read, written
+from hibachi.tools.trial import called, heard, written
 
 LISTS = 25
 FOLDER = "models/templates/"
@@ -121,7 +121,8 @@ def row(name: str, text: str, formats: Formats, lists: int = LISTS) -> Row:
         if sent is None:
             found.wrong.append(f"refused: {calls}")
             continue
-        got, said, _ = read(form, written(template, form, without_end(template, sent)), TOOLS)
+        answer = heard(form, written(template, form, without_end(template, sent)), TOOLS)
+        got, said = called(answer), answer.content
         if got != wanted or [list(a) for _, a in got] != [list(_sorted(a, form)) for _, a in wanted]:
             found.wrong.append(f"{sent!r}\n     gave {got!r}\n   wanted {wanted!r}")
         elif said.strip() and not said.strip().startswith("<"):
@@ -140,8 +141,8 @@ def _reasoning(template: Template, form: ChatFormat) -> str:
         if text is None or THOUGHT not in text:
             continue
         start = text.index(THOUGHT)
-        _, said, thought = read(form, text[start:], TOOLS, Thinking.OPEN)
-        said = without_end(template, said)
+        answer = heard(form, text[start:], TOOLS, Thinking.OPEN)
+        said, thought = without_end(template, answer.content), answer.reasoning or ""
         if thought.strip() != THOUGHT or not re.fullmatch(r"\s*(<[^<>]+>\s*)*", said.replace(SAID, "")):
             return f"wrong: {thought!r}, {said!r}"
         return "yes"

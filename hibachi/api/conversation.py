@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
 from hibachi.api.errors import Refused
-from hibachi.errors import InvalidRequest, shown
-from hibachi.tools.format import ChatFormat, History
-
-Messages = Sequence[Mapping[str, Any]]
-WAY_OUT = (
-    " Start the server with --tool-call-parser generic, which describes them in a system message, or name the form in "
-    "which the model writes calls."
-)
-"""What an operator can do about tools that a template does not know."""
-_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
+from hibachi.errors import shown
+from hibachi.tools import history
+from hibachi.tools.history import Messages, NotShown, as_object
 
 
 def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -80,42 +69,13 @@ def _result(m: dict[str, Any], place: str, made: set[Any], open_: list[Any]) -> 
     return m
 
 
-def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For a template that knows no "developer": the role is "system", and is joined to a system message in front."""
-    found: list[Mapping[str, Any]] = []
-    for m in messages:
-        if m["role"] != "developer":
-            found.append(m)
-        elif found and found[-1]["role"] == "system":
-            texts = [t for t in (found[-1].get("content"), m.get("content")) if t]
-            found[-1] = {**found[-1], "content": "\n\n".join(texts)}
-        else:
-            found.append({**m, "role": "system"})
-    return found
-
-
-def hidden_calls(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str) -> str | None:
-    """The first field with calls that the template does not show to the model; None means there is none.
-
-    text: of the conversation as it is.
-    """
-    for i, m in enumerate(messages):
-        if m.get("tool_calls"):
-            without = [*messages[:i], {k: v for k, v in m.items() if k != "tool_calls"}, *messages[i + 1 :]]
-            with suppress(InvalidRequest):
-                if _rendered(render, without, variables) == text:
-                    return f"messages[{i}].tool_calls"
-            return None  # one is like the other
-    return None
-
-
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:
     """A message with its content as one text, or null, and the arguments of its calls as objects. Raises Refused."""
     if not isinstance(given.get("role"), str):
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
     if isinstance(given.get("tool_calls"), list):
-        given = {**given, "tool_calls": [_call(c) for c in given["tool_calls"]]}
+        given = {**given, "tool_calls": [as_object(c) for c in given["tool_calls"]]}
     if content is None or isinstance(content, str):
         return given
     place = f"messages[{i}].content"
@@ -132,166 +92,19 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
     return {**given, "content": "\n".join(texts)}
 
 
-def _call(given: Any) -> Any:
-    """A tool call. OpenAI's API has its arguments as JSON in a text; templates want the object."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return given
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(function["arguments"] or "{}")
-        if isinstance(arguments, dict):
-            return {**given, "function": {**function, "arguments": arguments}}
-    return given
-
-
-def as_written(messages: Messages, format: ChatFormat) -> Messages:
-    """The form of messages with calls that a template takes which has this format."""
-    tools = format.tools
-    if tools is None or not any(m.get("tool_calls") for m in messages):
-        return messages
-    found = [_in_form(m, format.history) for m in (_one_by_one(messages) if tools.most == 1 else messages)]
-    return found if tools.id is None else [_with_short_ids(m) for m in found]
-
-
-def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
-    """For a template that writes one call of a message: each is a message, and its result follows it."""
-    found: list[Mapping[str, Any]] = []
-    at = 0
-    while at < len(messages):
-        m, calls = messages[at], messages[at].get("tool_calls")
-        at += 1
-        if not isinstance(calls, list) or len(calls) < 2 or not all(isinstance(c, dict) for c in calls):
-            found.append(m)
-            continue
-        behind = at
-        while behind < len(messages) and messages[behind]["role"] == "tool":
-            behind += 1
-        left = list(messages[at:behind])
-        for call in calls:
-            found.append({**m, "tool_calls": [call]})
-            m = {"role": m["role"], "content": None}
-            own = [r for r in left if r.get("tool_call_id") == call.get("id")]
-            found += own
-            left = [r for r in left if r not in own]
-        found += left
-        at = behind
-    return found
-
-
-def _in_form(m: Mapping[str, Any], history: History) -> Mapping[str, Any]:
-    if not isinstance(m.get("tool_calls"), list) or not m["tool_calls"]:
-        return m
-    out = dict(m)
-    if not m.get("content"):
-        out["content"] = "" if history.content == "empty" else None
-    if history.arguments == "text":
-        out["tool_calls"] = [_as_text(c) for c in m["tool_calls"]]
-    return out
-
-
-def _as_text(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What a template does not show is refused by name."""
+    try:
+        yield
+    except NotShown as e:
+        code = "unsupported_parameter" if e.unsupported else "invalid_value"
+        raise Refused(str(e), param=e.field, code=code) from None
 
 
 def rendered(
-    render: Callable[..., str],
-    messages: Messages,
-    variables: Mapping[str, Any],
-    *,
-    open_end: bool = False,
-    doubted: Sequence[str] = ("tools", "documents"),
+    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False
 ) -> str:
-    """Call `render(messages, **variables)` with the first form of the messages that the template takes.
-
-    open_end: up to the end of the last message's content, which is to be continued. doubted: variables that the
-    template may not look at. Raises InvalidRequest if the template takes no form. Raises Refused for a doubted variable
-    that does not change its text, and for a last message that it does not show to its end.
-    """
-    if open_end:
-        return _opened(render, messages, variables, doubted)
-    text = _rendered(render, messages, variables)
-    for name in doubted:
-        if variables.get(name):
-            without = {other: value for other, value in variables.items() if other != name}
-            with suppress(InvalidRequest):
-                if _rendered(render, messages, without) == text:
-                    raise Refused(
-                        f"{name} is not supported: this model's chat template does not show them to the model."
-                        f"{WAY_OUT if name == 'tools' else ''}",
-                        param=name,
-                        code="unsupported_parameter",
-                    )
-    return text
-
-
-def _opened(
-    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], doubted: Sequence[str]
-) -> str:
-    """A mark behind the last content says where the template puts its end, whatever else looks like it."""
-    *before, last = messages
-    content = last.get("content")
-    if not isinstance(content, str):
-        raise Refused(
-            "continue_final_message needs a last message with a content: expected a text, which may be empty.",
-            param="messages",
-            code="invalid_value",
-        )
-    mark = f"END{secrets.token_hex(12)}"
-    text = rendered(render, [*before, {**last, "content": f"{content}{mark} "}], variables, doubted=doubted)
-    front, found, behind = text.rpartition(mark)
-    if not found:
-        raise Refused(
-            "continue_final_message is not supported with this conversation: the model's chat template does not show "
-            "the last message as it is.",
-            param="continue_final_message",
-            code="unsupported_parameter",
-        )
-    blanks = len(content) - len(content.rstrip())
-    if behind.startswith(" ") or not content.strip() or not front.endswith(content[len(content) - blanks :]):
-        return front
-    return front[: len(front) - blanks]  # the template takes away blanks at the end
-
-
-def _rendered(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any]) -> str:
-    first: InvalidRequest | None = None
-    for form in _forms(messages):
-        try:
-            return render(form, **variables)
-        except InvalidRequest as e:
-            first = first or e
-    assert first is not None
-    raise first
-
-
-def _forms(messages: Messages) -> Iterator[Messages]:
-    """The messages as they are, where null counts as missing; with "" for null; with nine letters as ids of calls."""
-    yield messages
-    texts = messages
-    if any(m.get("content", "") is None for m in messages):
-        texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
-        yield texts
-    short = [_with_short_ids(m) for m in texts]
-    if short != list(texts):
-        yield short
-
-
-def _with_short_ids(m: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same id becomes the same, in a call and in its answer."""
-    out = dict(m)
-    if isinstance(m.get("tool_call_id"), str):
-        out["tool_call_id"] = _short(m["tool_call_id"])
-    if isinstance(m.get("tool_calls"), list):
-        out["tool_calls"] = [
-            {**c, "id": _short(c["id"])} if isinstance(c, dict) and isinstance(c.get("id"), str) else c
-            for c in m["tool_calls"]
-        ]
-    return out
-
-
-def _short(given: str) -> str:
-    if _SHORT_ID.fullmatch(given):
-        return given
-    return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
+    """See `hibachi.tools.history.rendered`. Raises Refused in place of NotShown."""
+    with refusing():
+        return history.rendered(render, messages, variables, open_end=open_end)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hibachi.api.asking import Asked
 from hibachi.api.errors import Refused
-from hibachi.api.talk import Talk
+from hibachi.api.talk import ChatTalk
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.truncation import Truncation
 from hibachi.errors import PromptTooLong
@@ -34,7 +34,7 @@ class Reading:
         self.prompts: Prompts = prompts
         self.vocab_size: int | None = vocab_size
         self._tokenizing = Tokenizing()
-        self.talk: Talk = Talk(prompts.tokenizer, chat_template, parsers)
+        self.talk: ChatTalk = ChatTalk(prompts.tokenizer, chat_template, parsers)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.vocab_size

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, TextChoice
 from hibachi.tools.format import ChatFormat, ReasoningFormat, Thinking
+from hibachi.tools.ids import call_id as call_id
 from hibachi.tools.parser import Parser
 from hibachi.tools.tools import Toolbox
 from hibachi.tools.whole import Answer, read
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +75,3 @@ class Thought:
             if self._end in self._tail:
                 self._state = Thinking.NONE
             self._tail = self._tail[-len(self._end) :]
-
-
-def call_id(answer: str, choice: int, number: int, *, nine: bool = False) -> str:
-    """The id of call `number` of a continuation: "call_" and 24 letters, or nine letters. The same for the same answer,
-    so that a run that is done again writes the same bytes.
-
-    answer: the id of the answer.
-    """
-    left = int.from_bytes(hashlib.sha256(f"{answer} {choice} {number}".encode(errors="replace")).digest())
-    letters = []
-    for _ in range(9 if nine else 24):
-        left, one = divmod(left, len(_LETTERS))
-        letters.append(_LETTERS[one])
-    return ("" if nine else "call_") + "".join(letters)

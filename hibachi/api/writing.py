@@ -114,7 +114,7 @@ class Writer:
         return answers.event(chunk)
 
     def failed(self, refused: Refused, request: str) -> Any:
-        """As `piece`, where a stream that has begun ends with an error. request: its id."""
+        """As `piece`, where a stream that has begun ends with an error. request: the id of the request."""
         return self.dialect.told(refused, request)
 
     def came(self, pieces: Sequence[Piece]) -> None:

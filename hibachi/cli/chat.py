@@ -2,7 +2,8 @@
 
 Type a message and Enter; the answer comes as it is generated. Ctrl-C stops an
 answer or drops a line, Ctrl-D (or /quit) ends the conversation, /clear begins
-a new one. Without a terminal, every line of standard input is a message.
+a new one. Without a terminal, every line of standard input is a message. With
+--tools FILE.py the model may call the functions of that file: docs/tools.md.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hibachi.cli.chattools import MOST_TURNS, Functions, results
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
-from hibachi.errors import ConfigError, PromptTooLong
+from hibachi.errors import ConfigError, InvalidRequest, PromptTooLong, printable
 from hibachi.lm.llm import LLM
 from hibachi.model.files import open_files
 from hibachi.model.recommended import chat_sampling
@@ -28,11 +30,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model_arguments(parser, default=None)
     add("--system", metavar="TEXT", help="system message to begin with")
+    add("--tools", metavar="FILE.py", help="let the model call the functions of a file")
     sampling_arguments(parser, max_tokens=512, temperature="what is known to suit it, or 0.7, with --top-p 0.9")
 
 
 def run(args: argparse.Namespace) -> int:
     args.model = args.model or str(fetched())
+    functions = Functions(args.tools) if args.tools else None
     with open_model(args) as llm:
         start = [{"role": "system", "content": args.system}] if args.system else []
         llm.tokenizer.render_chat([*start, {"role": "user", "content": "?"}])  # fails now if it cannot be done
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             with suppress(ImportError):
                 import readline  # noqa: F401 -- gives input() its editing and history
             print("Ctrl-C stops an answer, Ctrl-D ends the conversation, /clear begins a new one.\n", file=sys.stderr)
-        talk(llm, params, start, terminal)
+        talk(llm, params, start, terminal, functions)
     return 0
 
 
@@ -57,7 +61,13 @@ def fetched() -> Path:
     )
 
 
-def talk(llm: LLM, params: SamplingParams, start: list[dict[str, Any]], terminal: bool) -> None:
+def talk(
+    llm: LLM,
+    params: SamplingParams,
+    start: list[dict[str, Any]],
+    terminal: bool,
+    functions: Functions | None = None,
+) -> None:
     messages = list(start)
     while (line := _read(terminal)) is not None and line != "/quit":
         if line == "/clear":
@@ -66,13 +76,16 @@ def talk(llm: LLM, params: SamplingParams, start: list[dict[str, Any]], terminal
         if not line:
             continue
         messages.append({"role": "user", "content": line})
+        before = len(messages)
         try:
-            answer = _answer(llm, messages, params)
+            if functions is None:
+                messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+            else:
+                _answer_with(functions, llm, messages, params)
         except PromptTooLong as e:
             print(f"{e}\nThe conversation has grown too long: /clear begins a new one.", file=sys.stderr)
-            messages.pop()
+            del messages[before - 1 :]
             continue
-        messages.append({"role": "assistant", "content": answer})
         print(flush=True)
 
 
@@ -89,6 +102,27 @@ def _read(terminal: bool) -> str | None:
             raise
         print()
         return ""
+
+
+def _answer_with(functions: Functions, llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> None:
+    """Answer, and run what the model calls, until it calls nothing. All of it becomes a part of the conversation."""
+    parser = "auto"
+    for _ in range(MOST_TURNS):
+        try:
+            [done] = llm.chat(messages, params, tools=functions.tools, tool_call_parser=parser)
+        except InvalidRequest as e:
+            if parser == "generic" or not str(e).startswith("tools is not supported"):
+                raise
+            parser = "generic"  # the template does not know tools, so they are described
+            continue
+        answer = done.choices[0]
+        messages.append(answer.message)
+        if answer.text:
+            print(printable(answer.text, lines=True))
+        calls = [call for call in answer.tool_calls if call.complete]
+        if not calls:
+            return
+        messages += results(functions, calls)
 
 
 def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:

@@ -13,6 +13,7 @@ from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.errors import InvalidRequest, shown
+from hibachi.lm.chats import Asking, Chats, told
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
 from hibachi.lm.predictions import Predictions, for_each
@@ -28,6 +29,7 @@ from hibachi.streams.merge import amerge, merge
 from hibachi.streams.stream import Item
 from hibachi.streams.textstream import Completion, TextChoice, TextStream
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tools.choosing import Parsers
 
 
 class Texts(Holding):
@@ -55,6 +57,7 @@ class Texts(Holding):
         self.tokenizer = tokenizer
         self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_model_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
+        self._chats: Chats | None = None
         if vocab_size is not None:
             engine.forms.vocabulary = partial(vocabulary_of, tokenizer, vocab_size, self.eos_ids)
 
@@ -245,21 +248,36 @@ class Texts(Holding):
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
         progress: bool = False,
         **variables: Any,
     ) -> list[Completion]:
         """Answer one conversation or several: lists of {"role": ..., "content": ...}, rendered by the model's chat
-        template.
+        template. The text of an answer is what is said; beside it are its `tool_calls` and its `reasoning`.
 
-        prediction, progress: see `generate`. variables: further variables of the template, such as tools. Raises
-        InvalidRequest if the model has no template.
+        tools, tool_choice, parallel_tool_calls: functions that the model may call, in the words of OpenAI's API.
+        tool_call_parser, reasoning_parser: how the model writes calls and reasoning, see docs/tools.md. "none" for the
+        latter leaves reasoning in the text. prediction, progress: see `generate`. variables: further variables of the
+        template. Raises InvalidRequest if the model has no template, or none that shows tools.
         """
         check_variables(f"{type(self).__name__}.chat", variables)
-        texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]
+        asking = Asking(tools, tool_choice, parallel_tool_calls, Parsers(tool_call_parser, reasoning_parser))
+        many = conversations(messages)
+        each = [as_params(p, self.default_params) for p in _for_each(params, many, "SamplingParams")]
+        if self._chats is None:
+            self._chats = Chats(self.tokenizer, self.check_form, self.eos_ids)
+        chats = [self._chats.ready(m, p, asking, variables) for m, p in zip(many, each, strict=True)]
+        texts = [chat.spoken.prompt for chat in chats]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
-        return _finish(self._start(texts, ids, params, terms, prediction), progress)
+        shown = frozenset[int]().union(*(chat.spoken.shown for chat in chats))
+        streams = self._start(texts, ids, [chat.params for chat in chats], terms, prediction, shown)
+        return [told(chat, done) for chat, done in zip(chats, _finish(streams, progress), strict=True)]
 
     def embed(
         self,

@@ -19,6 +19,8 @@ MOST_FIELDS = 1000
 LONGEST_FORM = 1 << 20  # bytes of a field of a form
 _ENGINES = re.compile(r"/v1/engines/(.+)/(?:completions|embeddings)")
 _MODELS = re.compile(r"/v1/models/(.+)")
+# Claude Code writes it in front of its system prompt, different in each request; our servers leave it out.
+_BILLING = re.compile(rb"x-anthropic-billing-header:[^\"\\]*")
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _MODEL_FIELD = re.compile(
     rb"""\r\ncontent-disposition:[^\r\n]*;[ \t]*name=(?:"model"|model)(?=[\s;]|$)""", re.IGNORECASE
@@ -131,7 +133,8 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
     said, left = [], text
     for part in (found.system, found.instructions, found.messages, found.prompt, found.input, found.inputs, found.text):
         if left > 0 and part is not _NOTHING:
-            said.append(bytes(memoryview(part)[:left]))
+            beginning = bytes(memoryview(part)[:left])
+            said.append(_BILLING.sub(b"", beginning, 1) if part is found.system else beginning)
             left -= len(said[-1])
     return model, b"".join(said)
 

@@ -13,6 +13,7 @@ from hibachi.streams.closeable import Closing
 from hibachi.streams.loops import give_way
 from hibachi.streams.merge import await_any, wait_any
 from hibachi.streams.stream import LEAVABLE, ItemStream, checked_number, closed, left_early, move
+from hibachi.tools.write import ToolCall
 
 Logprobs = list[dict[int, float] | None]
 
@@ -48,7 +49,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One continuation of a prompt."""
+    """One continuation of a prompt. tool_calls, reasoning: what an answer of `chat` has beside its text."""
 
     index: int
     text: str
@@ -56,6 +57,23 @@ class Choice:
     finish_reason: Finish
     logprobs: Logprobs | None = None  # of each token, if asked for: {token id: log-probability}
     stopped_by: Stopped | None = None  # None means its limit was reached
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of its conversation, in OpenAI's form: what is to be appended before the results of
+        its calls.
+        """
+        said: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            said["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            said["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        return said
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -84,6 +102,14 @@ class Completion:
     @property
     def token_ids(self) -> list[int]:
         return self.choices[0].token_ids
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
 
     @property
     def finish_reason(self) -> Finish:

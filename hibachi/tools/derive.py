@@ -191,8 +191,10 @@ def _tools(template: Template, thought: ReasoningFormat | None) -> ToolFormat:
     lead = one[start : first[0].start]
     inner = [one[a.end : b.start] for a, b in pairwise(first)]
     two = template.called(ONE, OTHER)
-    if two is None or OTHER.name not in two or not two.startswith(one[: first[-1].end]):
+    if two is None or OTHER.name not in two:
         found = _single(template, one[first[-1].end :], lead, inner, first)
+    elif not two.startswith(one[: first[-1].end]):
+        raise Unclear("the first of two calls is another")
     else:
         found = _several(template, two, first, start)
     if _json(one, ONE, 0) is None:

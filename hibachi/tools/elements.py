@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from hibachi.tools.fit import NO, SLOT, WAIT, Finder, bare, held, match
 from hibachi.tools.format import Tagged
-from hibachi.tools.schema_types import STRING, Typed, value_of
+from hibachi.tools.schema_types import ALL, STRING, Typed, value_of
 from hibachi.tools.values import escaped
 
 _CDATA = ("<![CDATA[", "]]>")
+_WORDS = ("true", "false", "null", "none")  # that are no strings, in some case
+_LONG = 6  # letters that are more than a word has
+_LETTERS = "tfnTFN"
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class TaggedArguments:
         self._allowed: Collection[str] = ()  # its types
         self._value: list[str] = []  # pieces of one that is no string
         self._is_string = False
+        self._undecided, self._begun = False, ""  # whether it may be one; what it begins with
         self._end = self._word = self._lead = ""  # of the value; its first word; the blanks before it
 
     def feed(self, text: str) -> str:
@@ -142,6 +146,7 @@ class TaggedArguments:
                 self._at = at
         if self._is_string:
             self._out.append('"')
+        self._undecided, self._begun = not self._is_string and "string" in self._allowed, ""
         self._step = self._read
         return True
 
@@ -168,6 +173,12 @@ class TaggedArguments:
             self._out.append(escaped(text))
         elif text:
             self._value.append(text)
+            if self._undecided and (begun := (self._begun + (text if self._begun else text.lstrip()))[:_LONG]):
+                self._begun, self._undecided = begun, begun[0] in _LETTERS and len(begun) < _LONG
+                if not _may_be_other(begun):
+                    self._is_string = True
+                    self._out.append(f'"{escaped("".join(self._value))}')
+                    self._value = []
 
     def _end_value(self, at: int) -> bool:
         if self._is_string:
@@ -186,6 +197,13 @@ class TaggedArguments:
         self._out.append("]" if self._levels.pop().array else "}")
         self._at = at
         return True
+
+
+def _may_be_other(text: str) -> bool:
+    """Whether a value that begins like this may be something else than a string."""
+    if text[0] in _LETTERS:
+        return len(text) < _LONG or text[:_LONG].strip().lower() in _WORDS
+    return text[0] in "0123456789-{[("
 
 
 def beginning(form: Tagged, tail: str) -> Finder:
@@ -212,6 +230,8 @@ def _closes(form: Tagged) -> dict[str, tuple[str, frozenset[str] | None]]:
     for close in (form.close, *form.kinds.values()):
         if bare(close):
             types = frozenset(kind for kind, text in form.kinds.items() if text == close)
+            if form.kinds and not types:
+                types = ALL - form.kinds.keys() - {"integer"}
             types |= {"integer"} if "number" in types else frozenset()
             out[bare(close)] = (close[len(close.rstrip()) :], types or None)
     return out

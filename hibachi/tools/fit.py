@@ -7,7 +7,7 @@ needed), or where it ends. Blanks are left out on both sides, as models are free
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from hibachi.tools.format import Slot
@@ -86,7 +86,9 @@ def merged(parts: Sequence[str | Slot]) -> tuple[str | Slot, ...]:
     return tuple(out)
 
 
-def fit(parts: Sequence[str | Slot], text: str, at: int, then: Finder, names: Container[str] = ()) -> Fit | int:
+def fit(
+    parts: Sequence[str | Slot], text: str, at: int, then: Finder, names: frozenset[str] = frozenset()
+) -> Fit | int:
     """Where `merged` parts end that begin at `at`, or NO or WAIT. then: what must come behind them.
 
     names: those that may have any character.
@@ -124,12 +126,11 @@ def _follows(parts: Sequence[str | Slot], i: int, then: Finder) -> Finder:
     return lambda text, at: match(following, text, at)
 
 
-def _slot(text: str, start: int, follows: Finder, names: Container[str]) -> int:
-    odd = {c for name in names for c in name} if isinstance(names, frozenset) else ()
+def _slot(text: str, start: int, follows: Finder, names: frozenset[str]) -> int:
+    odd = {letter for name in names for letter in name}
     for at in range(start, min(start + SLOT, len(text))):
-        behind = follows(text, at)
-        if behind != NO:
-            return at if behind >= 0 else WAIT
+        if follows(text, at) != NO:
+            return at
         here = text[at]
         if here not in BLANKS and not _WORD.match(here) and here not in odd:
             return NO

@@ -112,11 +112,13 @@ class History:
     """What a template takes of a message with calls.
 
     arguments: as an object, or as JSON in a text. content, where nothing is said: no such key, the text "", or null
-    that reaches the template as none (`render_chat(..., nulls=True)`).
+    that reaches the template as none (`render_chat(..., nulls=True)`). beside: what is shown of a message that has
+    both a content and calls; what is not shown is lost without a word.
     """
 
     arguments: Literal["object", "text"] = "object"
     content: Literal["missing", "empty", "null"] = "missing"
+    beside: Literal["both", "calls", "content"] = "both"
 
 
 @dataclass(frozen=True, slots=True)

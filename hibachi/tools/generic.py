@@ -33,7 +33,7 @@ def described(
     if not tools:
         return found
     about, role = _about(tools), "system" if system else "user"
-    at = next((i for i, m in enumerate(found) if m["role"] == role), None)
+    at = next((i for i, m in enumerate(found) if m.get("role") == role), None)
     if system and at != 0:
         return [{"role": "system", "content": about}, *found]
     if at is None:
@@ -81,7 +81,7 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
 def _add(found: list[dict[str, Any]], message: dict[str, Any]) -> None:
     """Results are one message with what the user says behind them, as many templates want turns to alternate."""
     before = found[-1] if found else None
-    if before is not None and before["role"] == message["role"] == "user" and _is_result(before):
+    if before is not None and before.get("role") == message.get("role") == "user" and _is_result(before):
         before["content"] = f"{before['content']}\n{message.get('content') or ''}"
     else:
         found.append(message)

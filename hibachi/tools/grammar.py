@@ -12,7 +12,7 @@ from hibachi.guide.worker import Refused, read_schema
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.arguments import arguments, as_object, closed
 from hibachi.tools.format import ChatFormat, Json, ReasoningFormat, Slot, Thinking, ToolFormat
-from hibachi.tools.lark import BLANKS, EMPTY, Rules, Special, joined, trie
+from hibachi.tools.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
 from hibachi.tools.marks import marks
 from hibachi.tools.schemas import moved, slashed
 from hibachi.tools.tools import Tool, Toolbox
@@ -88,16 +88,25 @@ def guided(
         except ToolRefused as e:
             guilty, error = {e.tool}, e
         except InvalidRequest as e:
+            check_any(check)
             if answer is not None:
                 check(answer)
             errors = {each.tool: each for each in faults(toolbox, check) if each.tool not in loose}
             if not errors:
-                raise InvalidRequest(f"tools: {words_of(e)}") from None
+                raise InvalidRequest(f"tools: {words_of(e)}.") from None
             guilty, error = set(errors), next(iter(errors.values()))
         strict = {tool.name for tool in toolbox.callable if tool.strict or toolbox.mode == "required"}
         if guilty & (strict | loose):
             raise error
         loose |= guilty
+
+
+def check_any(check: Callable[[StructuredOutputs], object]) -> None:
+    """Raises InvalidRequest about the tools if there cannot be any form."""
+    try:
+        check(StructuredOutputs(json_object=True))
+    except InvalidRequest as e:
+        raise InvalidRequest(f"tools: {words_of(e)}.") from None
 
 
 class ToolRefused(InvalidRequest):
@@ -165,9 +174,12 @@ class Answering:
         return begin.removeprefix(prompted) if begin.startswith(prompted) else None
 
     def _began(self, begin: str) -> str:
+        """The beginning of the reasoning, behind blanks; but what goes on with the prompt's text comes at once."""
         parts = self._rules.cut(begin)
+        if self._format.prompted.strip():
+            return self._rules.lazily(parts)
         if all(isinstance(part, str) for part in parts):
-            return self._rules.rule(f"/[ \\t\\r\\n]*/ {joined(parts)}", "think", "[lazy]")
+            return self._rules.rule(f"/[ \\t\\r\\n]{{0,8}}/ {joined(parts)}", "think", "[lazy]")
         return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "think")
 
     def _thought(self, reasoning: ReasoningFormat) -> str:
@@ -226,7 +238,9 @@ class Calls:
         tools = self._format = format.tools
         self._rules, self._prompted = rules, format.prompted
         prefix, call, tail = parts_of(tools)
-        self._lead = (tools.begin + prefix).lstrip()
+        lead = tools.begin + prefix
+        self._lead = lead.lstrip()
+        self._blanks = quoted(lead[: len(lead) - len(self._lead)])
         self._later, last = rules.ended(tail + tools.between + prefix)
         self._closing, over = rules.ended((tail + tools.end).rstrip())
         # Each call has a marker of its own, so text may stand between two.
@@ -270,7 +284,7 @@ class Calls:
         prompted = self._prompted.lstrip()
         if first and prompted and self._lead.startswith(prompted):
             return f"{self._rules.fixed(self._lead.removeprefix(prompted))} {self._all()}"
-        return f"{self._rules.spaced(self._lead)} {self._all()}"
+        return f"{self._rules.spaced(self._lead, self._blanks if first else BLANKS)} {self._all()}"
 
     def perhaps(self, barred: Collection[int], *, first: bool) -> str:
         """Text, and calls from the first marker on. barred: special tokens that the text does not hold."""
@@ -326,7 +340,7 @@ class Calls:
         """A marker at the beginning of an answer, behind blanks."""
         parts = self._rules.cut(marker.lstrip())
         if all(isinstance(part, str) for part in parts):
-            return self._rules.rule(f"/[ \\t\\r\\n]*/ {joined(parts)}", "first", "[lazy]")
+            return self._rules.rule(f"/[ \\t\\r\\n]{{0,8}}/ {joined(parts)}", "first", "[lazy]")
         return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "first")
 
 

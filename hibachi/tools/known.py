@@ -222,7 +222,12 @@ KNOWN: dict[str, ChatFormat] = {
     "glm45": ChatFormat(_keyed("\n", "\n")),
     "glm47": ChatFormat(_keyed("", "")),
     "gpt_oss": _harmony(),
-    "granite": ChatFormat(_json("<|tool_call|>[", "]")),
+    "granite": ChatFormat(
+        replace(
+            _json("<|tool_call|>[", "]"),
+            spellings=(('<tool_call>[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]"),),
+        )
+    ),
     "hermes": ChatFormat(HERMES),
     "hunyuan_a13b": ChatFormat(_json("<tool_calls>[", "]</tool_calls>")),
     "kimi_k2": ChatFormat(_KIMI),
@@ -320,6 +325,7 @@ _SEEN: tuple[tuple[str, tuple[str, ...], ChatFormat], ...] = (
         replace(KNOWN["granite"], reasoning=THINK, silent=("<response>", "</response>")),
     ),
     ("granite", ("<|tool_call|> followed by a JSON list",), KNOWN["granite"]),
+    ("granite", ("<|start_of_role|>available_tools<|end_of_role|>",), KNOWN["granite"]),
     ("apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), _THOUGHTS["apertus"]),
     ("apriel", ("[BEGIN FINAL RESPONSE]",), _THOUGHTS["apriel"]),
     ("lfm2", ("<|tool_list_start|>", "<|tool_response_start|>"), KNOWN["lfm2"]),

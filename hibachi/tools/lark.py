@@ -18,7 +18,7 @@ from hibachi.structured import MOST_BYTES
 Special: TypeAlias = Callable[[str], Sequence[str | int]]
 """Cuts a text as a tokenizer does: into texts, and ids of special tokens."""
 ANY = "/(?s:.*)/"
-BLANKS = "/[ \\t\\r\\n]{1,8}/"
+BLANKS = "/[ \\t\\r\\n]{1,4}/"
 EMPTY = '""'
 START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<start>(?<![\w-])start(?![\w-]))')
 
@@ -103,14 +103,16 @@ class Rules:
         """Exactly this text, its special tokens as such."""
         return joined(self.cut(text))
 
-    def spaced(self, text: str) -> str:
-        """A text behind some blanks or none. They are one terminal, as the lexer never goes back: else blanks that
-        another text may have in front as well would be taken for that one's.
+    def spaced(self, text: str, before: str = BLANKS) -> str:
+        """A text behind some blanks or none. before: an expression for those that may come.
+
+        Both are one terminal, as the lexer never goes back: else blanks that another text may have in front as well
+        would be taken for that one's.
         """
-        parts = self.cut(text.lstrip())
+        parts = self.cut(text)
         if not parts or not isinstance(parts[0], str):
-            return f"({BLANKS})? {joined(parts)}"
-        first = self.terminal(f"/[ \\t\\r\\n]{{0,8}}/ {quoted(parts[0])}", "LEAD")
+            return f"({before})? {joined(parts)}"
+        first = self.terminal(f"({before})? {quoted(parts[0])}", "LEAD")
         return f"{first} {joined(parts[1:])}" if parts[1:] else first
 
     def either(self, texts: Sequence[str]) -> str:

@@ -20,8 +20,9 @@ class Parser:
     """Reads one answer. Text cut anywhere gives the same events, up to joining neighbours.
 
     Only text that may be the beginning of a marker is held back: a few thousand characters at most. What begins like a
-    call and is none is said as it came. Arguments that are not what the format says are given on as they came, and
-    their call ends incomplete. No text raises anything.
+    call and is none is said as it came. Reasoning that comes after other reasoning begins with a new line, and so does
+    what is said after a call or reasoning if something was said before. Arguments that are not what the format says
+    are given on as they came, and their call ends incomplete. No text raises anything.
     """
 
     def __init__(self, format: ChatFormat, toolbox: Toolbox, thinking: Thinking) -> None:
@@ -31,6 +32,7 @@ class Parser:
         self._think = thinks.begin.strip() if thinks is not None else ""
         self._thought = thinks.end.strip() if thinks is not None else ""
         self._before_said = format.before_said.strip()
+        self._blanks = format.before_said[len(format.before_said.rstrip()) :]  # behind it, which are part of it
         silent = sorted(filter(None, {text.strip() for text in format.silent}), key=len, reverse=True)
         self._silent = frozenset(silent)
         self._marks = (*(self._calls.markers if self._calls is not None else ()), *silent)  # that are looked for
@@ -43,6 +45,8 @@ class Parser:
         self._last = False  # no more text comes
         self._joined: list[str] = []  # pieces of one kind, which become one event
         self._kind: type[Said | Reasoned | CallArguments] | None = None  # what kind
+        self._given: set[type[Event]] = set()  # the kinds that have come
+        self._apart: set[type[Event]] = set()  # of these, the ones that a new line parts from what comes
         self._events: list[Event] = []
         self._count = 0
         self._begun: Begun | None = None  # the call that is read
@@ -66,9 +70,10 @@ class Parser:
 
     def feed(self, text: str) -> list[Event]:
         """What more text gives."""
-        if not self._text and self._is_said(text):
-            self._drop = False
-            return [Said(text)] if text else []
+        if not text:
+            return []
+        if not self._text and (kind := self._plain(text)):
+            return [kind(text)]
         self._text += text
         return self._read()
 
@@ -84,11 +89,15 @@ class Parser:
         self._state = self._say_all
         return events
 
-    def _is_said(self, text: str) -> bool:
-        """Whether all of it surely is, which is so most of the time."""
-        if self._state != self._speak:
-            return self._state == self._say_all
-        return bool(text) and text[-1] not in BLANKS and not self._suspect(text)
+    def _plain(self, text: str) -> type[Said | Reasoned] | None:
+        """What all of a text surely is; most of the time that is quickly seen."""
+        if self._state == self._say_all:
+            return Said
+        kind = Said if self._state == self._speak else Reasoned if self.reasoning else None
+        if kind not in self._given or kind in self._apart or text[-1] in BLANKS:
+            return None
+        suspect = self._suspect(text) if kind is Said else self._thought[0] in text
+        return None if suspect else kind
 
     def _read(self) -> list[Event]:
         while self._state():
@@ -111,7 +120,7 @@ class Parser:
             return most if most > 1 else 0
         if calls is not None:
             found = self._search(left) if self._marks else None
-            starts = [self._prompted if calls.alone else len(left), len(left) if found is None else found.start()]
+            starts = [0 if calls.alone else len(left), len(left) if found is None else found.start()]
             for at in starts:
                 at = skip(left, at)
                 if len(left) - at > 1 and WAIT in (calls.first(left, at), calls.next(left, at)):
@@ -156,11 +165,19 @@ class Parser:
         """The state behind a mark that stands at the beginning. Blanks before and behind it are left out."""
         if mark == self._before_said:
             self._drop = False
-            return self._speak
+            return self._skip_blanks if self._blanks else self._speak
         if mark == self._think or mark == self._thought or mark in self._silent:
             self._drop = self._fresh = True
+            self._apart |= self._given
             return self._reason if mark == self._think else self._start
         return None
+
+    def _skip_blanks(self) -> bool:
+        left = self._text[self._at : self._at + len(self._blanks)]
+        if left != self._blanks and self._blanks.startswith(left) and not self._last:
+            return False
+        self._at, self._state = self._at + len(left) * (left == self._blanks), self._speak
+        return True
 
     def _reason(self) -> bool:
         text, think = self._text, self._think
@@ -181,6 +198,7 @@ class Parser:
         if end < 0:
             return False
         self._at, self._state, self._drop = end + len(self._thought), self._start, True
+        self._apart |= self._given
         return True
 
     def _speak(self) -> bool:
@@ -202,6 +220,7 @@ class Parser:
             return False
         if found[0] in self._silent:
             self._at, self._state, self._drop = found.end(), self._start, True
+            self._apart |= self._given
             return True
         self._say(stop, at + 1)
         self._at = at + 1
@@ -259,14 +278,14 @@ class Parser:
 
     def _after(self) -> bool:
         """Behind a call, where another or the end of all may follow."""
-        calls = self._of_call()[0]
-        following, end = calls.next(self._text, self._at), calls.end(self._text, self._at)
+        calls, begun, _ = self._of_call()
+        following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, Begun):
             return self._begin_call(following)
-        if end < 0 and WAIT in (following, end) and not self._last:
-            return False
         if end == WAIT:
             return self._close()
+        if end < 0 and following == WAIT and not self._last:
+            return False
         self._at, self._state = max(end, self._at), self._start
         return True
 
@@ -284,13 +303,14 @@ class Parser:
         return self._calls, self._begun, self._arguments
 
     def _begin_rest(self) -> None:
-        self._state = self._after if self._of_call()[0].grouped else self._start
+        self._state = self._after if self._of_call()[1].spelling.grouped else self._start
         self._drop = True
 
     def _begin_call(self, begun: Begun) -> bool:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
         self._flush()
+        self._apart |= self._given
         self._events.append(CallBegun(self._count, begun.name, begun.id))
         self._begun, self._arguments = begun, self._calls.arguments(begun)
         self._at, self._state, self._open = begun.end, self._call, True
@@ -323,7 +343,11 @@ class Parser:
         if text:
             if kind is not self._kind:
                 self._flush()
+                self._given.add(kind)
             self._kind = kind
+            if kind in self._apart and kind is not CallArguments:
+                self._joined.append("\n")
+            self._apart.discard(kind)
             self._joined.append(text)
 
     def _flush(self) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hibachi.errors import InvalidRequest
 from hibachi.tools.format import History
@@ -50,6 +50,9 @@ TOOLS = [
     for name in NAMES
 ]
 
+_CALL = Called(NAMES[0], {KEYS[0]: VALUES[0]})
+_CONTENTS: tuple[Literal["missing", "null", "empty"], ...] = ("missing", "null", "empty")
+_ARGUMENTS: tuple[Literal["object", "text"], ...] = ("object", "text")
 USUAL = {"tools": TOOLS, "add_generation_prompt": False, "strftime_now": 1.7e9}  # the present must not differ
 
 
@@ -117,25 +120,43 @@ class Template:
 
     def settle(self) -> bool:
         """Find the form of messages whose calls the template writes. False means there is none."""
-        call = Called(NAMES[0], {KEYS[0]: VALUES[0]})
-        for nine in (False, True):
-            for content in ("missing", "null", "empty"):
-                for arguments in ("object", "text"):
-                    self.nine, self.history = nine, History(arguments, content)
-                    text = self.called(call)
-                    if text is not None and call.name in text and VALUES[0] in text:
-                        return self._settled(text)
-        self.nine, self.history = False, History()
-        return False
+        forms = [
+            (nine, History(arguments, content))
+            for nine in (False, True)
+            for content in _CONTENTS
+            for arguments in _ARGUMENTS
+        ]
+        last: tuple[bool, History] | None = None  # the first form that will do at the end of a conversation
+        for self.nine, self.history in forms:
+            if self._shown(self.called(_CALL)):
+                last = last or (self.nine, self.history)
+                if self._shown(self.after([user(), self.answer(_CALL), self._result()], add_generation_prompt=True)):
+                    break
+        else:
+            self.nine, self.history = last or (False, History())
+        if last is not None:
+            self._settle_python()
+            self._settle_beside()
+        return last is not None
 
-    def _settled(self, text: str) -> bool:
+    def _shown(self, text: str | None) -> bool:
+        return text is not None and _CALL.name in text and VALUES[0] in text
+
+    def _result(self) -> dict[str, Any]:
+        id_ = _CALL.id[-9:] if self.nine else _CALL.id
+        return {"role": "tool", "tool_call_id": id_, "name": _CALL.name, "content": LATER}
+
+    def _settle_python(self) -> None:
         """Arguments that come out as Python's are better given as text."""
-        if self.history.arguments == "object" and f"{{'{KEYS[0]}': '{VALUES[0]}'" in text:
+        if f"{{'{KEYS[0]}': '{VALUES[0]}'" in (self.called(_CALL) or ""):
             before, self.history = self.history, replace(self.history, arguments="text")
-            better = self.called(Called(NAMES[0], {KEYS[0]: VALUES[0]}))
-            if better is None or f'{{"{KEYS[0]}"' not in better:
+            if f'{{"{KEYS[0]}"' not in (self.called(_CALL) or ""):
                 self.history = before
-        return True
+
+    def _settle_beside(self) -> None:
+        text = self.called(_CALL, said=SAID)
+        if text is not None and not (self._shown(text) and SAID in text):
+            self.history = replace(self.history, beside="calls" if self._shown(text) else "content")
 
 
 def user(words: str = USER) -> dict[str, Any]:

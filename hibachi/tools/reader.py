@@ -23,15 +23,22 @@ Parts = tuple[str | Slot, ...]
 @dataclass(frozen=True, slots=True)
 class Spelling:
     """A way to write a call. firsts: the parts before its arguments where it is the first of several, nexts: where it
-    follows another, tail: those behind them. word: the first word behind them. begins: finds where arguments begin.
+    follows another, tail: those behind them, end: those behind all calls. word: the first word behind arguments.
+    begins: finds where arguments begin. unmarked: nothing says that it is a call.
     """
 
     firsts: tuple[Parts, ...]
     nexts: tuple[Parts, ...]
     tail: Parts
+    end: Parts
     word: str
     begins: Finder
-    unmarked: bool = False
+    unmarked: bool
+
+    @property
+    def grouped(self) -> bool:
+        """Something may stand between calls, or behind all."""
+        return bool(self.nexts or self.end)
 
 
 class Begun(NamedTuple):
@@ -46,20 +53,19 @@ class Begun(NamedTuple):
 class CallReader:
     """Finds the pieces of calls. Its methods answer as those of `hibachi.tools.fit` do: NO, WAIT, or what they found.
 
-    markers: texts that calls begin with anywhere. alone: they may begin without one, where the answer does. grouped:
-    something may stand between calls, or behind all.
+    markers: texts that calls begin with anywhere. alone: they may begin without one, where the answer does.
     """
 
     def __init__(self, form: ToolFormat, toolbox: Toolbox) -> None:
         self._form, self._toolbox = form, toolbox
         self._names = frozenset(toolbox.schemas)
-        marker = form.marker.strip()
-        self.alone = form.alone or not marker
-        marks = ["" if self.alone else marker, *(_first_text(call) for call in form.spellings)]
-        self.markers = tuple(sorted(filter(None, set(marks)), key=len, reverse=True))
-        self._end = merged((form.end,))
-        self._spellings = [self._spelling(call, bool(i)) for i, call in enumerate((form.call, *form.spellings))]
-        self.grouped = any(one.nexts for one in self._spellings) or bool(self._end)
+        self.alone = form.alone or not form.marker.strip()
+        self._spellings = [self._spelling(form.call), *map(self._other, form.spellings)]
+        marks = {"" if self.alone else form.marker.strip()}
+        marks |= {
+            _text(call, 0) for call, one in zip(form.spellings, self._spellings[1:], strict=True) if not one.unmarked
+        }
+        self.markers = tuple(sorted(filter(None, marks), key=len, reverse=True))
 
     def first(self, text: str, at: int) -> Begun | int:
         """The first call of several up to its arguments."""
@@ -73,13 +79,13 @@ class CallReader:
         """What stands behind the arguments. Brackets that are missing there, or too many, do no harm."""
         return _closed(spelling.tail, text, at)
 
-    def end(self, text: str, at: int) -> int:
+    def end(self, spelling: Spelling, text: str, at: int) -> int:
         """What stands behind all calls."""
-        return _closed(self._end, text, at) if self._end else NO
+        return _closed(spelling.end, text, at) if spelling.end else NO
 
     def stops(self, spelling: Spelling) -> tuple[str, ...]:
         """The texts that end arguments which are none."""
-        return tuple(dict.fromkeys(filter(None, (_core(spelling.tail), _core(self._end), *self.markers))))
+        return tuple(dict.fromkeys(filter(None, (_core(spelling.tail), _core(spelling.end), *self.markers))))
 
     def arguments(self, begun: Begun) -> Arguments:
         """A reader of the arguments of a call."""
@@ -90,22 +96,35 @@ class CallReader:
             return Values(Rules((form.quote, '"'), None, named=True))
         return Values(PYTHON if isinstance(form, Python) else JSON)
 
-    def _spelling(self, call: Call, other: bool) -> Spelling:
+    def _spelling(self, call: Call) -> Spelling:
+        """The way of the format itself."""
         form = self._form
-        at = call.index(Slot.ARGUMENTS)
-        head, tail = call[:at], call[at + 1 :]
-        texts = [part for part in (*tail, form.end) if isinstance(part, str) and part.strip()]
-        word = texts[0].split()[0] if texts else ""
-        firsts = [merged((form.begin, *head))] if form.begin.strip() or not other else []
-        if other:
-            firsts.append(merged(head))
+        head, tail = _around(call)
         between, whole = bare(form.between), form.begin.strip() or form.end.strip()
         nexts = [merged((form.between, *head)), merged(head)] if between else [merged(head)] if whole else []
-        arguments = form.arguments
-        begins = beginning(arguments, word) if isinstance(arguments, Tagged) else _keyword
-        if not isinstance(arguments, (Tagged, Python)):
-            begins = _brace
-        return Spelling(tuple(firsts), tuple(nexts), merged(tail), word, begins, self.alone and not other)
+        return self._made((merged((form.begin, *head)),), tuple(nexts), (tail, (form.end,)), self.alone)
+
+    def _other(self, call: Call) -> Spelling:
+        """A further way, which brings what stands around all calls: it may be a list."""
+        begin, marker = self._form.begin, self._form.marker.strip()
+        head, tail = _around(call)
+        first, last = _text(call, 0), _text(call, -1)
+        ends: tuple[Call, Call] = tail, ()
+        nexts: tuple[Parts, ...] = ()
+        if "[{" in bare(first) and "}]" in bare(last):
+            closed = last.index("}") + 1
+            nexts = (merged((", " + first[first.index("{") :], *head[1:])),)
+            ends = (*tail[:-1], last[:closed]), (last[closed:],)
+        firsts = (merged(head), *((merged((begin, *head)),) if begin.strip() else ()))
+        return self._made(firsts, nexts, ends, self.alone and first.startswith(marker))
+
+    def _made(
+        self, firsts: tuple[Parts, ...], nexts: tuple[Parts, ...], ends: tuple[Call, Call], unmarked: bool
+    ) -> Spelling:
+        words = [part.split()[0] for part in (*ends[0], *ends[1]) if isinstance(part, str) and part.strip()]
+        word, form = words[0] if words else "", self._form.arguments
+        begins = beginning(form, word) if isinstance(form, Tagged) else _keyword if isinstance(form, Python) else _brace
+        return Spelling(firsts, nexts, merged(ends[0]), merged(ends[1]), word, begins, unmarked)
 
     def _found(self, forms: list[tuple[Spelling, Parts]], text: str, at: int) -> Begun | int:
         wait = NO
@@ -120,8 +139,15 @@ class CallReader:
         return wait
 
 
-def _first_text(call: Call) -> str:
-    return call[0].strip() if isinstance(call[0], str) else ""
+def _around(call: Call) -> tuple[Call, Call]:
+    """The parts before arguments, and those behind them."""
+    at = call.index(Slot.ARGUMENTS)
+    return call[:at], call[at + 1 :]
+
+
+def _text(call: Call, i: int) -> str:
+    part = call[i]
+    return "" if isinstance(part, Slot) else part.strip()
 
 
 def _brace(text: str, at: int) -> int:

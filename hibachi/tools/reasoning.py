@@ -102,10 +102,13 @@ def spoken(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
         thought = ReasoningFormat(prompted + (thought.begin if prompted else thought.begin.strip()), thought.end)
     if not _ANY_TAG.search(before) or (template.prompt() or "").endswith(before):
         return ChatFormat(reasoning=thought)
+    silent = list(dict.fromkeys(_ANY_TAG.findall(end)))
+    if thought is not None and thought.begin in silent:  # the template goes on with another prompt
+        silent = silent[: silent.index(thought.begin)]
     return ChatFormat(
         reasoning=thought,
         before_said=prompted + before if prompted else before.strip(),
-        silent=tuple(dict.fromkeys(_ANY_TAG.findall(end))),
+        silent=tuple(silent),
         prompted=prompted,
     )
 

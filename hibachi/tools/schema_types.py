@@ -10,8 +10,7 @@ from hibachi.tools.values import PYTHON_VALUE, Values, escaped
 
 ALL: Final = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
 STRING: Final = frozenset(("string",))
-_DEPTH = 16  # of schemas within schemas that are looked into
-_MOST = 64  # schemas that are looked into for one
+_MOST = 256  # schemas that are looked into for one, which may refer to each other or to itself
 _UNIONS = ("anyOf", "oneOf")
 _WORDS = {"True": "true", "False": "false", "TRUE": "true", "FALSE": "false", "None": "null"}
 
@@ -22,12 +21,13 @@ class Typed:
     def __init__(self, schema: Any, root: Any = None) -> None:
         self._schema = schema
         self._root = schema if root is None else root
-        self.types = self._types(schema, 0)
+        self._left = _MOST
+        self.types = self._types(schema)
 
     def property(self, name: str) -> Typed:
         """The schema of a property of an object."""
         others: Any = None
-        for form in self._forms(self._schema, 0):
+        for form in self._forms():
             properties = form.get("properties")
             if isinstance(properties, Mapping) and name in properties:
                 return Typed(properties[name], self._root)
@@ -36,24 +36,26 @@ class Typed:
 
     def item(self) -> Typed:
         """The schema of an item of an array."""
-        for form in self._forms(self._schema, 0):
+        for form in self._forms():
             if isinstance(form.get("items"), Mapping):
                 return Typed(form["items"], self._root)
         return Typed(True, self._root)
 
-    def _forms(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """A schema and those that it is made of."""
-        if not isinstance(schema, Mapping) or depth > _DEPTH:
-            return
-        yield schema
-        if "$ref" in schema:
-            yield from self._forms(self._referred(schema["$ref"]), depth + 1)
-        for word in ("allOf", *_UNIONS):
-            for form in _listed(schema.get(word)):
-                yield from self._forms(form, depth + 1)
+    def _forms(self) -> Iterator[Mapping[str, Any]]:
+        """The schema, and those that it is made of."""
+        left = [self._schema]
+        for _ in range(_MOST):
+            if not left:
+                return
+            form = left.pop(0)
+            if isinstance(form, Mapping):
+                yield form
+                left += [self._referred(form["$ref"])] if "$ref" in form else []
+                left += [one for word in ("allOf", *_UNIONS) for one in _listed(form.get(word))]
 
-    def _types(self, schema: Any, depth: int) -> frozenset[str]:
-        if not isinstance(schema, Mapping) or depth > _DEPTH:
+    def _types(self, schema: Any) -> frozenset[str]:
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
             return ALL
         out = _named(schema.get("type"))
         if values := _listed(schema.get("enum")):
@@ -61,12 +63,12 @@ class Typed:
         if "const" in schema:
             out &= types_of(schema["const"])
         if "$ref" in schema:
-            out &= self._types(self._referred(schema["$ref"]), depth + 1)
+            out &= self._types(self._referred(schema["$ref"]))
         for form in _listed(schema.get("allOf")):
-            out &= self._types(form, depth + 1)
+            out &= self._types(form)
         for word in _UNIONS:
             if forms := _listed(schema.get(word)):
-                out &= frozenset().union(*(self._types(form, depth + 1) for form in forms))
+                out &= frozenset().union(*(self._types(form) for form in forms))
         return out or ALL
 
     def _referred(self, ref: Any) -> Any:

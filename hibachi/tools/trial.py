@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hibachi.tools.format import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    ChatFormat,
-    Event,
-    Python,
-    Reasoned,
-    Said,
-    Thinking,
-    thinking_of,
-)
-from hibachi.tools.parser import Parser
+from hibachi.tools.format import ChatFormat, Python, Thinking, thinking_of
 from hibachi.tools.probes import IDS, NAMES, SAID, THINKING, THOUGHT, Called, Template, same_beginning, user
 from hibachi.tools.reasoning import without_end, written_from
 from hibachi.tools.tools import Tool, Toolbox
+from hibachi.tools.whole import Answer, read
 
 _SCHEMA = {
     "type": "object",
@@ -70,8 +59,8 @@ def fits(template: Template, form: ChatFormat, trials: Sequence[Sequence[Called]
         text = template.after([user(), template.answer(*calls)], tools=tools)
         if text is None:
             return False
-        found, said, _ = read(form, written(template, form, without_end(template, text)), TOOLS)
-        if found != [(c.name, c.arguments) for c in calls] or not _TAGS_ONLY.fullmatch(said):
+        answer = heard(form, written(template, form, without_end(template, text)), TOOLS)
+        if called(answer) != [(c.name, c.arguments) for c in calls] or not _TAGS_ONLY.fullmatch(answer.content):
             return False
     return True
 
@@ -85,11 +74,11 @@ def reads(template: Template, form: ChatFormat) -> bool:
         answer = written(template, form, text)
         opened = answer.lstrip().startswith(THOUGHT)
         thinking = Thinking.OPEN if opened else thinking_of(form.reasoning, text[: len(text) - len(answer)])
-        _, said, thought = read(form, answer, (), thinking)
-        front, _, rest = said.partition(SAID)
+        found = heard(form, answer, (), thinking)
+        front, _, rest = found.content.partition(SAID)
         if front.strip() or not _TAGS_ONLY.fullmatch(without_end(template, rest)):
             return False
-        if THOUGHT in text and thought.strip() != THOUGHT:
+        if THOUGHT in text and (found.reasoning or "").strip() != THOUGHT:
             return False
     return True
 
@@ -102,31 +91,14 @@ def written(template: Template, form: ChatFormat, text: str) -> str:
     return text[start:]
 
 
-def read(
-    form: ChatFormat, text: str, tools: Sequence[Tool], thinking: Thinking = Thinking.MAY
-) -> tuple[list[tuple[str, Any]], str, str]:
-    """The calls, what was said and the reasoning of an answer. Arguments that are no JSON come as their text."""
-    parser = Parser(form, Toolbox(tuple(tools)), thinking)
-    return gathered([*parser.feed(text), *parser.end()])
+def heard(form: ChatFormat, text: str, tools: Sequence[Tool], thinking: Thinking = Thinking.MAY) -> Answer:
+    """What an answer holds."""
+    return read(form, Toolbox(tuple(tools)), thinking, text)
 
 
-def gathered(events: Iterable[Event]) -> tuple[list[tuple[str, Any]], str, str]:
-    """The same of events."""
-    names: dict[int, str] = {}
-    arguments: dict[int, str] = {}
-    said, reasoned = [], []
-    for event in events:
-        if isinstance(event, CallBegun):
-            names[event.number] = event.name
-        elif isinstance(event, CallArguments):
-            arguments[event.number] = arguments.get(event.number, "") + event.text
-        elif isinstance(event, CallEnded) and not event.complete:
-            arguments[event.number] = "incomplete: " + arguments.get(event.number, "")
-        elif isinstance(event, Said):
-            said.append(event.text)
-        elif isinstance(event, Reasoned):
-            reasoned.append(event.text)
-    return [(name, _value(arguments.get(n, ""))) for n, name in names.items()], "".join(said), "".join(reasoned)
+def called(answer: Answer) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls of an answer; arguments that are no JSON as their text."""
+    return [(call.name, _value(call.arguments)) for call in answer.calls if call.complete]
 
 
 def _value(text: str) -> Any:

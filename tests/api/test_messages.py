@@ -73,6 +73,26 @@ def test_blocks_of_text_are_joined():
     assert asked(system="").messages == [HELLO]
 
 
+def test_what_differs_in_front_of_a_system_prompt_is_left_out():
+    """Of Claude Code's: nothing behind it would be found in the cache."""
+    billed = "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;"
+    for system in ([text(billed), text("be brief")], billed + "\nbe brief"):
+        assert asked(system=system).messages == [{"role": "system", "content": "be brief"}, HELLO]
+    assert asked(system=[text(billed)]).messages == [HELLO]
+    assert asked(system=f"say {billed}").messages[0]["content"] == f"say {billed}"
+
+
+def test_what_the_system_says_later_on_is_of_the_users():
+    late = {"role": "system", "content": "be kind"}
+    first, user = asked(system="be brief", messages=[late, HELLO, late]).messages
+    assert first == {"role": "system", "content": "be brief\nbe kind"}
+    assert user == {"role": "user", "content": "hello\nbe kind"}
+    messages = [HELLO, {"role": "assistant", "content": [call("1")]}, {"role": "user", "content": [result("1")]}, late]
+    assert [m["role"] for m in asked(messages=messages).messages] == ["user", "assistant", "tool", "user"]
+    with pytest.raises(Refused, match="messages is empty"):
+        asked(system="s", messages=[])
+
+
 def test_messages_of_one_role_in_a_row_are_one():
     two = [HELLO, {"role": "user", "content": [text("again")]}, {"role": "assistant", "content": "A"}, HELLO]
     assert [m["content"] for m in asked(messages=two).messages] == ["hello\nagain", "A", "hello"]

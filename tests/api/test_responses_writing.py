@@ -85,7 +85,9 @@ def writer_of(said, cut=False, *, ids=(7, 8), logprobs=None, keep=None, **fields
     tokens = [i for n in range(len(said)) for i in (20 + n,)]
     scores = [{i: -1.0, 3: -0.5} for i in tokens] if logprobs is not None else None
     finish = Finish.LENGTH if cut else Finish.STOP
-    choice = SimpleNamespace(index=0, token_ids=tokens, finish_reason=finish, tokens=SimpleNamespace(reused=1))
+    choice = SimpleNamespace(
+        index=0, token_ids=tokens, finish_reason=finish, stopped_by=None, tokens=SimpleNamespace(reused=1)
+    )
     whole = Choice(0, "text", tokens, finish, scores)
     stream = SimpleNamespace(
         choices=[choice],

@@ -63,7 +63,9 @@ class Newest:
     def __init__(self, home):
         self.home = home
         checkout = home / "checkout"
-        skip = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", "dist")
+        skip = shutil.ignore_patterns(
+            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", "dist"
+        )
         shutil.copytree(ROOT, checkout, ignore=skip)
         run(sys.executable, "-m", "venv", home / "venv", cwd=home)
         self.programs = home / "venv" / "bin"

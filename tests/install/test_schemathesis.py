@@ -1,8 +1,8 @@
 """schemathesis with a description of an API, over the routes that are served: it finds nothing.
 
-Three descriptions: OpenAI's own of its API, that of text-generation-inference, and ours, GET /openapi.json. Each in two
-runs: with requests as the document describes them, most of which say something that is refused; and with those that
-are answered. Together at least 2,000 examples.
+Four descriptions: OpenAI's own of its API, and of its responses; that of text-generation-inference; and ours, GET
+/openapi.json. Each in two runs: with requests as the document describes them, most of which say something that is
+refused; and with those that are answered. Together at least 2,000 examples.
 """
 
 import json
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.install, pytest.mark.xdist_group("schemathesis")]
 
 DATA = Path(__file__).parents[1] / "data"
 OPENAI = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-openapi.json"))  # or all of it, in YAML
+RESPONSES = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-responses.json"))
 ANSWERED = "--answered"
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
 
@@ -44,6 +45,11 @@ def tgi(tmp_path_factory):
 def test_openai_s_description_of_its_api_holds(programs, url, home):
     reduce = [programs / "python", CLIENTS / "reduce_spec.py", OPENAI, "OUT", "tiny"]
     _find_nothing(programs, f"{url}/v1", home, [(20, reduce), (100, [*reduce, ANSWERED])])
+
+
+def test_openai_s_description_of_responses_holds(programs, short, home):
+    cut = [programs / "python", CLIENTS / "responses_spec.py", RESPONSES, "OUT", "tiny"]
+    _find_nothing(programs, f"{short}/v1", home, [(60, cut), (200, [*cut, ANSWERED])])
 
 
 @pytest.mark.parametrize("server", ["tgi", "short"])

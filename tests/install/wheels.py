@@ -25,7 +25,9 @@ class Builder:
         self.checkout = self.copy("checkout")
 
     def copy(self, name):
-        skip = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", "dist")
+        skip = shutil.ignore_patterns(
+            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", "dist"
+        )
         return shutil.copytree(ROOT, self.home / name, ignore=skip)
 
     def wheel(self, target):

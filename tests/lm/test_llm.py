@@ -249,6 +249,21 @@ def test_end_of_text_ends_it_unless_ignored(model_copy, expected):
         assert llm.generate(PROMPTS[0], greedy())[0].token_ids == tokens
 
 
+def test_special_tokens_that_are_shown_stand_in_the_text(llm):
+    [end] = llm.tokenizer.special_ids
+    params = drawn(3, tokens=12, temperature=2.0, logit_bias={end: 20})
+    [hidden] = llm.submit(["x"], params)
+    [shown] = llm.submit(["x"], params, shown=frozenset({end}))
+    for stream in (hidden, shown):
+        for _ in stream:
+            pass
+    hidden, shown = hidden.completion(), shown.completion()
+    assert hidden.token_ids == shown.token_ids and end in shown.token_ids
+    assert hidden.text == llm.tokenizer.decode(hidden.token_ids)
+    assert shown.text == llm.tokenizer.decode(shown.token_ids, skip_special_tokens=False) != hidden.text
+
+
+
 @pytest.mark.parametrize("limit", [None, 30, 1000])
 def test_the_end_of_the_context_ends_the_text(small, limit):
     [out] = small.generate([1, 2, 3], greedy(limit))

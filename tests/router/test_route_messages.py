@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from itertools import count
 
 import pytest
 
@@ -26,8 +27,13 @@ def body(n, turn=0, *, system=None, field="messages"):
     return json.dumps(given).encode()
 
 
+COUNT = count()
 SYSTEMS = {
     "text": lambda said: said,
+    "billed": lambda said: [
+        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={next(COUNT):05x};"},
+        {"type": "text", "text": said},
+    ],
     "blocks": lambda said: [{"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}],
 }
 
@@ -36,9 +42,10 @@ SYSTEMS = {
     (PATH, {}),
     (PATH, {"system": SYSTEMS["text"]}),
     (PATH, {"system": SYSTEMS["blocks"]}),
+    (PATH, {"system": SYSTEMS["billed"]}),
     ("/v1/messages/count_tokens", {}),
     ("/v1/responses", {"field": "input"}),
-], ids=["messages", "system", "blocks of system", "count", "input"])  # fmt: skip
+], ids=["messages", "system", "blocks of system", "what differs in front", "count", "input"])  # fmt: skip
 def test_conversations_stay_where_they_began(mock, route, path, more):
     four = [mock("m") for _ in range(4)]
     router = route(*four, policy="prefix-affine")

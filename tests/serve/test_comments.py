@@ -20,10 +20,16 @@ from .test_streams import until
 def gated(tmp_path, monkeypatch):
     monkeypatch.setattr(comments, "EVERY", 0.05)
     gate = Gate(tmp_path)
-    with RemoteLLM(gate.model, max_num_seqs=1, max_num_queued_reqs=1) as texts, site(texts) as here:
+    with (
+        RemoteLLM(gate.model, max_num_seqs=1, max_num_queued_reqs=1) as texts,
+        site(texts, chat_template=FIRST) as here,
+    ):
         yield here, gate
         gate.open()
     gate.close()
+
+
+FIRST = "{{ messages[0].content }}"
 
 
 def lines_of(answer):
@@ -37,7 +43,6 @@ BODY = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
 def test_a_stream_that_waits_sends_comments_and_then_its_events(gated, path, more):
     here, gate = gated
     if "chat" in path:
-        here.served.reading.chat_template = "{{ messages[0].content }}"
         more = {"messages": [{"role": "user", "content": "a"}]}
     body = {**BODY, **more}
     if more:

@@ -143,7 +143,7 @@ def test_a_preflight_is_bounded_as_other_requests_are(here):
 
 
 def test_headers_of_ours_can_be_read(here):
-    """Whatever we send under x-, a page may read by its name."""
+    """Whatever we send under x-, and Anthropic's request-id, a page may read by its name."""
     exposed = OURS.decode().lower().split(", ")
     ids = {"prompt": [1, 2], "max_tokens": 3, "temperature": 0}
     first = here.post("/v1/completions", ids | {"return_token_ids": True}, headers=KEYED).json()["choices"][0]
@@ -160,6 +160,7 @@ def test_headers_of_ours_can_be_read(here):
         assert answer.status_code == 200, answer.text
         sent |= {n for n in answer.headers if n.startswith("x-")} - {"x-accel-buffering"}  # which is for proxies
     assert {"x-stop-reason", "x-finish-reason", "x-compute-type"} < sent
+    sent |= {"request-id"} & {*here.post("/v1/messages", {}, headers=KEYED).headers}
     assert sent | {"retry-after"} == {*exposed}
 
 

@@ -9,6 +9,7 @@ import pytest
 from hibachi.lm.own import open_texts
 
 from .conftest import site
+from .saying import THINKS, saying, told
 from .test_messages import BODY, HELLO, PATH, folded, refused, streamed, whole
 
 pytest.importorskip("llguidance")
@@ -78,7 +79,8 @@ def test_a_call_that_max_tokens_cuts_off_is_marked(server):
     wanted = {**TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
     uncut = whole(server, **wanted)
     given, cut = calls(uncut)[0]["input"], 0
-    for most in range(1, uncut["usage"]["output_tokens"]):
+    tokens = uncut["usage"]["output_tokens"]
+    for most in (*range(1, tokens, 5), *range(tokens - 4, tokens)):
         answer, told = (f(server, **{**wanted, "max_tokens": most}) for f in (whole, streamed))
         assert answer["stop_reason"] == "max_tokens" and alike(answer, told)
         for block in answer["content"]:
@@ -144,6 +146,71 @@ def test_reasoning_is_turned_on_and_off_in_the_prompt(server, thinking, prompt):
     chat = server.post("/v1/chat/completions", {**BODY, "chat_template_kwargs": kwargs}).json()
     used = whole(server, **({} if thinking is None else {"thinking": thinking}))["usage"]
     assert used["input_tokens"] + used["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+# ---- a model that says what it is told -------------------------------------------------------------------------------
+
+LOOK = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sun\\"\\n猫"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+THINKING = {"thinking": {"type": "adaptive"}}
+
+
+STUBBORN = THINKS.replace("enable_thinking is false", "false")
+"""Its model thinks, whatever it is told."""
+
+
+@pytest.fixture(scope="module", params=[THINKS, STUBBORN], ids=["turned off", "stubborn"])
+def says(request, tmp_path_factory):
+    """says(text, **fields): the message of an answer that says so; whole and streamed are the same."""
+    with saying(tmp_path_factory.mktemp("says"), request.param) as here:
+
+        def call(text, **fields):
+            off = request.param is THINKS and fields.get("thinking", {}).get("type", "disabled") == "disabled"
+            text = "<think>\n\n</think>\n\n" + text.removeprefix(THOUGHT) if off else text
+            body = {"model": here.served.names[0], "messages": told(text), "max_tokens": 400, **fields}
+            answer = whole(here, **body)
+            assert alike(answer, streamed(here, **body))
+            return answer
+
+        yield call
+
+
+def shapes(answer):
+    names = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+    return [(block["type"], block[names[block["type"]]]) for block in answer["content"]]
+
+
+def test_what_is_thought_said_and_called_are_blocks_of_their_own(says):
+    answer = says(THOUGHT + "I look.\n" + CALL + "\n" + OTHER, tools=[LOOK], **THINKING)
+    assert shapes(answer) == [
+        ("thinking", "Let me see."),
+        ("text", "I look."),
+        ("tool_use", {"at": 'the "sun"\n猫'}),
+        ("tool_use", {}),
+    ]
+    assert answer["stop_reason"] == "tool_use" and answer["content"][0]["signature"]
+    assert 0 < answer["usage"]["output_tokens_details"]["thinking_tokens"] < answer["usage"]["output_tokens"]
+
+
+def test_thoughts_that_nobody_asked_for_are_not_told(says):
+    for more in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive", "display": "omitted"}}):
+        answer = says(THOUGHT + "It is bright.", **more)
+        assert shapes(answer) == [("text", "It is bright.")] and answer["stop_reason"] == "end_turn"
+
+
+def test_thoughts_that_are_cut_off(says):
+    """Letters are tokens here."""
+    answer = says(THOUGHT + "It is bright.", max_tokens=14, **THINKING)
+    assert shapes(answer) == [("thinking", "Let me")] and answer["stop_reason"] == "max_tokens"
+    hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    assert says(THOUGHT + "It is bright.", max_tokens=14, **hidden)["content"] == []
+
+
+def test_what_looks_like_a_call_is_none_where_no_tool_is(says):
+    assert shapes(says(CALL)) == [("text", CALL)]
+    assert shapes(says(CALL, tools=[LOOK], tool_choice={"type": "none"})) == [("text", CALL)]
 
 
 @pytest.mark.parametrize(

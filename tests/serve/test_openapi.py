@@ -95,7 +95,7 @@ class Site:
             self.validate(schema, answer.json())
         elif kind == "text/event-stream":
             for event in answer.text.strip().split("\n\n"):
-                data = event[event.index("data: ") + 6 :]  # behind the name, where it has one
+                data = event.rpartition("\n")[2].removeprefix("data: ")  # behind its name, if it has one
                 told = schema["properties"]["data"]
                 end, told = told.get("anyOf", ({}, told))
                 if data != end.get("const"):

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from hibachi.api.responses.store import Stores
-from hibachi.remote.llm import RemoteLLM
+from hibachi.tools.choosing import Parsers
 from hibachi.web.tenants import Tenants
 
 from .conftest import CHATML, ENGINES, Gate, site
@@ -141,7 +141,93 @@ def test_json_that_keeps_to_a_schema(server):
     told = respond(server, "Hello", text={"format": form}, max_output_tokens=60)
     assert told["status"] == "incomplete" or isinstance(json.loads(text_of(told))["a"], int)
     assert text_of(told).startswith("{")
-    assert told["text"]["format"] == {**form, "description": None}
+    assert told["text"]["format"] == form
+
+
+@pytest.fixture(scope="module")
+def tools(texts):
+    """A server that describes tools to its model, whose template has no word for them."""
+    with site(texts, chat_template=CHATML, parsers=Parsers(tools="generic")) as here:
+        yield here
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Bath", "Rome"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "weather", "parameters": {**CITY, "additionalProperties": False}, "strict": True}
+TIME = {"type": "function", "name": "time", "description": "The time."}
+CALLS = {"tools": [WEATHER, TIME], "max_output_tokens": 60}
+
+
+def calls_of(response):
+    return [(item["name"], item["arguments"]) for item in response["output"] if item["type"] == "function_call"]
+
+
+def test_a_call_and_its_result(tools, described):
+    """Whole and streamed; the second turn by its id, by references, and sent whole."""
+    fields = {**CALLS, "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False}
+    told, events = respond(tools, "Bath?", **fields), events_of(tools, "Bath?", **fields)
+    for event in events:
+        described("ResponseStreamEvent", event)
+    [(name, arguments)] = calls_of(told)
+    assert (name, json.loads(arguments)["city"] in ("Bath", "Rome")) == ("weather", True)
+    assert calls_of(events[-1]["response"]) == [(name, arguments)]
+    deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == arguments and len(deltas) > 1
+    assert [tool["name"] for tool in told["tools"]] == ["weather", "time"]
+    call = told["output"][0]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
+    more = {"tools": [WEATHER, TIME], "tool_choice": "none"}
+    second = respond(tools, [result], previous_response_id=told["id"], **more)
+    whole = respond(tools, [user("Bath?"), *told["output"], result], **more)
+    referred = respond(tools, [user("Bath?"), {"type": "item_reference", "id": call["id"]}, result], **more)
+    assert text_of(second) == text_of(whole) == text_of(referred) != ""
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"] == referred["usage"]["input_tokens"]
+    listed = tools.client.get(f"{URL}/{second['id']}/input_items").json()
+    described("ResponseItemList", listed)
+    assert [item["type"] for item in listed["data"]] == ["function_call_output", "function_call", "message"]
+
+
+def test_a_call_that_is_cut_off_is_incomplete(tools, described):
+    long = {"type": "object", "properties": {"text": {"type": "string", "minLength": 400}}, "required": ["text"]}
+    say = {"type": "function", "name": "say", "parameters": long, "strict": True}
+    fields = {"tools": [say], "tool_choice": "required", "max_output_tokens": 60}
+    told, events = respond(tools, "Bath?", **fields), events_of(tools, "Bath?", **fields)
+    described("Response", told)
+    for event in events:
+        described("ResponseStreamEvent", event)
+    assert calls_of(told) == calls_of(events[-1]["response"])
+    [call] = told["output"]
+    assert (told["status"], call["type"], call["status"]) == ("incomplete", "function_call", "incomplete")
+    assert call["arguments"].startswith('{"text": "')
+    assert respond(tools, "And?", previous_response_id=told["id"])["output"]  # it goes on without that call
+
+
+def test_tools_that_may_be_called(tools):
+    named = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    assert {name for name, _ in calls_of(respond(tools, "Bath?", **{**CALLS, "tool_choice": named}))} == {"time"}
+    assert not calls_of(respond(tools, "Bath?", **{**CALLS, "tool_choice": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [TIME], "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{**TIME, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{**TIME, "parameters": {"type": 7}, "strict": True}]}, "tools[0].parameters.type"),
+        ({"tools": [TIME], "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ],
+)
+def test_tools_that_cannot_be(tools, fields, param):
+    answer = tools.post(URL, {"input": "Bath?", **ASKED, **fields})
+    error = error_of(answer, 400)
+    assert error["param"] == param and "function." not in error["message"] and "messages" not in error["message"]
+
+
+def test_a_result_of_a_call_that_was_not_made(tools):
+    result = {"type": "function_call_output", "call_id": "call_nobody", "output": "Rain."}
+    assert error_of(tools.post(URL, {"input": [user("a"), result], **ASKED}), 400)["param"] == "input"
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
@@ -232,7 +318,7 @@ def others():
     """A server with two tenants, whose stores hold little."""
     tenants = Tenants((("k1", "one"), ("k2", "two")))
     settings = {"chat_template": CHATML, "tenants": tenants, "responses": Stores(20_000)}
-    with RemoteLLM("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
+    with ENGINES["own"]("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
         yield here
 
 
@@ -271,7 +357,8 @@ def test_what_is_driven_out_is_not_found(others):
 
 
 def test_a_server_that_keeps_nothing():
-    with RemoteLLM("tiny", max_num_seqs=2) as texts, site(texts, chat_template=CHATML, responses=Stores(0)) as here:
+    settings = {"chat_template": CHATML, "responses": Stores(0)}
+    with ENGINES["own"]("tiny", max_num_seqs=2) as texts, site(texts, **settings) as here:
         told = respond(here, "One?", store=True)
         assert told["store"] is False
         assert here.client.get("/v1/models").json()["data"][0]["server"] is None

@@ -1,15 +1,24 @@
 """Which answers the grammars of tool calls allow: walked by texts, and drawn at random and read again."""
 
 import json
+import random
+import re
 
 import pytest
 
 from hibachi.errors import InvalidRequest
+from hibachi.guide.protocol import Grammar
+from hibachi.guide.worker import FREE
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
 from hibachi.tools.grammar import form, guided
+from hibachi.tools.known import KNOWN
+from hibachi.tools.marks import texts
 from hibachi.tools.tools import Tool, Toolbox
+from hibachi.tools.write import ToolCall, written
 
+from ..guide import made
+from . import made as given
 from .formats import CODE, FORMATS, NOW, PROMPTED, REASONING, WEATHER, chat
 from .grammars import IDS, Read, drawn, grammar, guide_of, ids, setting, special, walked
 
@@ -256,6 +265,54 @@ def test_random_answers_are_read_as_calls_that_keep_to_their_schemas(name, mode)
         if mode == "required":
             assert read.calls and not read.said, text
     assert ended
+
+
+LOOKS_SPECIAL = re.compile(r"<\|[^|<>]*\|>|<｜[^｜<>]*｜>|\[[A-Z_/ ]+\]|\]<\]minimax\[>\[|<\|[a-z_]+>|<[a-z_]+\|>")
+CALLED = {name: record for name, record in KNOWN.items() if record.tools is not None}
+
+
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", CALLED)
+def test_what_every_known_format_writes_may_come(name, as_tokens):
+    """Its marks are special tokens of the model, or text."""
+    record = CALLED[name]
+    names = sorted({m for text in texts(record) for m in LOOKS_SPECIAL.findall(text)}) if as_tokens else []
+    end = 256 + len(names)
+    own = made.Setting(made.of_bytes([*(n.encode() for n in names), b"<eos>"], special=range(256, end), ends=(end,)))
+    find = re.compile(f"({'|'.join(map(re.escape, names))})") if names else re.compile("(\0)")
+
+    def cut(text):
+        return [256 + names.index(part) if part in names else part for part in find.split(text) if part]
+
+    for mode in ("required", "auto"):
+        calls = given.calls_of(random.Random(name + mode), 1 if record.tools.most == 1 else None)
+        calls = [ToolCall(c.name, plain(c.arguments), c.id) for c in {c.name: c for c in calls}.values()]
+        form_of = form(
+            record, given.toolbox_of(calls, mode=mode), Thinking.NONE, None, cut, ids=range(256, end), ends=(end,)
+        )
+        text = written(record.tools, calls).strip().removeprefix(record.prompted.lstrip())
+        guide = own.guides.compile(Grammar(f"{form_of.text}{FREE}"))  # a process that checks would take longer
+        guide.advance([i for part in cut(text) for i in ([part] if isinstance(part, int) else part.encode())])
+        assert guide.may_end
+
+
+def plain(arguments):
+    """Without characters that a grammar leaves out, and names with blanks, which free objects in XML have not."""
+    return arguments.replace("\\u0007", "").replace("long key", "key")
+
+
+def test_going_back_compiles_nothing(monkeypatch):
+    """Also where text was free: proposals and forced tokens are taken back all the time."""
+    guide = guide_of(grammar("hermes", "auto", Thinking.MAY, reasoning=THINK))
+    monkeypatch.setattr(type(setting().guides), "matcher", lambda *_: pytest.fail("compiled"))
+    text = ids("<think>So</think>Hm <tool_call>\n")
+    for token in text:
+        guide.forced(8)
+        guide.advance([token])
+    assert b"".join(setting().vocabulary.tokens[i] for i in guide.forced(20)[0]).startswith(b'{"name": "')
+    guide.take_back(len(text))
+    guide.advance(ids("Hello"))
+    assert guide.may_end and not guide.complete
 
 
 # ---- schemas -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Reasoning, what is said and calls in the text of an answer, however it is cut into pieces."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,6 +16,7 @@ from hibachi.tools.format import (
     ChatFormat,
     Reasoned,
     Said,
+    Slot,
     Thinking,
 )
 from hibachi.tools.parser import Parser
@@ -155,6 +157,28 @@ def test_spellings_that_are_never_asked_for_are_read():
     assert answer == Answer(None, "Now", [ToolCall("f", '{"a": 1}'), ToolCall("f", "{}")])
 
 
+def test_a_list_that_is_another_spelling_holds_any_number_of_calls():
+    call = ('[CALL][{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}]")
+    format = ChatFormat(replace(FORMATS["header"].tools, spellings=(call,)))
+    one = '{"name": "f", "arguments": {"a": 1}}'
+    for text in (
+        f"[CALL][{one}]",
+        f"[CALL] [{one}, {one}, {one}]\n",
+        '[CALL]f[ARGS]{"a": 1}[CALL]f[ARGS]{"a": 1}',
+    ):
+        answer = read(format, BOX, Thinking.NONE, text)
+        assert (answer.content, set(answer.calls)) == ("", {ToolCall("f", '{"a": 1}')})
+        assert len(answer.calls) == text.count("f[") + text.count('"f"')
+
+
+def test_an_answer_in_json_is_no_call_of_a_format_without_a_marker():
+    call = ('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}")
+    format = ChatFormat(replace(FORMATS["alone"].tools, marker='{"name"', spellings=(call,)))
+    for text in ('{"name": "Bob", "arguments": {"a": 1}}', 'So: {"name": "f", "arguments": {}}'):
+        assert parsed(text, format) == [Said(text)]
+    assert len(read(format, BOX, Thinking.NONE, '{"name": "f", "arguments": {"a": 1}}').calls) == 1
+
+
 # ---- reasoning -------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +203,13 @@ def test_spellings_that_are_never_asked_for_are_read():
 )
 def test_reasoning(text, thinking, events):
     assert parsed(text, thinking=thinking) == events
+
+
+def test_what_belongs_together_is_joined_by_new_lines():
+    text = f"One.\n{CALL}\n<think>a</think><think>b\n</think>\nTwo.\n\nThree.\n{CALL}\nFour."
+    answer = read(HERMES_CHAT, BOX, Thinking.MAY, text)
+    assert (answer.content, answer.reasoning) == ("One.\nTwo.\n\nThree.\nFour.", "a\nb")
+    assert [call.arguments for call in answer.calls] == ['{"city": "Paris"}'] * 2
 
 
 def test_whether_it_reasons_now():
@@ -235,9 +266,17 @@ def check_cuts(name, seed, texts, cuts):
         thinking, end = random.choice(list(Thinking)), random.random() < 0.5
         whole = events_of(format, [text], thinking=thinking, cut=end)
         check_whole(whole)
+        check_said(format, text, whole if not end else [Reasoned("")])
         for _ in range(cuts):
             pieces = pieces_of(random, text, random.choice([1, 2, 5, len(text)]))
             assert events_of(format, pieces, thinking=thinking, cut=end) == whole, (text, pieces)
+
+
+def check_said(format, text, events):
+    """What is neither reasoning nor a call is said exactly."""
+    if all(isinstance(event, Said) for event in events) and not (format.silent or format.before_said):
+        marks = ("<think>", "</think>")
+        assert any(mark in text for mark in marks) or "".join(event.text for event in events) == text
 
 
 def check_whole(events):

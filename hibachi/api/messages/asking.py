@@ -37,6 +37,10 @@ TOOL_DEFAULTS: dict[str, tuple[list[Any], str]] = {
     "input_examples": ([None, []], "Chat templates show no examples: say them in the description"),
 }
 """Fields of a tool that may only have these values, and why."""
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""What Claude Code writes in front of its system prompt. It differs in each request, so that nothing behind it would be
+found in the cache.
+"""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off. A template reads one of them at most."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -58,9 +62,9 @@ def chat_of(body: CountBody) -> ChatBody:
             if name == "thread":  # by this code clients know that they may go on without one
                 refused.code = "thread_unsupported_request"
             raise refused
-    messages, goes_on = _messages(body.messages)
-    if system := _system(body.system):
-        messages.insert(0, {"role": "system", "content": system})
+    if not body.messages:
+        raise Refused("messages is empty: send at least one.", param="messages", code="empty_array")
+    messages, goes_on = _messages(body.messages, _system(body.system))
     chat = ChatBody(messages=messages, model=body.model)
     if goes_on:
         chat.continue_final_message, chat.add_generation_prompt = True, False
@@ -161,17 +165,16 @@ def _tool(given: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _system(given: str | list[TextBlock] | None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    return _joined(block.text for block in given)
+    texts = [given or ""] if given is None or isinstance(given, str) else [block.text for block in given]
+    return _joined(BILLING.sub("", text) for text in texts)
 
 
-def _messages(given: Sequence[Turn]) -> tuple[list[Message], bool]:
-    """In OpenAI's form, and whether the last one is to be continued."""
+def _messages(given: Sequence[Turn], system: str) -> tuple[list[Message], bool]:
+    """In OpenAI's form, behind the system prompt, and whether the last one is to be continued."""
     out: list[Message] = []
     calls: dict[str, str] = {}  # by id, those of the message before that have no result yet
     last: Message = {}
-    for role, blocks in _turns(given):
+    for role, blocks in _turns(given, system):
         last = {}
         if role == "assistant":
             last, calls = _of_assistant(blocks)
@@ -190,21 +193,26 @@ def _messages(given: Sequence[Turn]) -> tuple[list[Message], bool]:
     return out, bool(last)
 
 
-def _turns(given: Sequence[Turn]) -> Iterator[tuple[str, list[Placed]]]:
-    """Role and blocks. Messages of one role that follow each other are one."""
-    role, blocks = "", list[Placed]()
+def _turns(given: Sequence[Turn], system: str) -> Iterator[tuple[str, list[Placed]]]:
+    """Role and blocks. Messages of one role that follow each other are one. What the system says later on is of the
+    user's, as few chat templates know more than one system prompt.
+    """
+    role, blocks = "system", list[Placed]()
+    if system:
+        blocks.append(("system", TextBlock(system)))
     for i, turn in enumerate(given):
-        place = f"messages[{i}].content"
-        if turn.role != role:
-            if blocks or role:
+        place, of = f"messages[{i}].content", turn.role
+        if of == "system" and role != "system":
+            of = "user"
+        if of != role:
+            if blocks or role != "system":
                 yield role, blocks
-            role, blocks = turn.role, []
+            role, blocks = of, []
         if isinstance(turn.content, str):
             blocks.append((place, TextBlock(turn.content)))
         else:
             blocks += [(f"{place}[{j}]", block) for j, block in enumerate(turn.content)]
-    if role:
-        yield role, blocks
+    yield role, blocks
 
 
 def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:

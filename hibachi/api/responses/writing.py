@@ -20,6 +20,7 @@ from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
 from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText
+from hibachi.api.turns import cut_off
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
@@ -102,7 +103,7 @@ class ResponsesWriter(Writer):
         return told
 
     def end(self, choice: TextChoice) -> Any:
-        return self._end(reason_of(choice.finish_reason) == "length")
+        return self._end(choice)
 
     def failed(self, refused: Refused, request: str) -> Any:
         """The last events of a response that cannot go on."""
@@ -129,7 +130,7 @@ class ResponsesWriter(Writer):
         [choice] = self._done()[0].choices
         if not self.each:
             self.piece(_as_piece(choice))
-        return self._end(reason_of(choice.finish_reason) == "length")[-1].response
+        return self._end(choice)[-1].response
 
     # ---- items -------------------------------------------------------------------------------------------------
 
@@ -213,10 +214,10 @@ class ResponsesWriter(Writer):
         self._output.append(item)
         told.append(answers.ItemDone(self._next(), now.index, item))
 
-    def _end(self, cut: bool) -> list[Any]:
-        """cut: its tokens were used up."""
-        told = list[Any]()
-        for event in () if self._parser is None else self._parser.end(cut):
+    def _end(self, choice: Choice | TextChoice) -> list[Any]:
+        """Raises EngineClosed for one that was cut off by the server."""
+        told, cut = list[Any](), reason_of(choice.finish_reason) == "length"
+        for event in () if self._parser is None else self._parser.end(cut_off(choice)):
             self._take(event, told)
         if self._open is None and not self._output:  # so that there is a text, which is empty
             self._begin_message(told)
@@ -275,6 +276,7 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
     """The fields of a response that repeat what was asked for, or tell of defaults."""
     tools = [msgspec.convert(tool, FunctionTool) for tool in body.tools or ()]
     reasoning, form = body.reasoning, None if body.text is None else body.text.format
+    told = {"type": "text"} if form is None else msgspec.to_builtins(form)
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -283,7 +285,7 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
             None if reasoning is None else reasoning.effort, None if reasoning is None else reasoning.summary
         ),
         "temperature": asked.params.temperature,
-        "text": answers.ResponseText({"type": "text"} if form is None else msgspec.to_builtins(form)),
+        "text": answers.ResponseText({name: value for name, value in told.items() if value is not None}),
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [
             answers.ResponseTool(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict)

@@ -19,10 +19,13 @@ INPUTS = {"inputs": "It is a truth"}
 OPENAI = {"max_tokens": 6, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
 TGI = {"max_new_tokens": 6, "details": True, "top_n_tokens": 2}
 IDS = {"prompt": [1, 2, 3], "max_tokens": 6, "stream": True}
+RESPONSE = {"input": "How do you do?", "max_output_tokens": 6, "temperature": 0, "stream": True}
 REQUESTS = [
     ("/chat/completions", OPENAI | CHAT, SSE),
     ("/chat/completions", OPENAI | CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}, SSE),
     ("/chat/completions", OPENAI | CHAT | {"logprobs": True}, SSE),
+    ("/responses", RESPONSE, SSE),
+    ("/responses", RESPONSE | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, SSE),
     ("/completions", OPENAI | TEXT, SSE),
     ("/completions", OPENAI | TEXT | {"logprobs": 2, "echo": True, "n": 2}, SSE),
     ("/generate_stream", INPUTS | {"parameters": TGI}, SSE),
@@ -49,7 +52,9 @@ def answered(path, body, kind):
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as answer:
         found = answer.read().decode().strip()
-    return found.split("\n") if kind == LINES else [event.removeprefix("data: ") for event in found.split("\n\n")]
+    if kind == LINES:
+        return found.split("\n")
+    return [event.rpartition("\n")[2].removeprefix("data: ") for event in found.split("\n\n")]  # behind a name
 
 
 count = 0
@@ -63,7 +68,7 @@ for base in ("", "/v1"):  # OpenAI's document leaves it out
         if end is not None and path != "/invocations":
             assert events.pop() == end
         events = [json.loads(event) for event in events if event != end]
-        assert len(events) > 1 and not any("error" in event for event in events), events
+        assert len(events) > 1 and not any(event.get("error") for event in events), events
         for event in events:
             validator.validate(event)
         count += len(events)

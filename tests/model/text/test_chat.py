@@ -292,6 +292,8 @@ def test_a_template_reads_no_files(name):
         "'' .__class__",
         "x.value.__class__",
         "messages | map(attribute='__class__') | first",
+        "new_list_of_python.__globals__",
+        "new_list_of_python().__class__",
     ],
 )
 def test_a_template_sees_nothing_of_python(expression):
@@ -427,3 +429,62 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path):
 def test_a_model_without_a_template_says_so():
     with pytest.raises(InvalidRequest, match=r"no chat template.*Send plain text"):
         BYTES.render_chat(HELLO)
+
+
+# ---- what templates of calls want ------------------------------------------------------------------------------------
+
+FILLED = {
+    "append and pop": "{% set ns = namespace(ids=[], n=0) %}{% for m in messages %}{% set _ = ns.ids.append(m.role) %}"
+    "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.ids }}{{ ns.ids.pop(0) }}{{ ns.ids | join('-') }}{{ ns.ids | length }}"
+    "{% if ns.ids %}{{ ns.ids[0] }}{{ ns.ids[-1] }}{% endif %}",
+    "a variable": "{% set seen = [ ] %}{% for m in messages %}{% set _ = seen.append(m.content) %}{% endfor %}"
+    "{{ seen | tojson }}{{ messages[0].role in seen }}{{ seen == [] }}",
+    "extend and insert": "{% set x = [] %}{% set _ = x.extend(['b', 'c']) %}{% set _ = x.insert(0, 'a') %}{{ x }}"
+    "{{ x + ['d'] }}{% for y in x %}{{ loop.index }}{{ y }}{% endfor %} x = [] {{ x[1:] }}",
+    "of lists": "{% set x = [] %}{% for m in messages %}{% set y = [] %}{% set _ = y.append(m.role) %}"
+    "{% set _ = x.append(y) %}{% endfor %}{{ x }}{{ x | map('first') | list }}",
+}
+
+
+@pytest.mark.parametrize("template", FILLED.values(), ids=FILLED)
+def test_lists_can_be_filled_as_in_jinja2(template):
+    """transformers does not let templates do it, and templates do."""
+    jinja2 = pytest.importorskip("jinja2")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    expected = environment.from_string(template).render(messages=TALK)
+    assert render_chat(template, TALK) == expected
+
+
+def test_what_is_given_cannot_be_filled():
+    with pytest.raises(InvalidRequest, match="changes the conversation"):
+        render_chat("{% set x = [] %}{{ messages.append(1) }}{{ x }}", HELLO)
+
+
+def test_a_list_that_is_filled_without_end_is_stopped():
+    template = "{% set x = [] %}{% for i in range(9999) %}{% for j in range(9999) %}{% set _ = x.append(x) %}"
+    with pytest.raises(InvalidRequest):
+        render_chat(template + "{% endfor %}{% endfor %}{{ x }}", HELLO)
+
+
+def test_a_null_counts_as_missing_unless_it_is_asked_for():
+    template = "{{ messages[0].content is defined }} {{ messages[0].content is none }}"
+    messages = [{"role": "assistant", "content": None}]
+    assert render_chat(template, messages) == "False False"
+    assert render_chat(template, messages, nulls=True) == "True True"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_all_its_names(name):
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.reasoning }}|{{ m.thinking }}{% endfor %}"
+    assert render_chat(template, [{"role": "assistant", name: "Hm."}]) == "Hm.|Hm.|Hm."
+    given = [{"role": "assistant", "reasoning_content": None, name: "Hm."}]
+    assert render_chat(template, given, nulls=True).replace("None", "Hm.") == "Hm.|Hm.|Hm."
+
+
+def test_a_template_that_adds_functions_and_the_time_is_given_them():
+    template = "{%- set s = '' + functions -%}{%- set s = s + ' at ' + datetime + '.' -%}{{ s }}{{ tools is none }}"
+    text = render_chat(template, HELLO, tools=[{"name": "é"}], strftime_now=0)
+    assert text == '[\n    {\n        "name": "é"\n    }\n] at Jan 01 1970 00:00:00 GMT.False'
+    assert render_chat(template, HELLO, functions="f", datetime="now") == "f at now.True"
+    assert render_chat("{{ functions is defined }}{{ datetime is defined }}", HELLO) == "FalseFalse"

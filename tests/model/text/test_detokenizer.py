@@ -48,6 +48,46 @@ def test_special_tokens_may_be_shown(tokenizer, data):
     assert "".join(pieces_of(tokenizer, ids, skip_special=False)[0]) == expected
 
 
+@every_kind
+@settings(max_examples=30)
+@given(data=st.data())
+def test_some_special_tokens_may_be_shown_while_others_are_not(tokenizer, data):
+    special = sorted(tokenizer.special_ids)
+    shown = frozenset(data.draw(st.sets(st.sampled_from(special)))) if special else frozenset()
+    ids = [*data.draw(ids_of(tokenizer)), *special, *data.draw(ids_of(tokenizer)), *special]
+    hidden = tokenizer.special_ids - shown
+    expected = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, shown=shown)[0]) == expected
+    if not shown:
+        assert expected == tokenizer.decode(ids)
+    every = tokenizer.decode(ids, skip_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, shown=shown, skip_special=False)[0]) == every
+
+
+def test_the_table_of_what_is_shown_is_made_once():
+    shown = frozenset({0})
+    assert BYTES.text_showing(shown) is BYTES.text_showing(frozenset({0}))
+    for i in range(20):
+        BYTES.text_showing(frozenset({0, 1000 + i}))
+    assert len(BYTES._showing) <= 8
+
+
+def test_a_text_is_cut_at_its_special_tokens():
+    """The longest first, as where they are read."""
+    raw = byte_level()
+    raw.add_special_tokens(["<|a|>", "<|a|>b", "[X]"])
+    raw.add_tokens(["<tool>"])
+    tokenizer = Tokenizer(raw)
+    ids = {t: raw.token_to_id(t) for t in ("<|a|>", "<|a|>b", "[X]")}
+    assert tokenizer.split_special("") == [] and tokenizer.split_special("a <tool>") == ["a <tool>"]
+    assert tokenizer.split_special("[X]c<|a|>b<|a|> [X") == [ids["[X]"], "c", ids["<|a|>b"], ids["<|a|>"], " [X"]
+    text = "x<|a|>b[X][X] y"
+    parts = tokenizer.split_special(text)
+    assert [
+        i for p in parts for i in ([p] if isinstance(p, int) else tokenizer.encode(p, add_special_tokens=False))
+    ] == (tokenizer.encode(text, add_special_tokens=False))
+
+
 @pytest.mark.slow
 @every_kind
 @settings(max_examples=5000, deadline=None)

@@ -1,0 +1,85 @@
+"""Functions of a file as tools of a conversation: what a client of tool calls does, in one process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import runpy
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hibachi.errors import ConfigError, printable
+from hibachi.tools.write import ToolCall
+
+MOST_TURNS = 8  # answers to one message, or a model may call for ever
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", type(None): "null"}
+
+
+class Functions:
+    """The public functions of a Python file. Raises ConfigError for a file that cannot be run or has none."""
+
+    def __init__(self, file: str | Path) -> None:
+        try:
+            found = runpy.run_path(str(file), run_name="hibachi_tools")
+        except (Exception, SystemExit) as e:
+            raise ConfigError(f"--tools {file}: {e!r:.200}. Expected a Python file with functions.") from e
+        self._functions: dict[str, Callable[..., Any]] = {
+            name: value
+            for name, value in found.items()
+            if inspect.isfunction(value) and value.__module__ == "hibachi_tools" and not name.startswith("_")
+        }
+        if not self._functions:
+            raise ConfigError(f"--tools {file}: expected functions with type hints and docstrings; it has none.")
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """As OpenAI's API has them."""
+        return [{"type": "function", "function": _described(f)} for f in self._functions.values()]
+
+    def call(self, call: ToolCall) -> str:
+        """The result of a call, as text; what went wrong is a result as well."""
+        try:
+            result = self._functions[call.name](**json.loads(call.arguments))
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+
+
+def _described(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        "name": function.__name__,
+        "description": inspect.getdoc(function) or "",
+        "parameters": {
+            "type": "object",
+            "properties": {p.name: _schema(hints.get(p.name, str)) for p in parameters},
+            "required": [p.name for p in parameters if p.default is p.empty],
+            "additionalProperties": False,
+        },
+    }
+
+
+def _schema(hint: Any) -> Mapping[str, Any]:
+    """The JSON schema of a type hint; of one that is not known, any value."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(each) for each in args]}
+    if origin is list or hint is list:
+        return {"type": "array", **({"items": _schema(args[0])} if args else {})}
+    kind = _KINDS.get(origin or hint)
+    return {} if kind is None else {"type": kind}
+
+
+def results(functions: Functions, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Run calls, show them, and return their results as messages."""
+    found = []
+    for call in calls:
+        result = functions.call(call)
+        print(printable(f"[{call.name}({call.arguments}) -> {result}]"), flush=True)
+        found.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return found

@@ -1,0 +1,94 @@
+"""Chats in Python: conversations become prompts, and answers are read: what is said, thought and called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from hibachi.request import Finish, SamplingParams
+from hibachi.streams.textstream import Choice, Completion
+from hibachi.structured import StructuredOutputs
+from hibachi.tools.asked import as_shown, toolbox_of
+from hibachi.tools.choosing import Parsers
+from hibachi.tools.history import as_objects
+from hibachi.tools.ids import call_id
+from hibachi.tools.talk import NO_TOOLS, Spoken, Talk
+from hibachi.tools.tools import Toolbox
+from hibachi.tools.whole import read
+from hibachi.tools.write import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What a chat says of its tools, in OpenAI's words."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    choice: Any
+    parallel: bool
+    parsers: Parsers
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that is ready to be answered."""
+
+    spoken: Spoken
+    box: Toolbox | None
+    params: SamplingParams
+
+
+class Chats:
+    """The chats of one model. checks: checks parameters whose form is new. ends: tokens that end a text."""
+
+    def __init__(self, tokenizer: Any, checks: Any, ends: Sequence[int]) -> None:
+        self._tokenizer, self._checks, self._ends = tokenizer, checks, ends
+        self._talks: dict[tuple[Parsers, str | None], Talk] = {}
+
+    def ready(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        asking: Asking,
+        variables: Mapping[str, Any],
+    ) -> Chat:
+        """Raises InvalidRequest."""
+        box = toolbox_of(asking.tools, asking.choice, asking.parallel)
+        given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
+        talk = self._talk(asking.parsers, given.pop("chat_template", None))
+        spoken = talk.spoken([as_objects(m) for m in messages], given, box)
+        answer = params.structured_outputs
+        if spoken.special:
+            assert answer is None or isinstance(answer, StructuredOutputs)
+            answer = talk.form(spoken.format, spoken.thinking, box, answer, partial(self._check, params), self._ends)
+        return Chat(spoken, box, params.with_(structured_outputs=answer))
+
+    def _talk(self, parsers: Parsers, template: str | None) -> Talk:
+        found = self._talks.get((parsers, template))
+        if found is None:
+            found = self._talks[parsers, template] = Talk(self._tokenizer, template, parsers)
+        return found
+
+    def _check(self, params: SamplingParams, form: StructuredOutputs) -> None:
+        self._checks(params.with_(structured_outputs=form))
+
+
+def told(chat: Chat, done: Completion) -> Completion:
+    """A completion whose texts are what is said, beside calls and reasoning."""
+    if not chat.spoken.special:
+        return done
+    return replace(done, choices=[_told(chat, done, choice) for choice in done.choices])
+
+
+def _told(chat: Chat, done: Completion, choice: Choice) -> Choice:
+    spoken, by = chat.spoken, choice.stopped_by
+    cut = choice.finish_reason is not Finish.STOP or (by is not None and isinstance(by.reason, str))
+    found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut)
+    nine = spoken.format.tools is not None and spoken.format.tools.id is not None
+    about = f"{done.prompt_token_ids}"
+    calls = [
+        ToolCall(c.name, c.arguments, c.id or call_id(about, choice.index, i, nine=nine), c.complete)
+        for i, c in enumerate(found.calls)
+    ]
+    return replace(choice, text=found.content, tool_calls=tuple(calls), reasoning=found.reasoning or "")

@@ -1,0 +1,107 @@
+"""`hibachi chat --tools FILE.py`: functions become tools, are run here, and their results go back."""
+
+import io
+
+import pytest
+
+from hibachi.cli import chat
+from hibachi.cli.chattools import MOST_TURNS, Functions
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.request import Finish, SamplingParams
+from hibachi.streams.textstream import Choice, Completion
+from hibachi.tools.asked import toolbox_of
+from hibachi.tools.write import ToolCall
+
+FILE = '''
+from json import dumps
+from typing import Literal
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", where: list[float] | None = None):
+    """The weather of a city."""
+    return {"city": city, "days": days}
+
+def fails(a):
+    raise ValueError("no such thing")
+
+def _hidden(): ...
+'''
+
+
+@pytest.fixture
+def functions(tmp_path):
+    file = tmp_path / "tools.py"
+    file.write_text(FILE)
+    return Functions(file)
+
+
+def test_functions_are_described(functions):
+    weather, fails = (tool["function"] for tool in functions.tools)
+    assert (weather["name"], weather["description"], fails["description"]) == ("weather", "The weather of a city.", "")
+    assert weather["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["C", "F"]},
+            "where": {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    assert len(toolbox_of(functions.tools).tools) == 2
+
+
+@pytest.mark.parametrize(
+    "name, arguments, result",
+    [
+        ("weather", '{"city": "Bath"}', '{"city": "Bath", "days": 1}'),
+        ("fails", '{"a": 1}', "ValueError: no such thing"),
+        ("weather", "{}", "TypeError: "),
+        ("weather", '{"cit', "JSONDecodeError: "),
+        ("other", "{}", "KeyError: "),
+    ],
+)
+def test_what_goes_wrong_is_a_result(functions, name, arguments, result):
+    assert functions.call(ToolCall(name, arguments)).startswith(result)
+
+
+@pytest.mark.parametrize("content", ["x = 1", "1 +", "raise SystemExit", "from json import dumps"])
+def test_a_file_without_functions(tmp_path, content):
+    (tmp_path / "a.py").write_text(content)
+    with pytest.raises(ConfigError, match=r"--tools .*a\.py: "):
+        Functions(tmp_path / "a.py")
+
+
+class Scripted:
+    """A model whose template knows no tools, and which calls until it has a result. always: it never stops."""
+
+    def __init__(self, always=False):
+        self.asked, self._always = [], always
+
+    def chat(self, messages, params, tools, tool_call_parser):
+        if tool_call_parser != "generic":
+            raise InvalidRequest("tools is not supported: this template does not show them.")
+        self.asked.append([*messages])
+        calls = () if messages[-1]["role"] == "tool" and not self._always else (
+            ToolCall("weather", '{"city": "Bath"}', "call_1"), ToolCall("fails", '{"a"', "call_2", False))  # fmt: skip
+        text = "" if calls else "It is fine."
+        return [Completion("", [], [Choice(0, text, [], Finish.STOP, tool_calls=calls)])]
+
+
+def test_calls_are_run_and_their_results_go_back(functions, monkeypatch, capsys):
+    model = Scripted()
+    monkeypatch.setattr("sys.stdin", io.StringIO("How is it?\n"))
+    chat.talk(model, SamplingParams(), [], False, functions)
+    out = capsys.readouterr().out
+    assert '[weather({"city": "Bath"}) -> {"city": "Bath", "days": 1}]' in out and "It is fine." in out
+    assert "fails" not in out, "a call that is not whole is not run"
+    user, answer, result = model.asked[-1]
+    assert user["content"] == "How is it?" and answer["tool_calls"][0]["id"] == result["tool_call_id"] == "call_1"
+    assert result["content"] == '{"city": "Bath", "days": 1}'
+
+
+def test_a_model_that_never_stops_calling(functions, monkeypatch):
+    model = Scripted(always=True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("How is it?\n"))
+    chat.talk(model, SamplingParams(), [], False, functions)
+    assert len(model.asked) == MOST_TURNS - 1, "one of the tries showed that tools must be described"
