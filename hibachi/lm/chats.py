@@ -39,6 +39,31 @@ class Chat:
     params: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """ids: of each prompt."""
+
+    chats: list[Chat]
+    ids: list[list[int]]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [chat.spoken.prompt for chat in self.chats]
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        return [chat.params for chat in self.chats]
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens that the texts of answers show."""
+        return frozenset[int]().union(*(chat.spoken.shown for chat in self.chats))
+
+    def told(self, done: Sequence[Completion]) -> list[Completion]:
+        """Completions whose texts are what is said, beside calls and reasoning."""
+        return [_completion(chat, each) for chat, each in zip(self.chats, done, strict=True)]
+
+
 class Chats:
     """The chats of one model. checks: checks parameters whose form is new. ends: tokens that end a text."""
 
@@ -48,12 +73,22 @@ class Chats:
 
     def ready(
         self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        params: Sequence[SamplingParams],
+        asking: Asking,
+        variables: Mapping[str, Any],
+    ) -> Ready:
+        """Conversations that may be queued, with parameters for each. Raises InvalidRequest."""
+        chats = [self._chat(m, p, asking, variables) for m, p in zip(conversations, params, strict=True)]
+        return Ready(chats, [self._tokenizer.encode(c.spoken.prompt, add_special_tokens=False) for c in chats])
+
+    def _chat(
+        self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         asking: Asking,
         variables: Mapping[str, Any],
     ) -> Chat:
-        """Raises InvalidRequest."""
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
@@ -74,8 +109,7 @@ class Chats:
         self._checks(params.with_(structured_outputs=form))
 
 
-def told(chat: Chat, done: Completion) -> Completion:
-    """A completion whose texts are what is said, beside calls and reasoning."""
+def _completion(chat: Chat, done: Completion) -> Completion:
     if not chat.spoken.special:
         return done
     return replace(done, choices=[_told(chat, done, choice) for choice in done.choices])

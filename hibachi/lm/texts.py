@@ -13,7 +13,7 @@ from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.errors import InvalidRequest, shown
-from hibachi.lm.chats import Asking, Chats, told
+from hibachi.lm.chats import Asking, Chats
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
 from hibachi.lm.predictions import Predictions, for_each
@@ -272,12 +272,9 @@ class Texts(Holding):
         each = [as_params(p, self.default_params) for p in _for_each(params, many, "SamplingParams")]
         if self._chats is None:
             self._chats = Chats(self.tokenizer, self.check_form, self.eos_ids)
-        chats = [self._chats.ready(m, p, asking, variables) for m, p in zip(many, each, strict=True)]
-        texts = [chat.spoken.prompt for chat in chats]
-        ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
-        shown = frozenset[int]().union(*(chat.spoken.shown for chat in chats))
-        streams = self._start(texts, ids, [chat.params for chat in chats], terms, prediction, shown)
-        return [told(chat, done) for chat, done in zip(chats, _finish(streams, progress), strict=True)]
+        ready = self._chats.ready(many, each, asking, variables)
+        streams = self._start(ready.prompts, ready.ids, ready.params, terms, prediction, ready.shown)
+        return ready.told(_finish(streams, progress))
 
     def embed(
         self,
@@ -375,7 +372,7 @@ class Texts(Holding):
                     TextChoice(
                         i,
                         self.engine.submit(one),
-                        partial(self._text, p, after=own, shown=shown),
+                        partial(_text, self.tokenizer, p, after=own, shown=shown),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),
@@ -428,16 +425,17 @@ class Texts(Holding):
             ready.append(self.engine.check(request))
         return ready
 
-    def _text(self, p: SamplingParams, *, after: list[int], shown: frozenset[int]) -> Detokenizer:
-        return Detokenizer(
-            self.tokenizer,
-            p.stop,
-            after=after,
-            include_stop=bool(p.include_stop),
-            min_tokens=p.min_tokens,
-            skip_special=p.skip_special_tokens,
-            shown=shown,
-        )
+
+def _text(tokenizer: Any, p: SamplingParams, *, after: list[int], shown: frozenset[int]) -> Detokenizer:
+    return Detokenizer(
+        tokenizer,
+        p.stop,
+        after=after,
+        include_stop=bool(p.include_stop),
+        min_tokens=p.min_tokens,
+        skip_special=p.skip_special_tokens,
+        shown=shown,
+    )
 
 
 def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:

@@ -263,7 +263,6 @@ def test_special_tokens_that_are_shown_stand_in_the_text(llm):
     assert shown.text == llm.tokenizer.decode(shown.token_ids, skip_special_tokens=False) != hidden.text
 
 
-
 @pytest.mark.parametrize("limit", [None, 30, 1000])
 def test_the_end_of_the_context_ends_the_text(small, limit):
     [out] = small.generate([1, 2, 3], greedy(limit))

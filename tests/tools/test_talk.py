@@ -1,0 +1,180 @@
+"""Conversations in the form that a template takes, and what is refused because it would not be shown."""
+
+import json
+
+import pytest
+
+pytest.importorskip("minijinja")
+
+from hibachi.errors import InvalidRequest
+from hibachi.model.text.chat import choose_template, render_chat
+from hibachi.tools.asked import as_shown, toolbox_of
+from hibachi.tools.choosing import Parsers
+from hibachi.tools.format import Thinking
+from hibachi.tools.history import NotShown, as_objects
+from hibachi.tools.talk import Talk
+from hibachi.tools.whole import read
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}}}} for name in ("weather", "news")
+]  # fmt: skip
+SHOWS = "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
+CALL = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+HERMES = (
+    SHOWS + "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n" + CALL + "\n</tool_call>{% endfor %}[end]\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ONE = HERMES.replace("{% for c in m.tool_calls or [] %}", "{% for c in (m.tool_calls or [])[:1] %}")
+_TWO = "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}"
+STRICT = HERMES.replace("[{{ m.role }}]", _TWO + "[{{ m.role }}]")
+PLAIN = SHOWS + (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+DROPS = PLAIN.removeprefix(SHOWS)
+ADDS = HERMES.replace("{{ m.content }}", "{{ '' + m.content }}")
+AS_TEXT = HERMES.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}").replace(
+    "[{{ m.role }}]", "{% for c in m.tool_calls or [] %}{% if c.function.arguments is mapping %}"
+    "{{ raise_exception('a text') }}{% endif %}{% endfor %}[{{ m.role }}]"
+)  # fmt: skip
+NINE = HERMES.replace(
+    "<tool_call>\n", "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}<tool_call>\n"
+)
+
+
+class Tokenizer:
+    """A template, and no tokens."""
+
+    special_ids = frozenset()
+
+    def __init__(self, **templates):
+        self.chat_templates = templates
+
+    def render_chat(self, messages, chat_template=None, **variables):
+        tools = variables.get("tools") is not None
+        return render_chat(choose_template(self.chat_templates, chat_template, tools=tools), messages, **variables)
+
+    def split_special(self, text):
+        return [text]
+
+
+def talk(template, **parsers):
+    return Talk(Tokenizer(default=template), None, Parsers(**parsers))
+
+
+def history(*names, content=None):
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": n, "arguments": json.dumps({"city": f"Bath {i}"})}}
+        for i, n in enumerate(names)
+    ]
+    sent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+    results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"R{i}"} for i in range(len(names))]
+    return [as_objects(m) for m in [*sent, *results]]
+
+
+def spoken(given, messages, tools=TOOLS, **more):
+    return given.spoken(messages, {"tools": as_shown(tools), "add_generation_prompt": True}, toolbox_of(tools), **more)
+
+
+@pytest.mark.parametrize("content", [None, "", "Well"])
+@pytest.mark.parametrize("template", [HERMES, ADDS, AS_TEXT, NINE], ids=["hermes", "adds", "as text", "nine"])
+def test_calls_are_written_as_the_model_writes_them(template, content):
+    found = spoken(talk(template), history("weather", "news", content=content))
+    said = found.prompt.partition("[assistant]")[2].partition("[end]")[0]
+    answer = read(found.format, toolbox_of(TOOLS), Thinking.NONE, said)
+    assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [
+        ("weather", {"city": "Bath 0"}),
+        ("news", {"city": "Bath 1"}),
+    ]
+    assert answer.content == (content or "") and "[tool]R0[end]\n[tool]R1[end]" in found.prompt
+    assert "None" not in found.prompt
+
+
+@pytest.mark.parametrize("template", [ONE, STRICT], ids=["drops the others", "refuses"])
+def test_where_one_call_is_written_each_is_a_message_and_its_result_follows(template):
+    text = spoken(talk(template), history("weather", "news", content="Well")).prompt
+    order = [text.index(part) for part in ("Well", "Bath 0", "[tool]R0", "Bath 1", "[tool]R1")]
+    assert order == sorted(order) and text.count("Well") == 1
+
+
+def test_calls_that_a_template_drops_are_refused_by_name_or_said():
+    with pytest.raises(NotShown) as caught:
+        talk(PLAIN).written(history("weather"), {})
+    assert caught.value.field == "messages[1].tool_calls"
+    text = spoken(talk(PLAIN, tools="hermes"), history("weather", content="Well")).prompt
+    assert (
+        '[assistant]Well\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bath 0"}}\n</tool_call>[end]' in text
+    )
+
+
+def test_tools_that_a_template_drops_are_refused_or_described():
+    with pytest.raises(NotShown) as caught:
+        spoken(talk(DROPS, tools="hermes"), [{"role": "user", "content": "Hi"}])
+    assert caught.value.field == "tools" and "--tool-call-parser generic" in str(caught.value)
+    text = spoken(talk(DROPS, tools="generic"), history("weather")).prompt
+    assert text.startswith("[system]You can call tools") and '"name": "news"' in text
+    assert "[user]<tool_response>\nR0\n</tool_response>[end]" in text
+
+
+def test_described_where_there_is_no_system_message():
+    refuses = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}]"
+    no_system = DROPS.replace("[{{ m.role }}]", refuses)
+    text = spoken(talk(no_system, tools="generic"), [{"role": "user", "content": "Hi"}]).prompt
+    assert text.startswith("[user]You can call tools") and text.endswith("\n\nHi[end]\n[assistant]")
+    with pytest.raises(InvalidRequest, match="no system"):
+        spoken(
+            talk(no_system, tools="generic"), [{"role": "system", "content": "A"}, {"role": "user", "content": "Hi"}]
+        )
+
+
+def test_results_and_what_the_user_says_are_one_message():
+    """As many templates want turns to alternate."""
+    messages = [*history("weather", "news"), {"role": "user", "content": "And?"}, {"role": "user", "content": "Now?"}]
+    text = spoken(talk(DROPS, tools="generic"), messages).prompt
+    results = "[user]<tool_response>\nR0\n</tool_response>\n<tool_response>\nR1\n</tool_response>\nAnd?[end]"
+    assert f"{results}\n[user]Now?[end]" in text
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_one():
+    two = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, {"role": "user", "content": "Hi"}]
+    assert talk(DROPS).written(two, {}).startswith("[system]A\n\nB[end]\n[user]")
+    assert talk(DROPS).written(two[1:], {}).startswith("[system]B[end]")
+    knows = DROPS + "{# developer #}"
+    assert talk(knows).written(two, {}).startswith("[system]A[end]\n[developer]B[end]")
+
+
+def test_a_template_of_its_own_for_tools():
+    both = Talk(Tokenizer(default=DROPS, tool_use=HERMES))
+    assert spoken(both, history("weather")).format.tools is not None
+    assert (
+        both.written([{"role": "user", "content": "Hi"}], {"add_generation_prompt": True})
+        == "[user]Hi[end]\n[assistant]"
+    )
+
+
+def test_effort():
+    switch = DROPS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    reads = DROPS + "{{ reasoning_effort }}"
+    asks = [{"role": "user", "content": "Hi"}]
+    assert talk(switch).spoken(asks, {}, effort="none").prompt.endswith("<think></think>")
+    assert talk(reads).spoken(asks, {}, effort="high").prompt.endswith("high")
+    for template, effort in ((switch, "low"), (reads, "none"), (DROPS, "low"), (DROPS, "none")):
+        with pytest.raises(NotShown) as caught:
+            talk(template).spoken(asks, {}, effort=effort)
+        assert caught.value.field == "reasoning_effort"
+
+
+def test_nothing_is_found_out_where_nobody_asks():
+    """A chat without tools on a template that knows no thoughts is rendered once."""
+    calls = []
+
+    class Counting(Tokenizer):
+        def render_chat(self, *args, **variables):
+            calls.append(variables)
+            return super().render_chat(*args, **variables)
+
+    plain = Talk(Counting(default=DROPS))
+    assert not plain.spoken([{"role": "user", "content": "Hi"}], {}).special
+    assert len(calls) == 1
