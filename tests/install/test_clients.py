@@ -40,6 +40,15 @@ def in_template(messages):
     return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
 
 
+def messages_in(body):
+    """Of a chat, or of a body for /v1/responses, with their contents as texts."""
+    found = body.get("messages") or body["input"]
+    if "instructions" in body:
+        found = [{"role": "system", "content": body["instructions"]}, *found]
+    texts = [m["content"] if isinstance(m["content"], str) else m["content"][0]["text"] for m in found]
+    return [{**m, "content": text} for m, text in zip(found, texts, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def llm():
     with LLM(FOLDER) as found:
@@ -115,7 +124,7 @@ class Forms:
         self._notes.clear()
 
     def _expected(self, body, form):
-        prompt = body["prompt"] if "prompt" in body else in_template(body["messages"])
+        prompt = body["prompt"] if "prompt" in body else in_template(messages_in(body))
         ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
         params = SamplingParams(temperature=0, max_tokens=ROOM, stop=body.get("stop"), structured_outputs=form)
         (answer,) = self._llm.generate([ids], params)
