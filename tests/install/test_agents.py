@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from .clients.plans import BEFORE, PERSON, SAID, TEMPLATE, THOUGHT
+from .clients.plans import BEFORE, PERSON, SAID, THOUGHT
 from .conftest import serving
 from .overheard import overheard
 from .test_clients import MESSAGES, promptfoo
@@ -33,15 +33,6 @@ COMES = {
     "name": ["name"],
 }
 """What must come, by the first word of what is said."""
-
-
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory):
-    """The address of a server of the model in clients/plans.py, as "tiny"."""
-    log = tmp_path_factory.mktemp("plans") / "log"
-    more = ("--served-model-name", "tiny", "--chat-template", TEMPLATE)
-    with serving(log, *more, model=f"{CLIENTS / 'plans.py'}:Plans") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

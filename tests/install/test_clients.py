@@ -16,6 +16,7 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
+from .clients import plans as planning
 from .clients.talks import BEFORE, SAID
 from .conftest import serving
 from .overheard import form_in, overheard
@@ -288,26 +289,19 @@ def test_curl(url, expected, home):
     assert "expected Content-Type: application/json" in refused["error"]["message"]
 
 
-def test_aider(talks, home):
-    programs = strangers(home, "aider-chat")
-    told = run(
-        *[programs / "aider", "--model", "openai/tiny", "--openai-api-base", f"{talks}/v1", "--openai-api-key", "none"],
-        *[
-            "--chat-mode",
-            "ask",
-            "--message",
-            "Who are you?",
-            "--no-git",
-            "--yes-always",
-            "--no-check-update",
-            "--no-pretty",
-        ],
-        *["--analytics-disable", "--no-show-model-warnings"],
-        cwd=home,
-        HOME=str(home),
-    )
-    print(told)
-    assert (BEFORE + SAID).decode() in told.splitlines()
+def test_aider(talks, plans, home):
+    """Its own prompts, and reasoning, which it shows."""
+    aider = strangers(home, "aider-chat") / "aider"
+    quiet = ["--no-git", "--yes-always", "--no-check-update", "--no-pretty", "--analytics-disable"]
+    for url, question, lines in (
+        (talks, "Who are you?", [(BEFORE + SAID).decode()]),
+        (plans, "Please think: who are you?", [planning.THOUGHT, planning.BEFORE + planning.SAID]),
+    ):
+        model = ["--model", "openai/tiny", "--openai-api-base", f"{url}/v1", "--openai-api-key", "none"]
+        asking = ["--no-show-model-warnings", "--chat-mode", "ask", "--message", question]
+        told = run(aider, *model, *quiet, *asking, cwd=home, HOME=str(home))
+        print(told)
+        assert [line for line in told.splitlines() if line in lines] == lines
 
 
 def test_lm_eval_scores_as_the_engine_does(url, home, llm):
