@@ -1,15 +1,15 @@
-"""openai-agents by its default, which speaks to /v1/responses."""
+"""openai-agents by its model of chats: to that of /v1/responses an answer that max_tokens cuts off is an error."""
 
 import asyncio
 
-from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from asked import base, greedy, say, system, user
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseTextDeltaEvent
 
 set_tracing_disabled(True)
-model = OpenAIResponsesModel("tiny", AsyncOpenAI(base_url=base, api_key="none"))
-settings = ModelSettings(**greedy)
+model = OpenAIChatCompletionsModel("tiny", AsyncOpenAI(base_url=base, api_key="none"))
+settings = ModelSettings(**greedy, include_usage=True)
 agent = Agent("brief", instructions=system, model=model, model_settings=settings)
 
 
