@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -187,6 +187,12 @@ def by_name() -> Iterator[None]:
     except InvalidRequest as e:
         code = "unsupported_parameter" if " is not supported " in str(e) else "invalid_value"
         raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
+
+
+def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:
+    """The variables of the template for tools, where only the prompt is wanted. Raises Refused."""
+    with by_name():
+        return {} if toolbox_of(tools, tool_choice) is None else {"tools": as_shown(tools or ())}
 
 
 def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hibachi.errors import UnsupportedOperation
-from hibachi.guide.find import guides_for
+from hibachi.guide.find import guides_for, installed
 from hibachi.guide.protocol import Counted, Grammar, Guides, Vocabulary
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
@@ -21,6 +21,13 @@ def vocabulary_of(tokenizer: Any, size: int, eos_ids: Sequence[int]) -> Vocabula
         return Vocabulary([b""] * size, eos_ids=tuple(eos_ids), texts=False)
     tokens = [bytes(tokenizer.token_bytes(i)) for i in range(size)]
     return Vocabulary(tokens, frozenset(i for i in tokenizer.special_ids if i < size), tuple(eos_ids))
+
+
+def guides_text(forms: Forms, tokenizer: Any) -> bool:
+    """Whether answers can be held to a form of text: the engine samples single ids, the tokenizer says which bytes each
+    stands for, and a library that guides is installed.
+    """
+    return forms.vocabulary is not None and bool(getattr(tokenizer, "spells", False)) and installed()
 
 
 class Forms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from hibachi.errors import ConfigError, MissingExtra
 from hibachi.guide.protocol import Guides, Vocabulary
@@ -11,6 +12,11 @@ from hibachi.installed import entry_points
 GROUP = "hibachi.guides"
 VARIABLE = "HIBACHI_GUIDES"
 OWN = "llguidance"
+
+
+def installed() -> bool:
+    """Whether there is a library for `guides_for`; nothing is imported."""
+    return (os.environ.get(VARIABLE) or OWN) != OWN or find_spec(OWN) is not None
 
 
 def guides_for(vocabulary: Vocabulary) -> Guides:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hibachi.api.asking import Asked
-from hibachi.api.bodies import read
+from hibachi.api.bodies import ChatBody, read
 from hibachi.api.dialects import ANTHROPIC
 from hibachi.api.errors import Refused, as_refused
 from hibachi.api.messages.answers import EVENTS, MessageAnswer, TokenCount
@@ -27,7 +27,7 @@ async def messages(served: Served, x: Exchange) -> None:
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
     with _in_its_words():
-        asked, ids = await prepare(served, x, chat_of(body))
+        asked, ids = await _prepared(served, x, chat_of(body))
         full = _fit(served, asked, len(ids))
         writer = MessagesWriter(asked, name, served.vocabulary, served.fingerprint, full=full)
         await answer_text(served, x, writer, [ids])
@@ -38,8 +38,19 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
     with _in_its_words():
-        _, ids = await prepare(served, x, chat_of(body))
+        _, ids = await _prepared(served, x, chat_of(body))
     await x.json(TokenCount(len(ids)))
+
+
+async def _prepared(served: Served, x: Exchange, chat: ChatBody) -> tuple[Asked, list[int]]:
+    """`prepare`. An effort is a wish, which agents send to any model: many chat templates have no such setting."""
+    try:
+        return await prepare(served, x, chat)
+    except Refused as e:
+        if chat.reasoning_effort is None or e.param != "reasoning_effort":
+            raise
+    chat.reasoning_effort = None
+    return await prepare(served, x, chat)
 
 
 def _fit(served: Served, asked: Asked, prompt: int) -> bool:

@@ -150,8 +150,7 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
     served.check_name(body.model)
     if body.messages is not None and body.prompt is None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
-        if body.tools:
-            variables["tools"] = body.tools
+        variables |= asking.tools_shown(body.tools)
         open_end = asking.goes_on(body.continue_final_message, body.add_generation_prompt)
         messages = conversation(body.messages, served.bounds.messages)
         ids = await served.reading.render(messages, variables, x.tenant, open_end=open_end)

@@ -12,7 +12,7 @@ from hibachi.api.responses.answers import EVENTS, Deleted, ItemList, Response, l
 from hibachi.api.responses.asking import as_chat, in_our_words, own_items, shortened, starts
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import PAGE, Item
-from hibachi.api.responses.store import Kept, Store, no_item, no_response, resolved
+from hibachi.api.responses.store import Kept, Known, Store, no_item, no_response, resolved
 from hibachi.api.responses.writing import RESPONSES, ResponsesWriter
 from hibachi.errors import PromptTooLong
 from hibachi.serve.conversing import prepare
@@ -28,14 +28,16 @@ async def create(served: Served, x: Exchange) -> None:
     """Answer a conversation, in the model's chat template; the next request may go on from there."""
     body = read(ResponsesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    items = _conversation(served, x, body)
+    before, own = _conversation(served, x, body)
     keeps = served.responses.keeps and body.store is not False
 
     def keep(done: Response) -> None:
-        served.responses.of(x.tenant).keep(done.id, encode(done), items, done.output)
+        served.responses.of(x.tenant).keep(done.id, encode(done), before, own, done.output)
 
     with in_our_words():
-        asked, ids = await _prepared(served, x, as_chat(body, items), shortens=body.truncation == "auto")
+        asked, ids = await _prepared(
+            served, x, as_chat(body, [*before.items(), *own]), shortens=body.truncation == "auto"
+        )
         writer = ResponsesWriter(
             asked,
             name,
@@ -78,18 +80,18 @@ async def input_items(served: Served, x: Exchange) -> None:
 # ---- what came before ----------------------------------------------------------------------------------------------
 
 
-def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> list[Item]:
-    """All of it: what is kept, and the input. Raises Refused."""
+def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item]]:
+    """What is kept of it, and the input. Raises Refused."""
     store = served.responses.of(x.tenant)
-    own = own_items(body, served.bounds)
-    items = resolved(own, _before(store, body.previous_response_id), store)
-    check_count("input", items, served.bounds.messages, "items, with those before it")
-    return items
+    given, before = own_items(body, served.bounds), _before(store, body.previous_response_id)
+    own = resolved(given, before, store)
+    check_count("input", [*before.each, *own], served.bounds.messages, "items, with those before it")
+    return before, own
 
 
-def _before(store: Store, previous: str | None) -> list[Item]:
+def _before(store: Store, previous: str | None) -> Known:
     if previous is None:
-        return []
+        return Known()
     found = store.find(previous)
     if found is None:
         raise no_response(previous, "previous_response_id")

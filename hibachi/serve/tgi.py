@@ -6,6 +6,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
+from hibachi.api.asking import tools_shown
 from hibachi.api.bodies import TokenizeBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.dialects import OPENAI, TGI, TGI_STREAM
@@ -84,7 +85,7 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
             param="tool_prompt",
             code="unsupported_parameter",
         )
-    tools = {"tools": body.tools} if body.tools and body.tool_choice != "none" else {}
+    tools = tools_shown(body.tools, body.tool_choice)
     messages = conversation(body.messages, served.bounds.messages)
     try:
         text = await served.reading.template(messages, {"add_generation_prompt": True, **tools}, x.tenant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hibachi.api.answers import Warmed
-from hibachi.api.asking import Asked, terms_of
+from hibachi.api.asking import Asked, terms_of, tools_shown
 from hibachi.api.bodies import WarmBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
@@ -59,7 +59,9 @@ async def warm(served: Served, x: Exchange) -> None:
     if body.messages is not None:
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         variables["add_generation_prompt"] = body.add_generation_prompt
-        variables |= {k: v for k, v in (("tools", body.tools), ("documents", body.documents)) if v}
+        variables |= tools_shown(body.tools)
+        if body.documents:
+            variables["documents"] = body.documents
         text = await reading.template(conversation(body.messages, served.bounds.messages), variables, x.tenant)
         special = bool(special)
     ids = await reading.encode([text], "text", x.tenant, special=special is not False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from hibachi.tools.fit import NO, SLOT, WAIT, Finder, bare, held, match
+from hibachi.tools.fit import BLANKS, NO, SLOT, WAIT, Finder, bare, held, match
 from hibachi.tools.format import Tagged
 from hibachi.tools.schema_types import ALL, STRING, Typed, value_of
 from hibachi.tools.values import escaped
@@ -37,6 +37,8 @@ class TaggedArguments:
         self.done = self.broken = False
         self.rest, self.closing = "", "{}"
         self._form, self._closes = form, _closes(form)
+        self._firsts = BLANKS + "".join(close[0] for close in self._closes)
+        self._seen = 0  # letters behind the place that are no end of a name
         self._begins = beginning(form, tail)
         self._levels = [_Level(typed)]
         self._out: list[str] = []
@@ -77,12 +79,15 @@ class TaggedArguments:
         if at < 0 or at == self._at:
             self.done, self.broken = not level.end, bool(level.end)
             return False
-        self._at, self._step = at, self._key
+        self._at, self._step, self._seen = at, self._key, 0
         return True
 
     def _key(self) -> bool:
         text, start = self._text, self._at
-        for at in range(start, min(len(text), start + SLOT)):
+        for at in range(start + self._seen, min(len(text), start + SLOT)):
+            self._seen = at - start
+            if text[at] not in self._firsts:
+                continue
             ends = [(self._closed(close, start, at), close) for close in self._closes]
             best, close = max(ends)
             if best >= 0:
@@ -134,7 +139,7 @@ class TaggedArguments:
                 return False
             if at >= 0 and end == NO:
                 self._levels.append(_Level(self._typed, self._end, None))
-                self._at, self._step = at, self._key
+                self._at, self._step, self._seen = at, self._key, 0
                 return True
         if form.cdata:
             at = match(_CDATA[0], text, self._at)

@@ -63,14 +63,17 @@ class Rules:
         if key not in self._named:
             name = f"{hint}_{len(self._named)}"
             self._named[key] = name + body
-            self._size += len(name) + len(body)
-            if self._size > MOST_BYTES:
-                raise InvalidRequest(
-                    f"tools: their names and schemas make a grammar that is too large: expected at most {MOST_BYTES} "
-                    f"bytes. Send fewer tools, or smaller schemas."
-                )
+            self._count(name, body)
             return name
         return self._named[key].partition(":")[0].partition("[")[0]
+
+    def _count(self, *texts: str) -> None:
+        self._size += sum(map(len, texts))
+        if self._size > MOST_BYTES:
+            raise InvalidRequest(
+                f"tools: their names and schemas make a grammar that is too large: expected at most {MOST_BYTES} "
+                f"bytes. Send fewer tools, or smaller schemas."
+            )
 
     def reserve(self, hint: str) -> str:
         """A name for a rule that `define` gives a body; for rules that hold themselves."""
@@ -80,6 +83,7 @@ class Rules:
 
     def define(self, name: str, body: str) -> None:
         self._named[f"reserved {name}"] = f"{name}: {body}"
+        self._count(name, body)
 
     def cut(self, text: str) -> list[str | int]:
         """Texts and ids of special tokens, none empty and no two texts in a row."""

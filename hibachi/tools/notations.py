@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from hibachi.guide.worker import Refused
 from hibachi.tools.lark import Rules, chain, joined, quoted, repeated
-from hibachi.tools.schemas import Schema, alternatives, as_json, holds_references, number, properties, string_body
+from hibachi.tools.schemas import Schema, alternatives, number, properties, string_body
 
 BARE = re.compile(r"[\w.-]+")
 IDENTIFIER = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
@@ -105,7 +105,8 @@ class Literals:
     def __init__(self, rules: Rules, words: Words, root: Schema) -> None:
         self._rules, self._words, self._root = rules, words, root
         self._any = ""
-        self._known: dict[str, str] = {}  # rules by schemas
+        self._known: dict[int, str] = {}  # rules by the ids of parts of the root
+        self._open: dict[int, str] = {}  # of those that are being made
 
     def keywords(self, schema: Schema) -> str:
         """The arguments of a call in Python, without its brackets."""
@@ -126,13 +127,19 @@ class Literals:
         return chain(self._rules, [(part, f"{self._words.comma} {part}", needed) for part, needed in parts])
 
     def value(self, schema: Any) -> str:
-        """The name of a rule. With references it is made once for each schema, as values can hold themselves."""
-        if not holds_references(schema):
-            return self._rules.rule(self._alternatives(schema), "value")
-        key = as_json(schema)
-        if key not in self._known:
-            name = self._known[key] = self._rules.reserve("value")
-            self._rules.define(name, self._alternatives(schema))
+        """The name of a rule. It is made once for each part of the tool's schema, as values can hold themselves."""
+        key = id(schema)
+        if key in self._known:
+            return self._known[key]
+        if key in self._open:
+            self._open[key] = self._open[key] or self._rules.reserve("value")
+            return self._open[key]
+        self._open[key] = ""
+        body = self._alternatives(schema)
+        name = self._open.pop(key)
+        if name:
+            self._rules.define(name, body)
+        self._known[key] = name or self._rules.rule(body, "value")
         return self._known[key]
 
     def _alternatives(self, schema: Any) -> str:

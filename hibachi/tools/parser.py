@@ -120,10 +120,12 @@ class Parser:
             return most if most > 1 else 0
         if calls is not None:
             found = self._search(left) if self._marks else None
-            starts = [0 if calls.alone else len(left), len(left) if found is None else found.start()]
+            after = self._state == self._after
+            first = 0 if calls.alone or after else len(left)
+            starts = [first, len(left) if found is None else found.start()]
             for at in starts:
                 at = skip(left, at)
-                if len(left) - at > 1 and WAIT in (calls.first(left, at), calls.next(left, at)):
+                if len(left) - at > (not after) and WAIT in (calls.first(left, at), calls.next(left, at)):
                     return len(left) - at
         most = max((held(left, mark) for mark in self._begins), default=0)
         return most if most > 1 else 0

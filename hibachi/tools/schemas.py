@@ -75,20 +75,28 @@ def target(ref: Any, root: Schema) -> Any:
 
 
 def alone(schema: Any, root: Schema) -> dict[str, Any]:
-    """A part of a schema as a schema of its own: references find what they mean below `$defs`."""
+    """A part of a schema as a schema of its own, with what its references mean."""
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
         raise Refused("a schema in it is no object")
-    if not holds_references(schema):
+    found = list(references(schema))
+    if not found:
         return dict(schema)
+    places = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    if all(ref.startswith(("#/$defs/", "#/definitions/")) for ref in (*found, *references(places))):
+        return {**schema, **places}
     return {**moved(schema, "tool"), "$defs": {"tool": moved(root, "tool")}}
 
 
-def holds_references(schema: Any) -> bool:
+def references(schema: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
-        return isinstance(schema.get("$ref"), str) or any(map(holds_references, schema.values()))
-    return isinstance(schema, list) and any(map(holds_references, schema))
+        if isinstance(ref := schema.get("$ref"), str):
+            yield ref
+        schema = [*schema.values()]
+    if isinstance(schema, list):
+        for each in schema:
+            yield from references(each)
 
 
 def moved(schema: Any, name: str) -> Any:

@@ -178,6 +178,17 @@ def test_reasoning_is_off_unless_it_is_asked_for(thinking, variables, told):
     assert (chat.chat_template_kwargs, chat.include_reasoning) == (variables, told)
 
 
+@pytest.mark.parametrize("keep", ["all", {"type": "all"}, 5])
+def test_a_context_may_be_kept_but_not_managed(keep):
+    """As Claude Code sends it."""
+    managed = {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+    if keep == 5:
+        with pytest.raises(Refused, match="context_management is not supported"):
+            asked(context_management=managed)
+    else:
+        assert asked(context_management=managed).messages == [HELLO]
+
+
 def test_a_count_needs_no_limit():
     assert asked(CountBody, tools=[WEATHER], system="s").max_tokens is None
     with pytest.raises(Refused, match="max_tokens"):
@@ -194,7 +205,9 @@ BAD = [
     ({"n": 2}, "n", "Unknown field: n"),
     ({"container": "c"}, "container", "container is not supported: Nothing runs code here"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "mcp_servers is not supported"),
-    ({"context_management": {"edits": []}}, "context_management", "context_management is not supported"),
+    ({"context_management": {"a": 1}}, "context_management", "context_management is not supported"),
+    ({"context_management": 5}, "context_management", "context_management is not supported"),
+    ({"context_management": {"edits": 5}}, "context_management", "context_management is not supported"),
     ({"thread": {"type": "create"}}, "thread", "thread is not supported: Nothing is kept between requests"),
     ({"compaction": {"a": 1}}, "compaction", "compaction is not supported"),
     ({"inference_geo": "eu"}, "inference_geo", "inference_geo is not supported"),

@@ -10,7 +10,7 @@ pytest.importorskip("msgspec")
 
 from hibachi.api.errors import Refused
 from hibachi.api.responses.items import FunctionCallOutput, ItemReference, Message, as_kept
-from hibachi.api.responses.store import OVERHEAD, Store, Stores, resolved
+from hibachi.api.responses.store import OVERHEAD, Known, Store, Stores, resolved
 
 
 class Clock:
@@ -30,9 +30,13 @@ def said(text, id=None, role="user"):
     return Message(role=role, content=text, **({} if id is None else {"id": id}))
 
 
-def keep(store, name, given, answer=b"{}"):
+def keep(store, name, given, answer=b"{}", before=None):
     output = [said(f"to {name}", f"msg_{name}", "assistant")]
-    return store.keep(name, answer, given, output)
+    return store.keep(name, answer, before or Known(), given, output)
+
+
+def conversation(store, name):
+    return store.conversation(store.find(name)).items()
 
 
 def texts(items):
@@ -45,7 +49,7 @@ def test_a_conversation_is_found_again():
     assert keep(store, "a", [said("one"), FunctionCallOutput(call_id="c", output="two")], b'{"id": "a"}')
     found = store.find("a")
     assert found.answer == b'{"id": "a"}'
-    first, second, third = store.conversation(found)
+    first, second, third = store.conversation(found).items()
     assert (first.role, texts([first]), second.output, texts([third])) == ("user", ["one"], "two", ["to a"])
     assert first.id.startswith("msg_abcdefgh_") and second.id.startswith("fco_abcdefgh_") and third.id == "msg_a"
     assert [json.loads(data)["id"] for data in store.data(found.items)] == [first.id, second.id, third.id]
@@ -56,7 +60,7 @@ def test_items_that_several_responses_have_are_counted_once():
     """Also where a client sends them again as they are; what was changed is another item."""
     store = Store("abcdefgh")
     keep(store, "a", [said("one" * 1000)])
-    size, before = store.size, store.conversation(store.find("a"))
+    size, before = store.size, conversation(store, "a")
     keep(store, "b", [*before, said("two")])
     assert store.size - size < 1500 + 3 * OVERHEAD
     assert store.find("b").items[:2] == store.find("a").items
@@ -67,14 +71,28 @@ def test_items_that_several_responses_have_are_counted_once():
     assert texts([store.item(before[0].id), store.item(new)]) == ["one" * 1000, "won"]
 
 
+def test_what_came_before_is_kept_as_it_was():
+    """Also if it was driven out meanwhile."""
+    store = Store("abcdefgh")
+    keep(store, "a", [said("one")])
+    before = store.conversation(store.find("a"))
+    for gone in (False, True):
+        if gone:
+            store.forget("a")
+        keep(store, f"b{gone}", [said("two")], before=before)
+        assert texts(conversation(store, f"b{gone}")) == ["one", "to a", "two", f"to b{gone}"]
+        assert store.find(f"b{gone}").inputs == 3
+        assert store.find(f"b{gone}").items[:2] == tuple(id for id, _ in before.each)
+
+
 def test_what_is_forgotten_leaves_nothing_behind():
     store = Store("abcdefgh")
     keep(store, "a", [said("one"), said("one")])
-    both = [*store.conversation(store.find("a")), *store.conversation(store.find("a"))]  # an item may come twice
+    both = [*conversation(store, "a"), *conversation(store, "a")]  # an item may come twice
     keep(store, "b", both)
     assert store.forget("a") and not store.forget("a")
     assert store.find("a") is None
-    assert texts(store.conversation(store.find("b"))) == ["one", "one", "to a"] * 2 + ["to b"]
+    assert texts(conversation(store, "b")) == ["one", "one", "to a"] * 2 + ["to b"]
     assert store.forget("b")
     assert (store.size, len(store), store._items, store._holders) == (0, 0, {}, {})
 
@@ -146,7 +164,7 @@ def test_references_are_resolved_in_their_places():
     before = store.conversation(store.find("a"))
     keep(store, "b", [said("two")])
     found = resolved([said("three"), ItemReference("msg_b"), said("four")], before, store)
-    assert texts(found) == ["one", "to a", "three", "to b", "four"]
+    assert texts(found) == ["three", "to b", "four"]
 
 
 @pytest.mark.parametrize(

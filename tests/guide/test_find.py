@@ -52,3 +52,12 @@ def test_ours_is_an_entry_point_as_others_are():
     project = tomllib.loads((made.TINY.parents[2] / "pyproject.toml").read_text())
     name, place = next(iter(project["project"]["entry-points"][find.GROUP].items()))
     assert name == find.OWN and place == f"{LlguidanceGuides.__module__}:{LlguidanceGuides.__name__}"
+
+
+def test_whether_there_is_a_library_is_known_without_importing_it(monkeypatch):
+    monkeypatch.delenv("HIBACHI_GUIDES", raising=False)
+    assert find.installed()
+    monkeypatch.setattr(find, "find_spec", lambda name: None)
+    assert not find.installed()
+    monkeypatch.setenv("HIBACHI_GUIDES", "another")
+    assert find.installed()

@@ -201,7 +201,6 @@ def test_what_is_wrong_is_refused_by_name_and_harms_nobody(server):
         ({"tools": [{"name": f"t{i}", "input_schema": {}} for i in range(10_000)]}, "tools has 10000 entries"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not supported as 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x' is not of"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
     ):
         answers = []
         beside = threading.Thread(target=lambda a=answers: a.append(whole(server)["content"]))
@@ -228,6 +227,7 @@ def test_what_has_no_effect_is_taken(server):
     mark = {"type": "ephemeral", "ttl": "1h"}
     marked = [{"role": "user", "content": [{"type": "text", "text": HELLO["content"], "cache_control": mark}]}]
     body = {**BODY, "messages": marked, "metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": mark}
+    body |= {"output_config": {"effort": "high"}, "diagnostics": {"previous_message_id": None}}
     answer = server.client.post(f"{PATH}?beta=true", json=body, headers={**VERSION, "anthropic-beta": "a-1,b-2"})
     assert answer.json()["content"] == whole(server)["content"]
 

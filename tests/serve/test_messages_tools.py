@@ -10,7 +10,7 @@ from hibachi.lm.own import open_texts
 
 from .conftest import site
 from .saying import THINKS, saying, told
-from .test_messages import BODY, HELLO, PATH, folded, refused, streamed, whole
+from .test_messages import BODY, HELLO, PATH, events, folded, refused, streamed, whole
 
 pytest.importorskip("llguidance")
 
@@ -80,7 +80,7 @@ def test_a_call_that_max_tokens_cuts_off_is_marked(server):
     uncut = whole(server, **wanted)
     given, cut = calls(uncut)[0]["input"], 0
     tokens = uncut["usage"]["output_tokens"]
-    for most in (*range(1, tokens, 5), *range(tokens - 4, tokens)):
+    for most in (*range(1, tokens, 9), *range(tokens - 4, tokens)):
         answer, told = (f(server, **{**wanted, "max_tokens": most}) for f in (whole, streamed))
         assert answer["stop_reason"] == "max_tokens" and alike(answer, told)
         for block in answer["content"]:
@@ -89,7 +89,7 @@ def test_a_call_that_max_tokens_cuts_off_is_marked(server):
         for call in calls(answer):  # at the end only the closing of a whole call is missing
             assert call["input"] == ({} if call.get("incomplete") else given)
             cut += call.get("incomplete", False)
-    assert cut > 2
+    assert cut > 1
 
 
 def test_a_conversation_goes_on_behind_a_call(server):
@@ -206,6 +206,62 @@ def test_thoughts_that_are_cut_off(says):
     assert shapes(answer) == [("thinking", "Let me")] and answer["stop_reason"] == "max_tokens"
     hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
     assert says(THOUGHT + "It is bright.", max_tokens=14, **hidden)["content"] == []
+
+
+def test_an_agent_of_anthropics_is_at_home(tmp_path):
+    """A body with all that Claude Code sends, in the middle of its work."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
+    used = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "x"}, "caller": {"type": "direct"}}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "hibachi"}
+
+    def body(*billed, said=THOUGHT + CALL):
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>now</system-reminder>"}]},
+            {"role": "assistant", "content": [thought, {"type": "text", "text": "I look.", "citations": None}, used]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": "none", "is_error": True, **mark}
+                ],
+            },
+            {"role": "system", "content": "Be quick."},
+            *told(said),
+        ]
+        return {
+            "system": [*billed, {"type": "text", "text": "You are an agent.", **mark}],
+            "messages": messages,
+            "tools": [{**LOOK, "description": "Look there", "eager_input_streaming": True, **mark}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "medium"},
+            "metadata": {"user_id": "user_account__session_"},
+            "max_tokens": 32_000,
+            "temperature": 1,
+        }
+
+    with saying(tmp_path) as here:
+        model, headers = here.served.names[0], {"anthropic-beta": "claude-code-20250219", "x-api-key": "k"}
+        found = []
+        for billed in ([], [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;"}]):
+            sent = {**body(*billed), "model": model, "stream": True}
+            answer = here.client.post(f"{PATH}?beta=true", json=sent, headers=headers)
+            assert answer.status_code == 200, answer.text
+            found.append(folded(events(answer.text)))
+    first, again = found
+    assert shapes(first) == shapes(again) == [("thinking", "Let me see."), ("tool_use", {"at": 'the "sun"\n猫'})]
+    assert first["usage"] == again["usage"] and first["stop_reason"] == "tool_use"
+
+
+def test_effort_reaches_a_template_that_reads_it(tmp_path):
+    with saying(tmp_path) as here:
+        body = {"model": here.served.names[0], "messages": told("so")}
+
+        def counted(**more):
+            return here.post(f"{PATH}/count_tokens", {**body, **more}).json()["input_tokens"]
+
+        low, most = (counted(output_config={"effort": effort}) for effort in ("low", "max"))
+        assert (low - counted(), most - low) == (len("EFFORT low"), len("high") - len("low"))
 
 
 def test_what_looks_like_a_call_is_none_where_no_tool_is(says):

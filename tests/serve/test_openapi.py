@@ -19,6 +19,7 @@ from hibachi.api.bodies import Bounds
 from hibachi.api.reading import Reading
 from hibachi.api.responses.answers import Response, ResponseReasoning, ResponseText
 from hibachi.api.responses.items import Message
+from hibachi.api.responses.store import Known
 from hibachi.errors import EngineFailed, ModelError, QueueFull
 from hibachi.lm.own import open_model
 from hibachi.serve.app import ROUTES, application, tells
@@ -69,7 +70,7 @@ class Site:
             for tenant in ("", "t"):
                 kept = Response(**NOTHING, id="resp_here", created_at=1, model="tiny")
                 store = self.served.responses.of(tenant)
-                store.keep("resp_here", encode(kept), [Message(role="user", content="a")], [])
+                store.keep("resp_here", encode(kept), Known(), [Message(role="user", content="a")], [])
 
         address = path.replace("{model}", "tiny").replace("{response}", "resp_here" if check else "resp_nope")
 

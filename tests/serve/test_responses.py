@@ -432,6 +432,11 @@ BAD = {
         404,
         "input[0].id",
     ),
+    "10,000 tools": (
+        json.dumps({"input": "a", "tools": [{"type": "function", "name": f"f{i}"} for i in range(10_000)]}).encode(),
+        400,
+        "tools",
+    ),
     "an id of 1 MB": (json.dumps({"input": "a", "previous_response_id": "r" * (1 << 20)}).encode(), 404,
                       "previous_response_id"),
     "no text in the id": (b'{"input": "a", "previous_response_id": ""}', 404, "previous_response_id"),

@@ -344,3 +344,15 @@ def test_what_is_wrong_disturbs_nobody(here, chat):
 def test_a_schema_that_cannot_be_compiled_is_no_matter_where_nothing_must_come(chat):
     odd = tool("a", {"properties": {"b": {"type": "string", "pattern": "(?=x)y"}}})
     assert chat(tools=[odd], max_tokens=4)["choices"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/warm", "/chat_tokenize"])
+def test_where_only_the_prompt_is_wanted_tools_are_checked_and_shown_alike(here, chat, path):
+    answer = here.post(path, {"messages": CHAT, "tools": [VISIT]})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    wanted = chat(tools=[VISIT], max_tokens=1)["usage"]["prompt_tokens"]
+    assert wanted == found.get("count", found.get("token_count", len(found.get("tokenize_response", ()))))
+    for tools in ([{"type": "function"}], [VISIT, VISIT], [{"function": 7}]):
+        wrong = here.post(path, {"messages": CHAT, "tools": tools})
+        assert wrong.status_code in (400, 422) and "tools[" in wrong.text

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 
@@ -104,6 +105,9 @@ class TestRequired:
         assert walked(grammar(name, tools=CHOSEN), begun[:at] + begun[begun.index("days") :] + rest).startswith(
             "refused: d"
         )
+
+    def test_nor_an_argument_that_the_tool_does_not_have(self, name):
+        assert walked(grammar(name, tools=CHOSEN), call(name).replace("days", "dags")).startswith("refused: ")
 
     def test_one_call_where_none_are_parallel(self, name):
         text = call(name)
@@ -416,6 +420,17 @@ def test_raw_text_ends_at_what_closes_it_and_nowhere_else():
     assert walked(found, lead + "a</parameter>b" + tail).startswith("refused")
 
 
+def test_a_raw_text_does_not_look_like_another_value_that_the_schema_bounds():
+    """It would be read as that."""
+    either = {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "integer", "maximum": 9}]}
+    found = grammar("keyed", tools=(Tool("t", {"properties": {"x": either}, "required": ["x"]}),))
+    text = "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
+    assert walked(found, text % "ab12") == "ends" and walked(found, text % "12").startswith("refused: 12")
+    either = {"type": ["string", "integer", "null"]}
+    found = grammar("keyed", tools=(Tool("t", {"properties": {"x": either}, "required": ["x"]}),))
+    assert walked(found, text % "12") == walked(found, text % "null") == walked(found, text % "-x") == "ends"
+
+
 def test_the_pattern_of_a_raw_text_may_stand_anywhere_unless_it_says_so():
     for pattern, right, wrong in (("b|^c", "abc", "ac"), ("^a/b$", "a/b", "a/bc"), (r"^[|\]]\|$", "||", "|")):
         tool = Tool("t", {"properties": {"x": {"type": "string", "pattern": pattern}}, "required": ["x"]})
@@ -431,3 +446,29 @@ def test_an_answer_ends_where_the_format_writes_an_end_token():
     guide = guide_of(found)
     guide.advance(ids(" to=functions.now<|channel|>commentary json<|message|>{}"))
     assert guide.complete and setting().allowed(guide) == {IDS["<|over|>"], IDS["<|eos|>"]}
+
+
+@pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted", "nested"])
+def test_schemas_that_grow_without_end_are_bounded(name):
+    """Each object names the next one several times, or itself; or `anyOf` holds itself."""
+    many = {
+        f"d{i}": {"type": "object", "properties": {f"p{k}": {"$ref": f"#/$defs/d{i + 1}"} for k in range(8)}}
+        for i in range(40)
+    }
+    many["d40"] = {"type": "integer"}
+    itself = {"type": "object", "properties": {f"p{k}": {"$ref": "#/$defs/x"} for k in range(8)}}
+    for schema in (
+        {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": many},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": itself}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 3}}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"$ref": "#"},
+    ):
+        began = time.process_time()
+        try:
+            found = grammar(name, tools=(Tool("t", schema),))
+            assert len(found.text) < 2**18
+        except InvalidRequest as e:
+            assert str(e).startswith("tools[0].function.parameters: ")
+        assert time.process_time() - began < 1

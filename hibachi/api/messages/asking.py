@@ -41,6 +41,8 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """What Claude Code writes in front of its system prompt. It differs in each request, so that nothing behind it would be
 found in the cache.
 """
+EFFORTS = {"xhigh": "high", "max": "high"}  # levels that templates do not know
+KEEPING = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off. A template reads one of them at most."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -57,7 +59,7 @@ _OURS = (  # names in OpenAI's form, and those that its sender knows
 def chat_of(body: CountBody) -> ChatBody:
     """The same as a chat. Raises Refused, which names the field."""
     for name, why in REFUSED.items():
-        if getattr(body, name) not in (UNSET, None, [], {}):
+        if (given := getattr(body, name)) not in (UNSET, None, [], {}) and not _keeps_all(name, given):
             refused = unsupported(name, why)
             if name == "thread":  # by this code clients know that they may go on without one
                 refused.code = "thread_unsupported_request"
@@ -74,6 +76,13 @@ def chat_of(body: CountBody) -> ChatBody:
     if isinstance(body, MessagesBody):
         _set_limits(chat, body)
     return chat
+
+
+def _keeps_all(name: str, given: Any) -> bool:
+    """Whether the context is only to be managed so that nothing is taken out of it, as Claude Code asks."""
+    if name != "context_management" or not isinstance(given, dict) or given.keys() != {"edits"}:
+        return False
+    return isinstance(given["edits"], list) and all(edit in KEEPING for edit in given["edits"])
 
 
 def _set_limits(chat: ChatBody, body: MessagesBody) -> None:
@@ -98,7 +107,7 @@ def _set_format(chat: ChatBody, body: CountBody) -> None:
             code="invalid_value",
         )
     if config is not None:
-        chat.reasoning_effort = config.effort
+        chat.reasoning_effort = EFFORTS.get(config.effort or "", config.effort)
     if wanted is not None:
         named = NamedSchema(name="answer", schema=wanted.schema)
         chat.response_format = JsonSchemaFormat(json_schema=named)

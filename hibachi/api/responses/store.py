@@ -36,6 +36,16 @@ class Kept:
     used: float
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A conversation that is kept, as it was when it was asked for. each: id and JSON of its items."""
+
+    each: Sequence[tuple[str, bytes]] = ()
+
+    def items(self) -> list[Item]:
+        return [kept(data) for _, data in self.each]
+
+
 class Store:
     """The responses of one tenant: at most `most`, of `limit` bytes, for `seconds` after they were last used. Those
     used least recently go first. Items that several responses have are kept, and counted, once.
@@ -85,23 +95,24 @@ class Store:
         """Items of a response that was found, as JSON."""
         return [self._items[id] for id in ids]
 
-    def conversation(self, found: Kept) -> list[Item]:
+    def conversation(self, found: Kept) -> Known:
         """A response's input and output."""
-        return [kept(data) for data in self.data(found.items)]
+        return Known(list(zip(found.items, self.data(found.items), strict=True)))
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
-    def keep(self, id: str, answer: bytes, given: Sequence[Item], output: Sequence[Item]) -> bool:
-        """Keep a response. given: its whole input. An item without an id that is known, or whose text is another than
-        that of the one with this id, gets an id of its own. False means that it is too large to be kept.
+    def keep(self, id: str, answer: bytes, before: Known, given: Sequence[Item], output: Sequence[Item]) -> bool:
+        """Keep a response. given: its input, behind what came before. An item without an id that is known, or whose
+        text is another than that of the one with this id, gets an id of its own. False means that it is too large.
         """
         self.expire()
-        items = [self._named(item) for item in given]
+        items = [*before.each, *(self._named(item) for item in given)]
+        inputs = len(items)
         items += [(str(item.id), as_kept(item, str(item.id))) for item in output]
         size = len(answer) + OVERHEAD
         if size + sum(len(data) + OVERHEAD for _, data in items) > self._limit:
             return False
-        self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), len(given), size, self._clock())
+        self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), inputs, size, self._clock())
         self.size += size
         for item, data in items:
             if item not in self._items:
@@ -195,10 +206,10 @@ def no_item(id: str, param: str) -> Refused:
     )
 
 
-def resolved(own: Sequence[Given], before: Sequence[Item], store: Store) -> list[Item]:
-    """The conversation: what came before, and the items of an input, with those that it refers to. Raises Refused."""
-    found = list(before)
-    seen = {item.id for item in found}
+def resolved(own: Sequence[Given], before: Known, store: Store) -> list[Item]:
+    """The items of an input, with those that it refers to. Raises Refused."""
+    found = list[Item]()
+    seen = {id for id, _ in before.each}
     for i, item in enumerate(own):
         if not isinstance(item, ItemReference):
             found.append(item)

@@ -1,0 +1,83 @@
+"""OpenAI's batch lines with tools: the same bytes in every run, and what a server would answer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from hibachi.lm.own import open_texts
+
+from . import ran
+from .ran import TEMPLATE
+
+HI = [{"role": "user", "content": "hi"}]
+PARAMETERS = {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+VISIT = {"type": "function", "function": {"name": "v", "parameters": PARAMETERS}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "v", "arguments": '{"a": 1}'}}
+TURN = [
+    *HI,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "18 C"},
+]
+GENERIC = ("--chat-template", TEMPLATE, "--tool-call-parser", "generic")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room():
+    """The others share an engine with half the context."""
+    with pytest.MonkeyPatch.context() as patch, open_texts("tiny") as texts:
+        patch.setitem(ran._texts, "tiny", texts)
+        yield
+
+
+def line(own, **body):
+    more = {"messages": HI, "tools": [VISIT], "max_tokens": 90, **body}
+    return {"custom_id": own, "method": "POST", "url": "/v1/chat/completions", "body": more}
+
+
+LINES = [
+    line("must", tool_choice="required", parallel_tool_calls=False, n=2),
+    line("may", max_tokens=4),
+    line("next", messages=TURN, max_tokens=4),
+    line("cut", tool_choice="required", max_tokens=30, temperature=0),
+    line("wrong", tool_choice={"type": "function", "function": {"name": "other"}}),
+    line("twice", tools=[VISIT, VISIT]),
+]
+
+
+def timeless(runs):
+    """The output without the time of the run's start."""
+    return re.sub(rb'"created": ?\d+', b"", (runs.folder / "out.jsonl").read_bytes())
+
+
+def test_lines_with_tools_are_answered_the_same_each_time(runs):
+    assert runs({"in.jsonl": LINES}, *GENERIC) == 3
+    first = timeless(runs)
+    must, may, turn, cut, wrong, twice = runs.rows()
+    for choice in must["response"]["body"]["choices"]:
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"a"} and choice["finish_reason"] == "tool_calls"
+    ids = {c["message"]["tool_calls"][0]["id"] for c in must["response"]["body"]["choices"]}
+    assert len(ids) == 2
+    assert may["response"]["body"]["choices"][0]["message"]["content"]
+    assert turn["response"]["status_code"] == 200
+    [choice] = cut["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"][0]["incomplete"] is True
+    assert wrong["response"]["body"]["error"]["param"] == "tool_choice"
+    assert twice["response"]["body"]["error"]["param"] == "tools[1].function.name"
+    assert runs({"in.jsonl": LINES}, *GENERIC) == 3
+    assert timeless(runs) == first
+
+
+def test_without_the_flag_they_are_refused_by_name(runs):
+    assert runs({"in.jsonl": LINES[1:3]}, "--chat-template", TEMPLATE) == 3
+    assert [row["response"]["body"]["error"]["param"] for row in runs.rows()] == ["tools", "tools"]
+
+
+def test_a_parser_that_there_is_not_ends_the_run_at_once(runs):
+    assert runs({"in.jsonl": LINES[1:2]}, "--tool-call-parser", "nonsense") == 1
+    assert "--tool-call-parser 'nonsense' is not known" in runs.told and runs.loaded == 0
