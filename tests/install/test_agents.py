@@ -92,7 +92,7 @@ NODE = [
     ("openai zod", "node", CHAT + RESPONSES),
     ("@anthropic-ai/sdk zod", "node_anthropic", MESSAGES_ + "messages/count_tokens models"),
     ("@ai-sdk/openai-compatible ai zod", "ai_compatible", CHAT),
-    ("@ai-sdk/openai ai zod", "ai_openai", RESPONSES),
+    ("@ai-sdk/openai ai zod", "ai_openai", CHAT + RESPONSES),
     ("@ai-sdk/anthropic ai zod", "ai_anthropic", MESSAGES_),
     (
         "langchain @langchain/openai @langchain/anthropic @langchain/core zod",
