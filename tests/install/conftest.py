@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from .clients import plans as planning
+from .venvs import CLIENTS
 from .wheels import Builder
 
 TEMPLATE = (
@@ -45,6 +47,14 @@ def serving(log, *arguments, model="tiny", quiet=True):
 def url(tmp_path_factory):
     """Of a server."""
     with serving(tmp_path_factory.mktemp("server") / "log") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def plans(tmp_path_factory):
+    """Of a server of the model in clients/plans.py, as "tiny", with a template that shows tools."""
+    more = ("--served-model-name", "tiny", "--chat-template", planning.TEMPLATE)
+    with serving(tmp_path_factory.mktemp("plans") / "log", *more, model=f"{CLIENTS / 'plans.py'}:Plans") as found:
         yield found
 
 

@@ -58,9 +58,9 @@ def overheard(url, notes, paths=None):
 
 def form_in(body):
     """How a body says what form the answer must have, and the form, as `structured_outputs` has it; None means any."""
-    given = body.get("response_format")
+    given = body.get("response_format") or body.get("text", {}).get("format")  # of a chat, or of /v1/responses
     if given is not None and given["type"] == "json_schema":
-        return "schema", {"json": given["json_schema"]["schema"]}
+        return "schema", {"json": given.get("json_schema", given)["schema"]}
     if given is not None and given["type"] == "json_object":
         return "object", {"json_object": True}
     assert given is None, given

@@ -16,6 +16,7 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
+from .clients import plans as planning
 from .clients.talks import BEFORE, SAID
 from .conftest import serving
 from .overheard import form_in, overheard
@@ -38,6 +39,15 @@ LENGTH, ROOM = 12, 80  # tokens; ROOM is for answers in a form
 
 def in_template(messages):
     return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+
+
+def messages_in(body):
+    """Of a chat, or of a body for /v1/responses, with their contents as texts."""
+    found = body.get("messages") or body["input"]
+    if "instructions" in body:
+        found = [{"role": "system", "content": body["instructions"]}, *found]
+    texts = [m["content"] if isinstance(m["content"], str) else m["content"][0]["text"] for m in found]
+    return [{**m, "content": text} for m, text in zip(found, texts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +125,7 @@ class Forms:
         self._notes.clear()
 
     def _expected(self, body, form):
-        prompt = body["prompt"] if "prompt" in body else in_template(body["messages"])
+        prompt = body["prompt"] if "prompt" in body else in_template(messages_in(body))
         ids = self._llm.tokenizer.encode(prompt, add_special_tokens=False)
         params = SamplingParams(temperature=0, max_tokens=ROOM, stop=body.get("stop"), structured_outputs=form)
         (answer,) = self._llm.generate([ids], params)
@@ -207,21 +217,27 @@ def test_promptfoo(url, home, expected):
     text = {"prompts": [PROMPT], "providers": [{"id": "openai:completion:tiny", "config": config}]}
     config = {**config, "max_tokens": ROOM, "response_format": FORM}
     typed = {**chat, "providers": [{"id": "openai:chat:tiny", "config": config}]}
-    own = {
-        "PROMPTFOO_DISABLE_TELEMETRY": "1",
-        "PROMPTFOO_DISABLE_UPDATE": "1",
-        "PROMPTFOO_CONFIG_DIR": str(home / "own"),
-    }
     for name, asking in (("chat", chat), ("text", text), ("mood", typed)):
-        (home / "asking.json").write_text(
-            json.dumps({**asking, "tests": [{"assert": [{"type": "equals", "value": expected[name]}]}]})
-        )
-        program = home / "node_modules" / ".bin" / "promptfoo"
-        told = run(program, "eval", "-c", "asking.json", "-o", "out.json", "--no-cache", "--no-table", cwd=home, **own)
-        stats = json.loads((home / "out.json").read_text())["results"]["stats"]
-        assert (stats["successes"], stats["failures"], stats["errors"]) == (1, 0, 0), told
+        asking["tests"] = [{"assert": [{"type": "equals", "value": expected[name]}]}]
+        stats = promptfoo(home, asking)["stats"]
+        assert (stats["successes"], stats["failures"], stats["errors"]) == (1, 0, 0), stats
         assert stats["tokenUsage"]["completion"] == LENGTH or name == "mood"
         print(f"promptfoo, {name}: as expected")
+
+
+def promptfoo(home, asking):
+    """What it finds. asking: its configuration."""
+    (home / "asking.json").write_text(json.dumps(asking))
+    program, own = home / "node_modules" / ".bin" / "promptfoo", str(home / "own")
+    run(
+        *[program, "eval", "-c", "asking.json", "-o", "out.json", "--no-cache", "--no-table", "--no-progress-bar"],
+        cwd=home,
+        PROMPTFOO_DISABLE_TELEMETRY="1",
+        PROMPTFOO_DISABLE_UPDATE="1",
+        PROMPTFOO_CONFIG_DIR=own,
+        PROMPTFOO_FAILED_TEST_EXIT_CODE="0",
+    )
+    return json.loads((home / "out.json").read_text())["results"]
 
 
 def test_locust(url, home):
@@ -273,26 +289,19 @@ def test_curl(url, expected, home):
     assert "expected Content-Type: application/json" in refused["error"]["message"]
 
 
-def test_aider(talks, home):
-    programs = strangers(home, "aider-chat")
-    told = run(
-        *[programs / "aider", "--model", "openai/tiny", "--openai-api-base", f"{talks}/v1", "--openai-api-key", "none"],
-        *[
-            "--chat-mode",
-            "ask",
-            "--message",
-            "Who are you?",
-            "--no-git",
-            "--yes-always",
-            "--no-check-update",
-            "--no-pretty",
-        ],
-        *["--analytics-disable", "--no-show-model-warnings"],
-        cwd=home,
-        HOME=str(home),
-    )
-    print(told)
-    assert (BEFORE + SAID).decode() in told.splitlines()
+def test_aider(talks, plans, home):
+    """Its own prompts, and reasoning, which it shows."""
+    aider = strangers(home, "aider-chat") / "aider"
+    quiet = ["--no-git", "--yes-always", "--no-check-update", "--no-pretty", "--analytics-disable"]
+    for url, question, lines in (
+        (talks, "Who are you?", [(BEFORE + SAID).decode()]),
+        (plans, "Please think: who are you?", [planning.THOUGHT, planning.BEFORE + planning.SAID]),
+    ):
+        model = ["--model", "openai/tiny", "--openai-api-base", f"{url}/v1", "--openai-api-key", "none"]
+        asking = ["--no-show-model-warnings", "--chat-mode", "ask", "--message", question]
+        told = run(aider, *model, *quiet, *asking, cwd=home, HOME=str(home))
+        print(told)
+        assert [line for line in told.splitlines() if line in lines] == lines
 
 
 def test_lm_eval_scores_as_the_engine_does(url, home, llm):

@@ -1,4 +1,4 @@
-"""openai-agents by its chat model: its default speaks to /v1/responses, which is not served."""
+"""openai-agents by its model of chats: to that of /v1/responses an answer that max_tokens cuts off is an error."""
 
 import asyncio
 

@@ -1,14 +1,14 @@
-"""openai-agents by its chat model, with a type as its output."""
+"""openai-agents by its default, which speaks to /v1/responses, with a type as its output."""
 
 import asyncio
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, set_tracing_disabled
 from asked import base, greedy, say, system, user
 from openai import AsyncOpenAI
 from person import Person, fields
 
 set_tracing_disabled(True)
-model = OpenAIChatCompletionsModel("tiny", AsyncOpenAI(base_url=base, api_key="none", max_retries=0))
+model = OpenAIResponsesModel("tiny", AsyncOpenAI(base_url=base, api_key="none", max_retries=0))
 agent = Agent("brief", instructions=system, model=model, model_settings=ModelSettings(**greedy), output_type=Person)
 
 

@@ -5,4 +5,4 @@ import { base, tiny } from "./weather.mjs";
 
 const model = (baseURL) => createAnthropic({ baseURL, apiKey: "none" })("tiny");
 const thinking = { providerOptions: { anthropic: { thinking: { type: "enabled", budgetTokens: 1024 } } } };
-await tell(model(base), model(tiny), { thinking });
+console.log(JSON.stringify(await tell(model(base), model(tiny), { thinking })));

@@ -5,4 +5,4 @@ import { base, tiny } from "./weather.mjs";
 
 const more = { name: "tiny", includeUsage: true, supportsStructuredOutputs: true };
 const model = (baseURL) => createOpenAICompatible({ baseURL, ...more })("tiny");
-await tell(model(base), model(tiny));
+console.log(JSON.stringify(await tell(model(base), model(tiny))));

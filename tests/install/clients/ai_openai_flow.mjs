@@ -1,9 +1,9 @@
-// Vercel's ai with @ai-sdk/openai, by .chat(): its default speaks to /v1/responses, which is not served.
+// Vercel's ai with @ai-sdk/openai, by its default, which speaks to /v1/responses.
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, streamText } from "ai";
 
 const asked = JSON.parse(process.argv[2]);
-const model = createOpenAI({ baseURL: asked.url + "/v1", apiKey: "none" }).chat("tiny");
+const model = createOpenAI({ baseURL: asked.url + "/v1", apiKey: "none" })("tiny");
 const common = { temperature: 0, maxOutputTokens: asked.max_tokens, maxRetries: 0, allowSystemInMessages: true };
 const chat = { ...common, model, messages: asked.messages };
 

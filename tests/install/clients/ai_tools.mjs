@@ -49,5 +49,5 @@ export async function tell(model, tiny, { shown = true, thinking = {} } = {}) {
     said["demanded " + name] = (await generateText(asking)).toolCalls[0].input;
     said[`demanded ${name}_streamed`] = (await streamText(asking).toolCalls)[0].input;
   }
-  console.log(JSON.stringify(said));
+  return said;
 }
