@@ -238,6 +238,7 @@ def test_an_agent_of_anthropics_is_at_home(tmp_path):
             "metadata": {"user_id": "user_account__session_"},
             "max_tokens": 32_000,
             "temperature": 1,
+            "top_k": 1,
         }
 
     with saying(tmp_path) as here:
