@@ -20,7 +20,7 @@ from hibachi.tools.schemas import (
     string_body,
 )
 
-COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
+COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties", "propertyNames")
 NOTES = ("title", "description", "default", "examples")
 MOST = 64  # objects whose entries have texts of their own
 WORD = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # for names that the schema leaves open
@@ -53,16 +53,16 @@ def as_object(parameters: Any) -> dict[str, Any]:
 
 def is_empty(schema: Schema) -> bool:
     """No arguments. To JSON Schema any would do, but the client has named none."""
-    return not schema.get("properties") and not any(
-        schema.get(key) for key in (*COMBINING, "additionalProperties", "required")
-    )
+    named = any(schema.get(key) for key in ("properties", "required", "additionalProperties"))
+    return not named and not set(schema) - {"type", "properties", "required", "additionalProperties", "$schema", *NOTES}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Without further arguments, unless the schema speaks of them: a function takes no others."""
     if "additionalProperties" in schema or any(key in schema for key in COMBINING):
         return schema
-    return {**schema, "additionalProperties": False}
+    names, given = [name for name, *_ in properties(schema)], schema.get("properties", {})
+    return {**schema, "additionalProperties": False} if names and all(n in given for n in names) else schema
 
 
 class TaggedWords:

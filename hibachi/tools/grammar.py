@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from hibachi.errors import InvalidRequest
@@ -247,12 +247,12 @@ class Calls:
         self._apart = not tools.begin.strip() and not tools.end.strip()
         self._several = toolbox.parallel and tools.most != 1 and not last
         self._again = toolbox.parallel and not over and (self._several if self._apart else tools.most is None)
-        self._tools = toolbox.callable
+        self._tools, self._loose = toolbox.callable, loose
         place = {tool.name: i for i, tool in enumerate(toolbox.tools)}
-        named = [self._named(call, tool, place[tool.name], tool.name in loose) for tool in toolbox.callable]
+        named = [self._named(call, tool, place[tool.name]) for tool in toolbox.callable]
         self._call = rules.rule(trie(named), "call")
 
-    def _named(self, parts: list[str | Slot], tool: Tool, place: int, loose: bool) -> tuple[str, str]:
+    def _named(self, parts: list[str | Slot], tool: Tool, place: int) -> tuple[str, str]:
         """One call, from behind its first text to before its last: the text it begins with, and the rest."""
         begin, found, text = "", list[str](), ""
         for part in [*parts, None]:
@@ -265,15 +265,18 @@ class Calls:
             found += [joined(cut)] if cut else []
             text = ""
             if part is not None:
-                found.append(self._slot(part, tool, place, loose))
+                found.append(self._slot(part, tool, place))
         return begin, " ".join(found)
 
-    def _slot(self, slot: Slot, tool: Tool, place: int, loose: bool) -> str:
+    def _parameters(self, tool: Tool) -> Mapping[str, Any]:
+        return ANYTHING if tool.name in self._loose else tool.parameters
+
+    def _slot(self, slot: Slot, tool: Tool, place: int) -> str:
         if slot is not Slot.ARGUMENTS:
             nine = slot is Slot.ID and self._format.id == "nine letters"
             return self._rules.terminal(NINE if nine else BARE[slot], slot.name)
         try:
-            return arguments(self._rules, self._format.arguments, ANYTHING if loose else tool.parameters)
+            return arguments(self._rules, self._format.arguments, self._parameters(tool))
         except Refused as e:
             raise ToolRefused(place, tool.name, str(e)) from None
         except RecursionError:
@@ -322,7 +325,7 @@ class Calls:
         if None in options or not isinstance(self._format.arguments, Json):
             return ""
         given = read_schema(answer.text) if answer.text else {"type": "object"}
-        schemas = [*(closed(as_object(tool.parameters)) for tool in self._tools), given]
+        schemas = [*(closed(as_object(self._parameters(tool))) for tool in self._tools), given]
         options.append({"$ref": f"#/$defs/{len(self._tools)}"})
         whole = {"anyOf": options, "$defs": {str(i): moved(schema, str(i)) for i, schema in enumerate(schemas)}}
         return self._rules.json(whole, answer.whitespace_pattern, any_of=True)

@@ -197,7 +197,7 @@ def properties(schema: Schema) -> list[tuple[str, Any, bool]]:
     """Names, schemas, and whether each must be there. Raises Refused."""
     found = schema.get("properties", {})
     needed = schema.get("required", [])
-    if not isinstance(found, Mapping) or not isinstance(needed, list):
+    if not isinstance(found, Mapping) or not isinstance(needed, list) or not all(isinstance(n, str) for n in needed):
         raise Refused("the keyword `properties` or `required` has a value that is not supported", "properties")
     missing = [name for name in needed if name not in found]
     return [

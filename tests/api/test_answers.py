@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from hibachi.api.answers import (
     DONE,
@@ -19,6 +20,10 @@ from hibachi.api.answers import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    Function,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
     Vocabulary,
     chat_logprobs,
     completion_logprobs,
@@ -392,6 +397,30 @@ def test_answers_are_as_openai_describes_them(described, words):
     described("CreateEmbeddingResponse", embeddings(vector, "tiny", 9, packed=False))
     described("ErrorResponse", body_of(Refused("No.", param="n", code="invalid_value")))
     described("ErrorResponse", body_of(Refused("No.")))
+
+
+def test_calls_are_as_openai_describes_them(described):
+    """Whole and in chunks; what is told beside them is no contradiction."""
+    calls = [
+        ToolCall("call_1", "function", Function("look", "{}")),
+        ToolCall("b", "function", Function("a", "{"), True),
+    ]
+    message = ChatMessage("assistant", None, None, calls, "Hm.", "Hm.")
+    told = usage(5, 2, reasoning=1)
+    choices = [ChatChoice(0, message, None, "tool_calls")]
+    described("CreateChatCompletionResponse", ChatAnswer("a", "chat.completion", 1, "b", choices, told))
+    begun = ToolCallDelta(0, "call_1", "function", FunctionDelta("look", ""))
+    more = ToolCallDelta(0, UNSET, UNSET, FunctionDelta(UNSET, "{"), True)
+    for piece in (
+        ChatPiece(0, Delta(tool_calls=[begun]), None, None),
+        ChatPiece(0, Delta(tool_calls=[more]), None, "length"),
+        ChatPiece(0, Delta(reasoning_content="Hm.", reasoning="Hm."), None, None),
+        ChatPiece(0, Delta(), None, "tool_calls"),
+    ):
+        described("CreateChatCompletionStreamResponse", chunk(piece, used=None))
+    assert encode(begun) == (b'{"index":0,"id":"call_1","type":"function","function":{"name":"look","arguments":""}}')
+    assert encode(more) == b'{"index":0,"function":{"arguments":"{"},"incomplete":true}'
+    assert encode(calls[0]) == b'{"id":"call_1","type":"function","function":{"name":"look","arguments":"{}"}}'
 
 
 def test_chunks_are_as_openai_describes_them(described, words):

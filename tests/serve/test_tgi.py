@@ -446,7 +446,7 @@ def test_keys(server):
     with site(server.texts, tenants=Tenants((("k1", "a"),))) as locked:
         body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
         for path in ("/generate", "/generate_stream", "/", "/invocations", "/chat_tokenize"):
-            for key in ({}, {"authorization": "Bearer k2"}, {"x-api-key": "k1"}):
+            for key in ({}, {"authorization": "Bearer k2"}, {"x-api-key": "k2"}):
                 refused(locked.post(path, body, headers=key), 401, "authentication")
         assert locked.post("/tokenize", body).status_code == locked.client.get("/info").status_code == 401
         assert locked.post("/generate", body, headers={"authorization": "Bearer k1"}).status_code == 200

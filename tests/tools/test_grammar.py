@@ -398,6 +398,25 @@ def test_formats_that_say_nothing_and_references_work_in_properties():
         assert walked(found, wrong).startswith("refused: 1"), name
 
 
+@pytest.mark.parametrize("name", ["hermes", "python"])
+def test_what_is_required_may_be_no_property(name):
+    texts = {
+        "hermes": '<tool_call>\n{"name": "t", "arguments": {%s}}\n</tool_call>',
+        "python": "<|calls|>[t(%s)]<|/calls|>",
+    }
+    found = grammar(name, tools=(Tool("t", {"properties": {"a": {"type": "null"}}, "required": ["b"]}),))
+    given = {"hermes": '"b": 1', "python": "b=1"}[name]
+    assert walked(found, texts[name] % given) == "ends" and walked(found, texts[name] % "").startswith("refused")
+
+
+def test_a_marker_may_come_in_any_tokens():
+    """`<tool_call>` is a token here, and letters are, too."""
+    found, text = grammar("hermes", tools=CHOSEN), call("hermes")
+    assert walked(found, text) == walked(found, list(text.encode())) == "ends"
+    assert IDS["<tool_call>"] in ids(text)
+    assert walked(grammar("hermes", "auto", tools=CHOSEN), list(text.replace("Paris", "Parisian").encode())) != "ends"
+
+
 def test_many_tools_are_served_or_refused_by_their_size():
     few = [Tool(f"tool_{i}", {}) for i in range(10_000)]
     found = grammar("hermes", "auto", tools=tuple(few))
