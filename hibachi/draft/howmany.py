@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ PAUSE = 64, 4096  # steps without guesses, at least and at most, after some that
 class Costs:
     """What a step of so many tokens takes, in seconds, learned from the steps that run.
 
-    Steps are put together by size: 1, 2, 3, 4, up to 6, 8, 12, 16, ... tokens. Of each size the median counts. Between
-    known sizes the cost is linear. Beyond the largest, and before one that is further away than twice the tokens, it
+    Steps are put together by size: 1, 2, 3, 4, up to 6, 8, 12, 16, ... tokens. Of each size the median counts, but no
+    step costs more than a larger one: where it seems so, others had the machine at that time. Between known sizes the
+    cost is linear. Beyond the largest, and before one that is further away than twice the tokens, it
     goes on as before up to twice the tokens; from there it is taken to grow in proportion, or towards the next. So
     larger steps are tried out little by little.
     """
@@ -83,6 +85,8 @@ class Costs:
         known = sorted(size.cost() for size in self._sizes.values() if self._is_known(size))
         if not known:
             raise ValueError("No size of a step is known: ask knows() first.")
+        least = list(accumulate((seconds for _, seconds in reversed(known)), min))
+        known = [(x, y) for (x, _), y in zip(known, reversed(least), strict=True)]
         corners: list[tuple[float, float]] = []
         slope = 0.0
         for (x, y), (after, more) in zip(known, [*known[1:], (1000 * known[-1][0], np.inf)], strict=True):
@@ -253,7 +257,7 @@ class Depth:
         self.costs, self._how = Costs(), how
         self._goes = _Record(1.0)  # of the guesses that it was asked for, how many it was sure enough to make
         self._proof = _Proof()
-        self._saved, self._probes = 0.0, 0
+        self._saved, self._probes, self._probe = 0.0, 0, 0.0  # _probe: what the guess of this step should cost
         self._rows, self._steps = 0, 0  # of the last step, and how many in a row could have guesses since some pay
         self._rest, self._pause, self._paused = 0, PAUSE[0], False
         self._gain = 0.0  # that is expected of this step; 0 if it has no guesses, or some for a trial
@@ -291,6 +295,7 @@ class Depth:
             return [0] * n
         self._probes += 1
         self._saved -= cost
+        self._probe = cost
         return [1 if i == probe else 0 for i in range(n)]
 
     def _rests(self, rows: int) -> bool:
@@ -323,6 +328,9 @@ class Depth:
         others than the rows of `choose` had a part in it.
         """
         self._saved = min(SAVED, self._saved + PROBE * seconds)
+        if self._probe:
+            self._saved -= max(0.0, asking - self._probe)
+            self._probe = 0.0
         gain, self._gain = self._gain, 0.0
         if gain and tokens:
             self._proof.note(gain, (seconds + asking) / self._how.costs.expect(self._rows), tokens / self._rows)

@@ -56,6 +56,8 @@ class Drafting:
                 row.found, row.by = row.job.prediction.find(read(row, row.seq.prompt_len), row.most), PREDICTED
         if others := [row for row in rows if not len(row.found)]:
             self.asker.ask(others, read, len(rows))
+        if not any(row.by for row in rows):  # nobody has looked for any
+            return []
         for row, wanted in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             n = runner.fitting(wanted)
             row.job.draft, row.seq.draft = row.found[:n], n

@@ -242,3 +242,12 @@ def test_it_is_said_beforehand_whether_guesses_could_pay():
     assert [batch for batch in (1, 2, 4, 8, 16, 32) if how.worth(batch, 5 * batch)] == [1, 2, 4, 8]
     assert not how.worth(1, 0)
     assert not HowMany().worth(1, 5)  # the first steps are for their cost
+
+
+def test_no_step_costs_more_than_a_larger_one():
+    """Where it seems so, others had the machine when the smaller ones ran."""
+    costs = Costs()
+    for tokens, seconds in ((1, 5.0), (2, 3.0), (4, 2.0), (8, 4.0)):
+        for _ in range(TRIALS):
+            costs.note(tokens, seconds)
+    assert [costs.predict(n) for n in (1, 2, 4, 6, 8)] == pytest.approx([2, 2, 2, 3, 4])
