@@ -40,14 +40,17 @@ class ChatTalk:
 
     def spoken(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
         """The prompt of a chat. How its answer is read is noted in `asked.turns`. variables: further ones for the
-        template. Raises Refused or InvalidRequest.
+        template. Raises Refused.
         """
         assert asked.messages is not None
         given = {**(variables or {}), **asked.template}
-        with refusing():
-            found = self._talk.spoken(
-                asked.messages, given, asked.toolbox, effort=asked.effort, open_end=asked.open_end
-            )
+        try:
+            with refusing():
+                found = self._talk.spoken(
+                    asked.messages, given, asked.toolbox, effort=asked.effort, open_end=asked.open_end
+                )
+        except InvalidRequest as e:  # what the template says
+            raise Refused(str(e), param="messages", code="template_error") from e
         if found.special:
             fields = self._talk.choosing.parsers.fields
             box = asked.toolbox or NO_TOOLS

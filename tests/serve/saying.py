@@ -34,7 +34,7 @@ class Says:
             begun = text.rpartition(b"\\x03")[2]
             rest = text.rpartition(b"\\x01")[2].partition(b"\\x02")[0]
             rest = rest.removeprefix(begun) if rest.startswith(begun) else b""
-            scores[rest[0] if rest else 256] = 10
+            scores[rest[0] if rest else 256] = 100  # sure of it at any temperature
         return out
 """
 THINKS = (
