@@ -18,11 +18,11 @@ from typing import Any
 
 from hibachi.model.text.chat import render_chat
 from hibachi.tools.format import ChatFormat, Python, Quoted, Tagged, Thinking
-from hibachi.tools.formats import Formats
-from hibachi.tools.probes import SAID, THINKING, THOUGHT, Called, Template, user
-from hibachi.tools.reasoning import without_end
+from hibachi.tools.templates.choosing import Formats
+from hibachi.tools.templates.probes import SAID, THINKING, THOUGHT, Called, Template, user
+from hibachi.tools.templates.reasoning import without_end
+from hibachi.tools.templates.trial import called, heard, written
 from hibachi.tools.tools import Tool
-from hibachi.tools.trial import called, heard, written
 
 LISTS = 25
 FOLDER = "models/templates/"

@@ -25,8 +25,8 @@ from hibachi.api.turns import Turns, cut_off
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
-from hibachi.tools.parser import Parser
-from hibachi.tools.whole import Answer
+from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.whole import Answer
 
 
 class ChatWriter(Writer):

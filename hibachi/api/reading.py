@@ -13,7 +13,7 @@ from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.truncation import Truncation
 from hibachi.errors import PromptTooLong
 from hibachi.model.text.prompts import Prompts
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 
 
 class Reading:

@@ -12,9 +12,9 @@ from hibachi.api.forms import refused
 from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.choosing import Parsers
 from hibachi.tools.history import Messages
 from hibachi.tools.talk import NO_TOOLS, Talk
+from hibachi.tools.templates.choosing import Parsers
 
 
 class ChatTalk:

@@ -9,9 +9,9 @@ from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, TextChoice
 from hibachi.tools.format import ChatFormat, ReasoningFormat, Thinking
 from hibachi.tools.ids import call_id as call_id
-from hibachi.tools.parser import Parser
+from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.whole import Answer, read
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.whole import Answer, read
 
 
 @dataclass(frozen=True, slots=True)

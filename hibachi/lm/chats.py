@@ -11,12 +11,12 @@ from hibachi.request import Finish, SamplingParams
 from hibachi.streams.textstream import Choice, Completion
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
-from hibachi.tools.choosing import Parsers
 from hibachi.tools.history import as_objects
 from hibachi.tools.ids import call_id
+from hibachi.tools.reading.whole import read
 from hibachi.tools.talk import NO_TOOLS, Spoken, Talk
+from hibachi.tools.templates.choosing import Parsers
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.whole import read
 from hibachi.tools.write import ToolCall
 
 

@@ -29,7 +29,7 @@ from hibachi.streams.merge import amerge, merge
 from hibachi.streams.stream import Item
 from hibachi.streams.textstream import Completion, TextChoice, TextStream
 from hibachi.tensor.array_backend import HostArray
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 
 
 class Texts(Holding):

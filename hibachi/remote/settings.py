@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from hibachi.lm.llm import QUANTIZATIONS
 from hibachi.settings.kinds import SWITCH, Setting, choice, integer, size, text
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 
 MODEL: tuple[Setting, ...] = (
     Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),

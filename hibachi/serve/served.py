@@ -35,7 +35,7 @@ from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
 from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 from hibachi.web.exchange import Exchange
 from hibachi.web.tenants import Tenants, salt_of
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.choosing import Choosing, Parsers
 from hibachi.tools.format import ChatFormat, Thinking, thinking_of
-from hibachi.tools.forming import formed
 from hibachi.tools.generic import described, with_calls_said
+from hibachi.tools.grammar.answer import formed
 from hibachi.tools.history import WAY_OUT, Messages, NotShown, as_written, hidden_calls, rendered, without_developer
 from hibachi.tools.marks import marks
+from hibachi.tools.templates.choosing import Choosing, Parsers
 from hibachi.tools.tools import Toolbox
 
 NO_TOOLS = Toolbox(mode="none")

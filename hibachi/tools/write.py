@@ -10,7 +10,7 @@ from typing import Any
 
 from hibachi.errors import InvalidRequest
 from hibachi.tools.format import Json, Python, Quoted, Slot, Tagged, ToolFormat
-from hibachi.tools.values import escaped
+from hibachi.tools.reading.values import escaped
 
 _BARE = re.compile(r"[\w.-]+")
 _XML = re.compile(r"[<&\n]")

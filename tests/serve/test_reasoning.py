@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 
 from .saying import saying, told
 

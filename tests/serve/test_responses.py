@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from hibachi.api.responses.store import Stores
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 from hibachi.web.tenants import Tenants
 
 from .conftest import CHATML, ENGINES, Gate, site

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hibachi.lm.own import open_texts
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 
 from .conftest import CHATML, site
 

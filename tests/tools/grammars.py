@@ -9,8 +9,8 @@ import pytest
 
 from hibachi.guide.protocol import GuideFailed
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Said, Thinking
-from hibachi.tools.grammar import form
-from hibachi.tools.parser import Parser
+from hibachi.tools.grammar.answer import form
+from hibachi.tools.reading.parser import Parser
 from hibachi.tools.tools import Toolbox
 
 from ..guide import made

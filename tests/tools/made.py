@@ -18,7 +18,7 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.parser import Parser
+from hibachi.tools.reading.parser import Parser
 from hibachi.tools.tools import Tool, Toolbox
 from hibachi.tools.write import ToolCall
 

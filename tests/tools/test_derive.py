@@ -12,12 +12,12 @@ import pytest
 
 from hibachi.errors import InvalidRequest
 from hibachi.model.text import render_chat
-from hibachi.tools.derive import derive
 from hibachi.tools.format import HERMES, THINK, ChatFormat, History, ReasoningFormat, Slot, Thinking
-from hibachi.tools.formats import Formats
-from hibachi.tools.known import KNOWN
-from hibachi.tools.probes import MOST, USER, Template
-from hibachi.tools.trial import heard
+from hibachi.tools.templates.choosing import Formats
+from hibachi.tools.templates.derive import derive
+from hibachi.tools.templates.known import KNOWN
+from hibachi.tools.templates.probes import MOST, USER, Template
+from hibachi.tools.templates.trial import heard
 
 ROOT = Path(__file__).parents[2]
 OURS = sorted((Path(__file__).parent / "templates").glob("*.jinja"))

@@ -12,9 +12,9 @@ from hibachi.guide.protocol import Grammar
 from hibachi.guide.worker import FREE
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
-from hibachi.tools.grammar import form, guided
-from hibachi.tools.known import KNOWN
+from hibachi.tools.grammar.answer import form, guided
 from hibachi.tools.marks import texts
+from hibachi.tools.templates.known import KNOWN
 from hibachi.tools.tools import Tool, Toolbox
 from hibachi.tools.write import ToolCall, written
 

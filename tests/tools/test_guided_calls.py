@@ -18,8 +18,8 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.grammar import guided
-from hibachi.tools.parser import Parser
+from hibachi.tools.grammar.answer import guided
+from hibachi.tools.reading.parser import Parser
 from hibachi.tools.tools import Tool, Toolbox
 
 TOOLS = (

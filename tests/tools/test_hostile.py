@@ -8,8 +8,8 @@ from time import process_time
 import pytest
 
 from hibachi.tools.format import Thinking
-from hibachi.tools.parser import Parser
-from hibachi.tools.whole import read
+from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.whole import read
 from hibachi.tools.write import ToolCall, written
 
 from .made import BOX, FORMATS, FULL

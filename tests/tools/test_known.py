@@ -7,10 +7,10 @@ import pytest
 
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.tools.format import PLAIN, THINK, ReasoningFormat, Thinking
-from hibachi.tools.formats import MOST, Formats
-from hibachi.tools.known import KNOWN, REASONING_NAMES, TOOL_NAMES, named, recognized
+from hibachi.tools.reading.whole import read
+from hibachi.tools.templates.choosing import MOST, Formats
+from hibachi.tools.templates.known import KNOWN, REASONING_NAMES, TOOL_NAMES, named, recognized
 from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.whole import read
 from hibachi.tools.write import ToolCall, written
 
 BOX = Toolbox(

@@ -19,9 +19,9 @@ from hibachi.tools.format import (
     Slot,
     Thinking,
 )
-from hibachi.tools.parser import Parser
+from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.whole import Answer, joined, read
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.whole import Answer, joined, read
 from hibachi.tools.write import ToolCall, written
 
 from .made import BOX, CHANNELS, FORMATS, FULL, calls_of, events_of, pieces_of, text_of, toolbox_of

@@ -9,11 +9,11 @@ pytest.importorskip("minijinja")
 from hibachi.errors import InvalidRequest
 from hibachi.model.text.chat import choose_template, render_chat
 from hibachi.tools.asked import as_shown, toolbox_of
-from hibachi.tools.choosing import Parsers
 from hibachi.tools.format import Thinking
 from hibachi.tools.history import NotShown, as_objects
+from hibachi.tools.reading.whole import read
 from hibachi.tools.talk import Talk
-from hibachi.tools.whole import read
+from hibachi.tools.templates.choosing import Parsers
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.tools.elements import TaggedArguments
 from hibachi.tools.format import Tagged
-from hibachi.tools.schema_types import ALL, Typed, value_of
-from hibachi.tools.values import JSON, PYTHON, Rules, Values
+from hibachi.tools.reading.schema_types import ALL, Typed, value_of
+from hibachi.tools.reading.tagged import TaggedArguments
+from hibachi.tools.reading.values import JSON, PYTHON, Rules, Values
 from hibachi.tools.write import ToolCall, written
 
 from .made import FORMATS

@@ -33,7 +33,7 @@ from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
 from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
-from hibachi.tools.choosing import Parsers
+from hibachi.tools.templates.choosing import Parsers
 
 _BODIES: dict[str, Any] = {COMPLETIONS: CompletionBody, CHAT: ChatBody, EMBEDDINGS: EmbeddingBody}
 _ROWS = 1 << 14  # continuations of one line

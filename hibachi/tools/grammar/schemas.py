@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hibachi.guide.worker import Refused
-from hibachi.tools.lark import ANY
+from hibachi.tools.grammar.lark import ANY
 
 Schema: TypeAlias = Mapping[str, Any]
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from hibachi.tools.fit import BLANKS, WAIT, held, skip
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
-from hibachi.tools.reader import Begun, CallReader
+from hibachi.tools.reading.calls import Begun, CallReader
+from hibachi.tools.reading.slots import BLANKS, WAIT, held, skip
+from hibachi.tools.reading.values import Arguments
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.values import Arguments
 
 MOST_BLANKS: Final = 4096
 """Blanks that are held back at a time, as a marker may follow, before which they are left out."""

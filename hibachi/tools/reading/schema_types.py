@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-from hibachi.tools.values import PYTHON_VALUE, Values, escaped
+from hibachi.tools.reading.values import PYTHON_VALUE, Values, escaped
 
 ALL: Final = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
 STRING: Final = frozenset(("string",))

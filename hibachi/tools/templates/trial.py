@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hibachi.tools.format import ChatFormat, Python, Thinking, thinking_of
-from hibachi.tools.probes import IDS, NAMES, SAID, THINKING, THOUGHT, Called, Template, same_beginning, user
-from hibachi.tools.reasoning import without_end, written_from
+from hibachi.tools.reading.whole import Answer, read
+from hibachi.tools.templates.probes import IDS, NAMES, SAID, THINKING, THOUGHT, Called, Template, same_beginning, user
+from hibachi.tools.templates.reasoning import without_end, written_from
 from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.whole import Answer, read
 
 _SCHEMA = {
     "type": "object",

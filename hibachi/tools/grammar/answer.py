@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, MissingExtra, UnsupportedOperation
 from hibachi.guide.worker import Refused, read_schema
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.arguments import arguments, as_object, closed
 from hibachi.tools.format import ChatFormat, Json, ReasoningFormat, Slot, Thinking, ToolFormat
-from hibachi.tools.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
+from hibachi.tools.grammar.arguments import arguments, as_object, closed
+from hibachi.tools.grammar.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
+from hibachi.tools.grammar.schemas import moved, slashed
 from hibachi.tools.marks import marks
-from hibachi.tools.schemas import moved, slashed
 from hibachi.tools.tools import Tool, Toolbox
 
 ANYTHING = {"type": "object", "additionalProperties": True}
@@ -99,6 +99,34 @@ def guided(
         if guilty & (strict | loose):
             raise error
         loose |= guilty
+
+
+def formed(
+    format: ChatFormat,
+    toolbox: Toolbox,
+    thinking: Thinking,
+    answer: StructuredOutputs | None,
+    special: Special,
+    check: Callable[[StructuredOutputs], object],
+    *,
+    ids: Iterable[int] = (),
+    ends: Collection[int] = (),
+) -> StructuredOutputs | None:
+    """The form of an answer, checked. See `guided`.
+
+    Where nothing must come, and no grammar can be had (the library is missing, the model's tokens are no text, there
+    are too many tools), there is none: then calls are written as the model was trained to.
+    """
+    must = toolbox.mode == "required" or answer is not None or any(tool.strict for tool in toolbox.callable)
+    try:
+        return guided(format, toolbox, thinking, answer, special, check, ids=ids, ends=ends)
+    except (MissingExtra, UnsupportedOperation):
+        if must:
+            raise
+    except InvalidRequest as e:
+        if must or not str(e).startswith("tools: "):
+            raise
+    return None
 
 
 def check_any(check: Callable[[StructuredOutputs], object]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from hibachi.tools.fit import BLANKS, NO, SLOT, WAIT, Finder, bare, held, match
 from hibachi.tools.format import Tagged
-from hibachi.tools.schema_types import ALL, STRING, Typed, value_of
-from hibachi.tools.values import escaped
+from hibachi.tools.reading.schema_types import ALL, STRING, Typed, value_of
+from hibachi.tools.reading.slots import BLANKS, NO, SLOT, WAIT, Finder, bare, held, match
+from hibachi.tools.reading.values import escaped
 
 _CDATA = ("<![CDATA[", "]]>")
 _WORDS = ("true", "false", "null", "none")  # that are no strings, in some case
@@ -27,7 +27,7 @@ class _Level:
 
 
 class TaggedArguments:
-    """The arguments of one call as they come, see `hibachi.tools.values.Arguments`. Strings are given on in pieces,
+    """The arguments of one call as they come, see `values.Arguments`. Strings are given on in pieces,
     other values at their end.
 
     tail: the first word behind all arguments. typed: the schema of the arguments.

@@ -6,7 +6,17 @@ import re
 from collections.abc import Iterator
 
 from hibachi.tools.format import THINK, ChatFormat, ReasoningFormat
-from hibachi.tools.probes import LATER, SAID, THINKING, THOUGHT, Called, Template, same_beginning, user, whole_tags
+from hibachi.tools.templates.probes import (
+    LATER,
+    SAID,
+    THINKING,
+    THOUGHT,
+    Called,
+    Template,
+    same_beginning,
+    user,
+    whole_tags,
+)
 
 _TAG_AT_END = re.compile(r"(<[^<>\s]*>|\[[A-Z][A-Z_ ]*\])\s*\Z")
 _TAG_AT_BEGINNING = re.compile(r"\s*(</?[^<>\s]*>|\[/?[A-Z][A-Z_ ]*\])")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
-from hibachi.tools.parser import Parser
+from hibachi.tools.reading.parser import Parser
 from hibachi.tools.tools import Toolbox
 from hibachi.tools.write import ToolCall
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hibachi.tools.format import Arguments, Python, Quoted, Slot, Tagged, ToolFormat
-from hibachi.tools.probes import KEYS, NUMBER, VALUES, Called, Template, same_beginning, same_end, whole_tags
+from hibachi.tools.templates.probes import KEYS, NUMBER, VALUES, Called, Template, same_beginning, same_end, whole_tags
 
 _OPENS = re.compile(r"[<\[{(\"]")
 _VALUES: dict[str, Any] = {

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hibachi.tools.elements import TaggedArguments, beginning
-from hibachi.tools.fit import NO, SLOT, WAIT, Finder, Fit, bare, fit, match, merged, skip
 from hibachi.tools.format import Call, Python, Quoted, Slot, Tagged, ToolFormat
-from hibachi.tools.schema_types import Typed
+from hibachi.tools.reading.schema_types import Typed
+from hibachi.tools.reading.slots import NO, SLOT, WAIT, Finder, Fit, bare, fit, match, merged, skip
+from hibachi.tools.reading.tagged import TaggedArguments, beginning
+from hibachi.tools.reading.values import JSON, PYTHON, Arguments, Rules, Values
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.values import JSON, PYTHON, Arguments, Rules, Values
 
 _CLOSERS = re.compile(r"[\]})\s]*")
 _KEYWORD = re.compile(r"""\s*(?:[^\s,=()\[\]{}"']{1,256}\s*=|\))""")
@@ -51,7 +51,7 @@ class Begun(NamedTuple):
 
 
 class CallReader:
-    """Finds the pieces of calls. Its methods answer as those of `hibachi.tools.fit` do: NO, WAIT, or what they found.
+    """Finds the pieces of calls. Its methods answer as those of `slots` do: NO, WAIT, or what they found.
 
     markers: texts that calls begin with anywhere. alone: they may begin without one, where the answer does.
     """

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from hibachi.tools.apart import taken_apart
 from hibachi.tools.format import Call, ChatFormat, ReasoningFormat, Slot, ToolFormat
-from hibachi.tools.probes import (
+from hibachi.tools.templates.arguments import taken_apart
+from hibachi.tools.templates.probes import (
     IDS,
     KEYS,
     NAMES,
@@ -30,8 +30,8 @@ from hibachi.tools.probes import (
     user,
     whole_tags,
 )
-from hibachi.tools.reasoning import reads_effort, reasoning, spoken, switch, without_end, written_from
-from hibachi.tools.trial import THREE, fits, reads
+from hibachi.tools.templates.reasoning import reads_effort, reasoning, spoken, switch, without_end, written_from
+from hibachi.tools.templates.trial import THREE, fits, reads
 
 ONE = Called(NAMES[0], {KEYS[0]: VALUES[0]}, IDS[0])
 OTHER = Called(NAMES[1], {KEYS[1]: VALUES[1]}, IDS[1])

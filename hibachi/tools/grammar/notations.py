@@ -6,8 +6,8 @@ import re
 from typing import Any, Protocol
 
 from hibachi.guide.worker import Refused
-from hibachi.tools.lark import Rules, chain, joined, quoted, repeated
-from hibachi.tools.schemas import Schema, alternatives, number, properties, string_body
+from hibachi.tools.grammar.lark import Rules, chain, joined, quoted, repeated
+from hibachi.tools.grammar.schemas import Schema, alternatives, number, properties, string_body
 
 BARE = re.compile(r"[\w.-]+")
 IDENTIFIER = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"

@@ -7,9 +7,9 @@ from typing import Any
 
 from hibachi.guide.worker import Refused
 from hibachi.tools.format import Arguments, Json, Python, Quoted, Tagged
-from hibachi.tools.lark import Rules, chain, quoted, repeated
-from hibachi.tools.notations import Literals, PythonWords, QuotedWords
-from hibachi.tools.schemas import (
+from hibachi.tools.grammar.lark import Rules, chain, quoted, repeated
+from hibachi.tools.grammar.notations import Literals, PythonWords, QuotedWords
+from hibachi.tools.grammar.schemas import (
     Schema,
     alone,
     alternatives,

@@ -5,15 +5,53 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 from hibachi.errors import InvalidRequest, shown
 from hibachi.tools.format import HERMES, PLAIN, ChatFormat
-from hibachi.tools.formats import Formats
-from hibachi.tools.known import recognized
+from hibachi.tools.templates.derive import derive
+from hibachi.tools.templates.known import Named, named, recognized
 
+MOST = 256  # templates that are remembered: clients may send their own
 _THINKS = re.compile("think|reason|channel|analysis", re.IGNORECASE)  # one of them is in every template that knows it
 _KNOWS_NONE = re.compile("""['"]none['"]""")
+
+
+class Formats:
+    """Finds formats and keeps them. May be used from any thread: several may find the same one at a time.
+
+    tool, reasoning: names of records that are taken instead of what a template says. Raises ConfigError for unknown
+    ones.
+    """
+
+    def __init__(self, tool: str | None = None, reasoning: str | None = None) -> None:
+        self._named: Named = named(tool, reasoning)
+        self._lock = Lock()
+        self._found: dict[str, ChatFormat] = {}
+
+    def of(self, template: str, render: Callable[..., str]) -> ChatFormat:
+        """The format of a template. render: see `derive`; it is called if the format is new.
+
+        Never raises. It takes some hundredths of a second, and 20 s at most with a template that takes its time.
+        """
+        with self._lock:
+            kept = self._found.get(template)
+        if kept is not None:
+            return kept
+        found = self._named.over(_llama(template, derive(render, recognized(template))))
+        with self._lock:
+            while len(self._found) >= MOST:
+                del self._found[next(iter(self._found))]
+            self._found[template] = found
+        return found
+
+
+def _llama(template: str, found: ChatFormat) -> ChatFormat:
+    """Llama 3 marks some calls with a token that its template writes for built-in tools only."""
+    if found.tools is None or not found.tools.alone or "<|python_tag|>" not in template:
+        return found
+    return replace(found, silent=("<|python_tag|>", *found.silent))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from hibachi.tools.fit import SLOT, held, skip
+from hibachi.tools.reading.slots import SLOT, held, skip
 
 SCALAR: Final = 4096
 """Characters that a number or a name has at most."""

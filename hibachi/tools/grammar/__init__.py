@@ -1,0 +1,1 @@
+"""Writes the grammar that an answer with tools must keep to."""

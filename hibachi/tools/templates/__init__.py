@@ -1,0 +1,1 @@
+"""Finds how a chat template writes calls and reasoning: derived from probes, or a record by name."""
