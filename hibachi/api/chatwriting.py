@@ -21,9 +21,9 @@ from hibachi.api.answers import (
     ToolCallDelta,
     Usage,
 )
-from hibachi.api.turns import Turns, cut_off
+from hibachi.api.turns import Turns
 from hibachi.api.writing import Writer, reason_of
-from hibachi.streams.textstream import Choice, Piece, TextChoice
+from hibachi.streams.textstream import Choice, Piece, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.whole import Answer

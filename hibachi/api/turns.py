@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hibachi.request import Finish
-from hibachi.streams.textstream import Choice, TextChoice
+from hibachi.streams.textstream import Choice, cut_off
 from hibachi.tools.format import ChatFormat, ReasoningFormat, Thinking
-from hibachi.tools.ids import call_id as call_id
+from hibachi.tools.ids import call_id
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.whole import Answer, read
 from hibachi.tools.tools import Toolbox
@@ -16,8 +15,11 @@ from hibachi.tools.tools import Toolbox
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """format: of the model's template. thinking: where the answer begins. include_reasoning: False means it is read and
-    left out. fields: the names under which reasoning is told. shown: special tokens that its texts show.
+    """How the answer to one chat is read.
+
+    format: of the model's template. thinking: where the answer begins. include_reasoning: False means that reasoning is
+    read and left out. fields: the names under which reasoning is told. shown: special tokens that the answer's text
+    must show.
     """
 
     format: ChatFormat
@@ -36,15 +38,8 @@ class Turns:
         return read(self.format, self.toolbox, self.thinking, choice.text, cut_off(choice))
 
     def call_id(self, answer: str, choice: int, number: int) -> str:
-        """The id of a call, in the form that the template wants. See `call_id`."""
-        tools = self.format.tools
-        return call_id(answer, choice, number, nine=tools is not None and tools.id == "nine letters")
-
-
-def cut_off(choice: Choice | TextChoice) -> bool:
-    """Whether something else than the model has ended a continuation: its limit or a stop string."""
-    by = choice.stopped_by
-    return choice.finish_reason is not Finish.STOP or (by is not None and isinstance(by.reason, str))
+        """See `hibachi.tools.ids.call_id`."""
+        return call_id(self.format, answer, choice, number)
 
 
 class Thought:

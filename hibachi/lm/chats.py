@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from hibachi.request import Finish, SamplingParams
-from hibachi.streams.textstream import Choice, Completion
+from hibachi.request import SamplingParams
+from hibachi.streams.textstream import Choice, Completion, cut_off
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
 from hibachi.tools.history import as_objects
@@ -17,7 +17,6 @@ from hibachi.tools.reading.whole import read
 from hibachi.tools.talk import NO_TOOLS, Spoken, Talk
 from hibachi.tools.templates.choosing import Parsers
 from hibachi.tools.tools import Toolbox
-from hibachi.tools.write import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """ids: of each prompt."""
+    """Chats that may be queued. ids: of each prompt."""
 
     chats: list[Chat]
     ids: list[list[int]]
@@ -116,13 +115,11 @@ def _completion(chat: Chat, done: Completion) -> Completion:
 
 
 def _told(chat: Chat, done: Completion, choice: Choice) -> Choice:
-    spoken, by = chat.spoken, choice.stopped_by
-    cut = choice.finish_reason is not Finish.STOP or (by is not None and isinstance(by.reason, str))
-    found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut)
-    nine = spoken.format.tools is not None and spoken.format.tools.id is not None
-    about = f"{done.prompt_token_ids}"
+    spoken = chat.spoken
+    found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut_off(choice))
+    about = f"{done.prompt_token_ids}"  # an answer in Python has no id
     calls = [
-        ToolCall(c.name, c.arguments, c.id or call_id(about, choice.index, i, nine=nine), c.complete)
-        for i, c in enumerate(found.calls)
+        replace(call, id=call.id or call_id(spoken.format, about, choice.index, i))
+        for i, call in enumerate(found.calls)
     ]
     return replace(choice, text=found.content, tool_calls=tuple(calls), reasoning=found.reasoning or "")

@@ -279,6 +279,12 @@ class TextChoice:
         return _sum(self._ids, self.tokens.logprobs_from(0, len(self._ids))) + self.tokens.stop_logprob
 
 
+def cut_off(choice: Choice | TextChoice) -> bool:
+    """Whether something else than the model has ended a continuation: its limit or a stop string."""
+    by = choice.stopped_by
+    return choice.finish_reason is not Finish.STOP or (by is not None and isinstance(by.reason, str))
+
+
 class TextStream(Closing):
     """The text of one request, as it comes: `for piece in stream` or `async for`. Leaving the loop cancels it.
 

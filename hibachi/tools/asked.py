@@ -67,10 +67,8 @@ def _function(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(given: Any, place: str) -> Tool:
-    kind = given.get("type", "function") if isinstance(given, Mapping) else None
-    if kind != "function":
-        if isinstance(kind, str):
-            raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools that are a function are.")
+    if _kind(given) != "function":
+        _refuse_kind(given, place)
         raise InvalidRequest(f'{place} must be a tool, {{"type": "function", "function": ...}}; got {shown(given)}.')
     function = given.get("function")
     if not isinstance(function, Mapping):
@@ -111,7 +109,7 @@ def _choice(given: Any) -> tuple[Mode, list[str] | None]:
         return "auto", None
     if isinstance(given, str) and given in _MODES:
         return _MODES[given], None
-    kind = given.get("type", "function") if isinstance(given, Mapping) else None
+    kind = _kind(given)
     if kind == "function":
         return "required", [_named(given, "tool_choice")]
     if kind == "allowed_tools":
@@ -124,8 +122,7 @@ def _choice(given: Any) -> tuple[Mode, list[str] | None]:
                 f"{shown(inner)}."
             )
         return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
-    if isinstance(kind, str):
-        raise InvalidRequest(f"tool_choice.type is not supported as {shown(kind)}: only tools that are a function are.")
+    _refuse_kind(given, "tool_choice")
     raise InvalidRequest(
         f'tool_choice must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
         f'{{"type": "allowed_tools", ...}}; got {shown(given)}.'
@@ -133,10 +130,21 @@ def _choice(given: Any) -> tuple[Mode, list[str] | None]:
 
 
 def _named(given: Any, place: str) -> str:
-    if isinstance(given, Mapping) and isinstance(kind := given.get("type", "function"), str) and kind != "function":
-        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools that are a function are.")
+    if _kind(given) != "function":
+        _refuse_kind(given, place)
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(given)}.")
     return name
+
+
+def _kind(given: Any) -> Any:
+    """The type of a tool or of a choice; None means `given` is no object."""
+    return given.get("type", "function") if isinstance(given, Mapping) else None
+
+
+def _refuse_kind(given: Any, place: str) -> None:
+    """Raise InvalidRequest for a type that has a name, which is another than those that are served."""
+    if isinstance(kind := _kind(given), str):
+        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools that are a function are.")

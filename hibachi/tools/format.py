@@ -125,7 +125,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Both, of one chat template. None means that there is none, or none that is known.
+    """How one chat template writes calls and reasoning. None means it writes none, or that it is not known how.
 
     before_said: a text that comes before what is said, and is no part of it, such as the header of a channel. silent:
     further texts that are part of nothing wherever they stand outside of reasoning and calls, such as the end of a
@@ -161,7 +161,7 @@ THINK = ReasoningFormat("<think>", "</think>")
 
 
 class Thinking(Enum):
-    """Where an answer begins."""
+    """Whether an answer begins with reasoning."""
 
     NONE = "none"  # no reasoning comes
     MAY = "may"  # if it begins with the marker

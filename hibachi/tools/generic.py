@@ -24,8 +24,8 @@ def described(
 ) -> list[dict[str, Any]]:
     """A conversation that any template can show: of system, user and assistant messages with text.
 
-    tools: as templates are shown them. system: tools are described in
-    the system message; False means in front of the first message of the user, for templates without a system message.
+    tools: as templates are shown them. system: tools are described in the system message; False means in front of the
+    first message of the user, for templates without a system message.
     """
     found: list[dict[str, Any]] = []
     for message in messages:

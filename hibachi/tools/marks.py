@@ -1,4 +1,4 @@
-"""The fixed texts of a format, and the special tokens in them, which whoever reads an answer must see."""
+"""The fixed texts of a format, and the special tokens in them, which the text of an answer must show."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ NO_TOOLS = Toolbox(mode="none")
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A prompt, and how its answer is read. special: whether there is more in it than text. shown: special tokens that
-    its text must show.
+    """A prompt, and how its answer is read. special: whether there may be more in the answer than text. shown: special
+    tokens that the answer's text must show.
     """
 
     prompt: str
@@ -33,8 +33,10 @@ class Spoken:
 
 
 class Talk:
-    """chat_template: the name of one of the model's, or Jinja source; None means the model's own. parsers: how the
-    format of tool calls and reasoning is chosen.
+    """Makes prompts of the chats of one model, and says how their answers are read.
+
+    chat_template: the name of one of the model's, or Jinja source; None means the model's own. parsers: how the format
+    of tool calls and reasoning is chosen.
 
     Templates may take long, so threads call this where others wait.
     """

@@ -398,6 +398,22 @@ def test_formats_that_say_nothing_and_references_work_in_properties():
         assert walked(found, wrong).startswith("refused: 1"), name
 
 
+@pytest.mark.parametrize(
+    "schema, right, wrong",
+    [
+        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, "{'a': 1}", "1"),
+        ({"items": {"type": "integer"}}, "[1]", "{"),
+        ({"maxLength": 2}, "'ab'", "1"),
+        ({"minimum": 1}, "2", "'a'"),
+    ],
+)
+def test_a_schema_without_a_type_has_the_one_that_its_keywords_are_about(schema, right, wrong):
+    tool = Tool("t", {"type": "object", "properties": {"x": schema}, "required": ["x"]})
+    found = grammar("python", tools=(tool,))
+    assert walked(found, f"<|calls|>[t(x={right})]<|/calls|>") == "ends"
+    assert walked(found, f"<|calls|>[t(x={wrong})]<|/calls|>").startswith("refused: " + wrong[0])
+
+
 @pytest.mark.parametrize("name", ["hermes", "python"])
 def test_what_is_required_may_be_no_property(name):
     texts = {

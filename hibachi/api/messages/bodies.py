@@ -12,8 +12,6 @@ from hibachi.api.forms import Schema
 
 Anything = Any | UnsetType
 PAGE = "docs/agents.md"
-IGNORED = ("metadata", "service_tier", "cache_control", "diagnostics")
-"""Fields that may be sent and change nothing."""
 REFUSED = {
     "billing_policy": "Nothing is billed",
     "compaction": "Ask for a summary in a message",

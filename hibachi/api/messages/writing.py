@@ -35,10 +35,9 @@ from hibachi.api.messages.answers import (
     ThoughtBlock,
     ToolUseBlock,
 )
-from hibachi.api.turns import cut_off
 from hibachi.api.writing import Writer, reason_of
 from hibachi.request import Finish
-from hibachi.streams.textstream import Choice, Piece, Stopped, TextChoice
+from hibachi.streams.textstream import Choice, Piece, Stopped, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 
 Part: TypeAlias = BlockStart | BlockDelta | BlockStop

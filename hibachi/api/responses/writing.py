@@ -20,9 +20,8 @@ from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
 from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText
-from hibachi.api.turns import cut_off
 from hibachi.api.writing import Writer, reason_of
-from hibachi.streams.textstream import Choice, Piece, TextChoice
+from hibachi.streams.textstream import Choice, Piece, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 
 RESPONSES = copied(OPENAI, end=b"")  # the last event says that it is the last

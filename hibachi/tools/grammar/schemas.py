@@ -44,10 +44,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
         if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
             schema = {**without(schema, "allOf"), **resolved(schema["allOf"][0], root)}
         elif "$ref" in schema:
-            schema = {
-                **{k: v for k, v in schema.items() if k != "$ref"},
-                **resolved(target(schema["$ref"], root), root),
-            }
+            schema = {**without(schema, "$ref"), **resolved(target(schema["$ref"], root), root)}
         else:
             return schema
     raise Refused("the keyword `$ref` is in a circle", "$ref")
