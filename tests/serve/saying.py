@@ -37,6 +37,10 @@ class Says:
             scores[rest[0] if rest else 256] = 100  # sure of it at any temperature
         return out
 """
+# What it may be told to say: calls of a tool `look`, and reasoning before something else.
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sun\\"\\n猫"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "look", "arguments": {"at": ""}}\n</tool_call>'
+THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 THINKS = (
     "{% if reasoning_effort is defined %}EFFORT {{ reasoning_effort }}{% endif %}"
     "{% if tools %}TOOLS {{ tools | tojson }}<|end|>{% endif %}"

@@ -9,7 +9,7 @@ import pytest
 from hibachi.lm.own import open_texts
 
 from .conftest import site
-from .saying import THINKS, saying, told
+from .saying import CALL, THINKS, THOUGHT, saying, told
 from .test_messages import BODY, HELLO, PATH, events, folded, refused, streamed, whole
 
 pytest.importorskip("llguidance")
@@ -151,9 +151,7 @@ def test_reasoning_is_turned_on_and_off_in_the_prompt(server, thinking, prompt):
 # ---- a model that says what it is told -------------------------------------------------------------------------------
 
 LOOK = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sun\\"\\n猫"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 THINKING = {"thinking": {"type": "adaptive"}}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hibachi.tools.templates.choosing import Parsers
 
-from .saying import saying, told
+from .saying import CALL, OTHER, THOUGHT, saying, told
 
 LOOK = {
     "type": "function",
@@ -17,9 +17,6 @@ LOOK = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
     },
 }
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sun\\"\\n猫"}}\n</tool_call>'
-OTHER = '<tool_call>\n{"name": "look", "arguments": {"at": ""}}\n</tool_call>'
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .saying import saying
+from .saying import CALL, OTHER, THOUGHT, saying
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 URL = "/v1/responses"
@@ -17,9 +17,6 @@ LOOK = {
     "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
     "strict": None,
 }
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sun\\"\\n猫"}}\n</tool_call>'
-OTHER = '<tool_call>\n{"name": "look", "arguments": {"at": ""}}\n</tool_call>'
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 
 @pytest.fixture(scope="module")
