@@ -24,7 +24,7 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates w
 
 
 class NotShown(InvalidRequest):
-    """A field of a chat that cannot be served with this template."""
+    """A field of a chat that cannot be served with this template. unsupported: False means its value is wrong."""
 
     field: str
     unsupported: bool
@@ -77,12 +77,12 @@ def hidden_calls(render: Callable[..., str], messages: Messages, variables: Mapp
             with suppress(InvalidRequest):
                 if _rendered(render, without, variables) == text:
                     return f"messages[{i}].tool_calls"
-            return None  # one is like the other
+            return None  # the template treats further messages with calls like this one
     return None
 
 
 def as_written(messages: Messages, format: ChatFormat) -> Messages:
-    """The form of messages with calls that a template takes which has this format."""
+    """Messages whose calls have the form that a template of this format takes."""
     tools = format.tools
     if tools is None or not any(m.get("tool_calls") for m in messages):
         return messages
@@ -181,7 +181,9 @@ def _without(render: Callable[..., str], messages: Messages, variables: Mapping[
 def _opened(
     render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], doubted: Sequence[str]
 ) -> str:
-    """A mark behind the last content says where the template puts its end, whatever else looks like it."""
+    """The text up to the end of the last message's content. A mark behind the content shows where the template puts
+    that end, whatever else looks like it.
+    """
     *before, last = messages
     content = last.get("content")
     if not isinstance(content, str):

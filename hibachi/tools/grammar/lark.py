@@ -162,7 +162,7 @@ class Rules:
     def upto(self, marker: str, without: Collection[int] = ()) -> str:
         """Any text up to the first marker, and the marker. Blanks in front of it are a part of the text.
 
-        A marker with special tokens ends it also where it is written out in other tokens, as who reads the text sees no
+        A marker with special tokens ends it also where it is written out in other tokens, as the parser sees no
         difference. without: special tokens that the text cannot hold.
         """
         marker = marker.lstrip()
@@ -254,9 +254,7 @@ def trie(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def repeated(each: str, later: str, least: Any, most: Any) -> str:
-    """Some of the same, at least and at most so many ("" means any number). later: as it is behind another. Raises
-    Refused.
-    """
+    """From `least` to `most` of the same ("" means any number). later: as it is behind another. Raises Refused."""
     if not isinstance(least, int) or not (most == "" or isinstance(most, int)) or (most != "" and most < least):
         raise Refused("the keyword `minItems` or `maxItems` has a value that is not supported", "minItems")
     if most == 0:

@@ -27,8 +27,8 @@ class _Level:
 
 
 class TaggedArguments:
-    """The arguments of one call as they come, see `values.Arguments`. Strings are given on in pieces,
-    other values at their end.
+    """The arguments of one call as they come, see `values.Arguments`. Strings are given on in pieces, other values at
+    their end.
 
     tail: the first word behind all arguments. typed: the schema of the arguments.
     """

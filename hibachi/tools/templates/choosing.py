@@ -86,7 +86,7 @@ class Choosing:
 
     def format(self, template: str, *, tools: bool) -> ChatFormat:
         """The format of a chat. template: the text of the chat template. tools: the chat has tools, or calls; if not,
-        nobody asks how they are written.
+        how they are written does not matter.
 
         The first time it takes some hundredths of a second. Never raises.
         """

@@ -57,7 +57,9 @@ USUAL = {"tools": TOOLS, "add_generation_prompt": False, "strftime_now": 1.7e9} 
 
 
 class Template:
-    """A template that can be asked so many times. What it refuses, and what is asked too late, is None."""
+    """Renders conversations through a template, `most` of them and for `seconds` at most. What it refuses, and what is
+    asked too late, is None.
+    """
 
     def __init__(self, render: Render, most: int = MOST, seconds: float = SECONDS) -> None:
         self._render = render

@@ -38,8 +38,6 @@ TRIALS: list[list[Called]] = [
     [Called(NAMES[0], {"city": "C:\\new\\"})],
     [Called(NAMES[0], {"city": "Lyon"}, IDS[0]), Called(NAMES[1], {"days": -17, "exact": False}, IDS[1])],
 ]
-
-
 THREE = [[*TRIALS[-1], Called(NAMES[0], {"days": 3}, IDS[0][:-1] + "3")]]
 _TAGS_ONLY = re.compile(r"(\s*<[^<>]+>)*\s*")
 
