@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from hibachi.api.errors import Refused
 from hibachi.errors import shown
 from hibachi.tools import history
 from hibachi.tools.history import Messages, NotShown, as_object
+
+MOST_VALUES = 1 << 18  # of the arguments of a call, which are JSON; commas and brackets count them
 
 
 def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -24,6 +27,11 @@ def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, A
         raise Refused(
             f"messages has {len(given)} entries; at most {most} are served.", param="messages", code="invalid_value"
         )
+    calls = sum(len(c) for m in given if isinstance(c := m.get("tool_calls"), list))
+    if calls > most:
+        raise Refused(
+            f"messages has {calls} tool_calls; at most {most} are served.", param="messages", code="invalid_value"
+        )
     return _answered([message(m, i) for i, m in enumerate(given)])
 
 
@@ -32,24 +40,25 @@ def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     has no result yet. Raises Refused.
     """
     made: set[Any] = set()
-    open_: list[Any] = []  # calls of the last message with calls that have no result
+    open_ = Counter[Any]()  # calls of the last message with calls that have no result, in their order
     found = []
     for i, m in enumerate(messages):
         calls = m.get("tool_calls")
         if isinstance(calls, list) and calls:
-            open_ = [c.get("id") if isinstance(c, dict) else None for c in calls]
-            made.update(id for id in open_ if isinstance(id, (str, type(None))))
+            ids = [c.get("id") if isinstance(c, dict) else None for c in calls]
+            open_ = Counter(id if isinstance(id, str) else None for id in ids)
+            made.update(open_)
         if m["role"] == "tool":
             m = _result(m, f"messages[{i}].tool_call_id", made, open_)
         found.append(m)
     return found
 
 
-def _result(m: dict[str, Any], place: str, made: set[Any], open_: list[Any]) -> dict[str, Any]:
+def _result(m: dict[str, Any], place: str, made: set[Any], open_: Counter[Any]) -> dict[str, Any]:
     """A result with the id of its call, which is no longer open."""
     given = m.get("tool_call_id")
     if given is None and open_:
-        id = open_.pop(0)
+        id = _take(open_, next(iter(open_)))
         return m if id is None else {**m, "tool_call_id": id}
     if given is None:
         raise Refused(
@@ -65,8 +74,15 @@ def _result(m: dict[str, Any], place: str, made: set[Any], open_: list[Any]) -> 
             code="invalid_value",
         )
     if given in open_:
-        open_.remove(given)
+        _take(open_, given)
     return m
+
+
+def _take(open_: Counter[Any], id: Any) -> Any:
+    open_[id] -= 1
+    if not open_[id]:
+        del open_[id]
+    return id
 
 
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:
@@ -75,6 +91,8 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
     if isinstance(given.get("tool_calls"), list):
+        for j, call in enumerate(given["tool_calls"]):
+            _check_arguments(call, f"messages[{i}].tool_calls[{j}].function.arguments")
         given = {**given, "tool_calls": [as_object(c) for c in given["tool_calls"]]}
     if content is None or isinstance(content, str):
         return given
@@ -90,6 +108,16 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
             )
         texts.append(part[kind])
     return {**given, "content": "\n".join(texts)}
+
+
+def _check_arguments(call: Any, place: str) -> None:
+    """Reading JSON of millions of values takes seconds, in which Python does nothing else. Raises Refused."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str) and sum(arguments.count(sign) for sign in ",[{") > MOST_VALUES:
+        raise Refused(
+            f"{place} has more than {MOST_VALUES} commas and brackets. Shorten it.", param=place, code="invalid_value"
+        )
 
 
 @contextmanager

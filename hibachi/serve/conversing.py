@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hibachi.api import asking
 from hibachi.api.asking import Asked
 from hibachi.api.bodies import ChatBody
@@ -14,7 +16,8 @@ async def prepare(served: Served, x: Exchange, body: ChatBody) -> tuple[Asked, l
 
     Raises Refused, InvalidRequest or PromptTooLong.
     """
-    asked = asking.chat(body, served.texts.default_params, served.bounds)
+    defaults = served.texts.default_params
+    asked = await served.beside(x, partial(asking.chat, body, defaults, served.bounds))
     ids = await served.reading.chat(asked, x.tenant)
     await served.form_chat(asked, x.tenant)
     return asked, ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from hibachi.api.asking import Asked
 from hibachi.api.bodies import ChatBody, read
@@ -27,7 +28,7 @@ async def messages(served: Served, x: Exchange) -> None:
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
     with _in_its_words():
-        asked, ids = await _prepared(served, x, chat_of(body))
+        asked, ids = await _prepared(served, x, await served.beside(x, partial(chat_of, body)))
         full = _fit(served, asked, len(ids))
         writer = MessagesWriter(asked, name, served.vocabulary, served.fingerprint, full=full)
         await answer_text(served, x, writer, [ids])
@@ -38,7 +39,7 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
     with _in_its_words():
-        _, ids = await _prepared(served, x, chat_of(body))
+        _, ids = await _prepared(served, x, await served.beside(x, partial(chat_of, body)))
     await x.json(TokenCount(len(ids)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from hibachi.api.answers import encode
 from hibachi.api.asking import Asked, check_count
@@ -28,16 +29,16 @@ async def create(served: Served, x: Exchange) -> None:
     """Answer a conversation, in the model's chat template; the next request may go on from there."""
     body = read(ResponsesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    before, own = _conversation(served, x, body)
+    before, own = await _conversation(served, x, body)
     keeps = served.responses.keeps and body.store is not False
 
     def keep(done: Response) -> None:
         served.responses.of(x.tenant).keep(done.id, encode(done), before, own, done.output)
 
     with in_our_words():
-        asked, ids = await _prepared(
-            served, x, as_chat(body, [*before.items(), *own]), shortens=body.truncation == "auto"
-        )
+        more = sum(len(data) for _, data in before.each)
+        chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own]), more)
+        asked, ids = await _prepared(served, x, chat, shortens=body.truncation == "auto")
         writer = ResponsesWriter(
             asked,
             name,
@@ -80,10 +81,11 @@ async def input_items(served: Served, x: Exchange) -> None:
 # ---- what came before ----------------------------------------------------------------------------------------------
 
 
-def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item]]:
+async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item]]:
     """What is kept of it, and the input. Raises Refused."""
+    given = await served.beside(x, partial(own_items, body, served.bounds))
     store = served.responses.of(x.tenant)
-    given, before = own_items(body, served.bounds), _before(store, body.previous_response_id)
+    before = _before(store, body.previous_response_id)
     own = resolved(given, before, store)
     check_count("input", [*before.each, *own], served.bounds.messages, "items, with those before it")
     return before, own

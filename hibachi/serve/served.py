@@ -40,6 +40,7 @@ from hibachi.web.exchange import Exchange
 from hibachi.web.tenants import Tenants, salt_of
 
 T = TypeVar("T")
+SMALL = 1 << 15  # bytes of a body, of which others wait for a millisecond or two
 
 
 def smaller(a: float | None, b: float | None) -> float | None:
@@ -135,6 +136,13 @@ class Served:
         for limit in self._arriving:
             if not limit.expired():
                 limit.reschedule(0.0)
+
+    async def beside(self, x: Exchange, work: Callable[[], T], more: int = 0) -> T:
+        """What `work()` returns, which reads the body of a request: beside the event loop if that is large. more: bytes
+        that it reads besides. Raises Refused if too much is being read already, and what it raises.
+        """
+        size = x.size + more
+        return work() if size <= SMALL else await self.arrays.run(size, work, x.tenant)
 
     # ---- checks ------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def toolbox_of(
                 f"tools[{i}].function.name is {tool.name!r}, which tools[{first}] is called as well. Give each tool a "
                 f"name of its own."
             )
-    mode, allowed = _choice(choice)
+    mode, allowed = _choice(choice, most)
     if not found and mode == "required":
         raise InvalidRequest(f"tool_choice wants a call, and there are no tools; got {shown(choice)}. Send tools.")
     if unknown := [name for name in allowed or () if name not in known]:
@@ -103,7 +103,7 @@ def _check_schema(given: Any, place: str) -> None:
         raise InvalidRequest(f"{place}.required must be a list of names; got {shown(required)}.")
 
 
-def _choice(given: Any) -> tuple[Mode, list[str] | None]:
+def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
     """The mode, and the names that it allows; None means all."""
     if given is None:
         return "auto", None
@@ -121,6 +121,8 @@ def _choice(given: Any) -> tuple[Mode, list[str] | None]:
                 f'tool_choice.allowed_tools must have a mode, "auto" or "required", and a list of tools; got '
                 f"{shown(inner)}."
             )
+        if len(tools) > most:
+            raise InvalidRequest(f"tool_choice has {len(tools)} tools; at most {most} are served.")
         return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
     _refuse_kind(given, "tool_choice")
     raise InvalidRequest(

@@ -112,16 +112,21 @@ def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
         behind = at
         while behind < len(messages) and messages[behind].get("role") == "tool":
             behind += 1
-        left = list(messages[at:behind])
+        left = messages[at:behind]
+        of: dict[Any, list[Mapping[str, Any]]] = {}  # results, by the id of their call
+        for r in left:
+            of.setdefault(_key(r.get("tool_call_id")), []).append(r)
         for call in calls:
             found.append({**m, "tool_calls": [call]})
             m = {"role": m.get("role"), "content": None}
-            own = [r for r in left if r.get("tool_call_id") == call.get("id")]
-            found += own
-            left = [r for r in left if r not in own]
-        found += left
+            found += of.pop(_key(call.get("id")), ())
+        found += [r for r in left if _key(r.get("tool_call_id")) in of]
         at = behind
     return found
+
+
+def _key(id: Any) -> Any:
+    return id if isinstance(id, str) else None
 
 
 def _in_form(m: Mapping[str, Any], history: History) -> Mapping[str, Any]:

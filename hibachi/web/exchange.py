@@ -60,6 +60,7 @@ class Exchange:
         self.always: list[tuple[bytes, bytes]] = []  # headers of all answers of our own
         self.more: dict[str, Any] = {}  # what else the log says of it
         self.dialect = OPENAI  # of its errors
+        self.size = 0  # bytes of its body
         self.begun = False  # its answer
         self.done = False
         self.written, self.writing = None, False
@@ -118,6 +119,7 @@ class Exchange:
                 raise _too_large(size, most)
             parts.append(part)
             if not message.get("more_body"):
+                self.size = size
                 return b"".join(parts)
 
     async def left(self) -> None:

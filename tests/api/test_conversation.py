@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.api.conversation import rendered
+from hibachi.api.conversation import conversation, rendered
 from hibachi.api.errors import Refused
 from hibachi.model.text.chat import render_chat
 
@@ -87,3 +87,28 @@ def test_what_a_template_does_not_look_at_is_refused(field):
     with pytest.raises(Refused) as caught:
         shown(KEEPS)
     assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
+
+
+def calls(n, arguments="{}"):
+    function = {"name": "f", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": f"c{i}", "function": function} for i in range(n)],
+    }
+
+
+def test_calls_of_all_messages_are_bounded():
+    with pytest.raises(Refused, match="messages has 4098 tool_calls; at most 4096 are served"):
+        conversation([calls(2049), calls(2049)], 4096)
+    with pytest.raises(Refused) as found:
+        conversation([USER, calls(1, '{"a": [' + "1," * (1 << 18))], 4096)
+    assert found.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_results_of_many_calls_in_any_order():
+    results = [{"role": "tool", "content": "x", "tool_call_id": f"c{i}"} for i in reversed(range(4000))]
+    assert conversation([calls(4000), *results], 4096)[1:] == results
+    unnamed = [{"role": "tool", "content": "x"}] * 2
+    named = conversation([calls(4), results[-3], *unnamed], 4096)[-2:]
+    assert [m["tool_call_id"] for m in named] == ["c0", "c1"]

@@ -182,3 +182,26 @@ def test_references_that_cannot_be(own, status, param, code):
     with pytest.raises(Refused) as found:
         resolved(own, store.conversation(store.find("a")), store)
     assert (found.value.status, found.value.param, found.value.code) == (status, param, code)
+
+
+def test_what_is_forgotten_is_forgotten_in_parts(clock):
+    """A thousand responses with thousands of items each would take seconds, in which all others wait."""
+    store = Store("abcdefgh", clock=clock)
+    keep(store, "0", [said("x") for _ in range(3000)])
+    for i in range(1, 9):
+        keep(store, str(i), [], before=store.conversation(store.find(str(i - 1))))
+    assert len(store) == 9
+    clock.now = 3601.0
+    assert store.find("8") is None and store.item("msg_0") is None
+    assert 3 <= len(store) <= 6
+    while len(store):
+        assert store.expire()
+    assert store.size == 0
+
+
+def test_items_that_many_responses_have_are_bounded():
+    store = Store("abcdefgh", limit=1 << 20)
+    keep(store, "0", [said("x") for _ in range(1000)])
+    for i in range(1, 100):
+        keep(store, str(i), [], before=store.conversation(store.find(str(i - 1))))
+    assert 5 < len(store) < 16 and store.size <= 1 << 20

@@ -108,3 +108,10 @@ def test_what_is_shown_to_the_model():
     assert shown[1] == {"type": "function", "function": {"name": "b", "parameters": EMPTY}}
     assert shown[2]["function"] == {"name": "look", "parameters": LOOK, "description": "Look at it"}
     assert TWO[0]["function"]["strict"] is True, "what was sent is not changed"
+
+
+def test_tools_that_are_allowed_are_bounded():
+    named = {"type": "function", "function": {"name": "f"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named] * 1025}}
+    with pytest.raises(InvalidRequest, match="tool_choice has 1025 tools; at most 1024 are served"):
+        toolbox_of([named], choice)

@@ -213,6 +213,21 @@ def test_time_is_bounded(monkeypatch):
     assert derive(render).tools is None and len(asked) == 3
 
 
+def test_what_is_broken_where_only_a_probe_comes():
+    """Chats without tools go on as before."""
+    text = "{% if tools %}{{ tools | urlize }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert derive(rendering(text)).tools is None
+
+
+def test_a_name_and_an_id_with_nothing_between_them():
+    text = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<call>{{ c.id }}{{ c.function.name }}<args>{{ c.function.arguments | tojson }}</call>{% endfor %}{% endfor %}"
+    )
+    assert derive(rendering(text)).tools is None
+    assert derive(rendering(text.replace("{{ c.function.name }}", "|{{ c.function.name }}"))).tools is not None
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_text_makes_it_raise(seed):
     """Texts that are parts of what a template gives, words of the probes among them, and those of chance."""

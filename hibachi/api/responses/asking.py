@@ -100,6 +100,8 @@ def messages(items: Iterable[Item], instructions: str | None = None) -> list[dic
     for message in found:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return found
 
 
@@ -113,8 +115,7 @@ def _goes_on(turn: dict[str, Any], item: Item) -> bool:
 def _add(turn: dict[str, Any], item: Item) -> None:
     if isinstance(item, Reasoning):
         parts = item.content or item.summary
-        thought = [turn["reasoning_content"]] if "reasoning_content" in turn else []
-        turn["reasoning_content"] = "\n".join([*thought, *(part.text for part in parts)])
+        turn.setdefault("reasoning_content", []).extend(part.text for part in parts)
     elif isinstance(item, FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})

@@ -14,6 +14,8 @@ from hibachi.api.responses.items import PREFIXES, Given, Item, ItemReference, as
 
 MOST, BYTES, SECONDS = 1000, 64 << 20, 3600.0
 OVERHEAD = 256  # bytes that an item or a response takes besides its text
+HELD = 64  # bytes that are counted for each item of each response: more than it takes, as forgetting it takes time
+AT_ONCE = 1 << 13  # items of responses that are forgotten at a time, as others wait
 _LETTERS = 8
 
 
@@ -78,8 +80,9 @@ class Store:
         """A response, which counts as used now. None means it is not there, or not any more."""
         self.expire()
         found = self._responses.get(id)
-        if found is not None:
-            self._use(found)
+        if found is None or self._old(found):
+            return None
+        self._use(found)
         return found
 
     def item(self, id: str) -> Item | None:
@@ -88,8 +91,11 @@ class Store:
         data = self._items.get(id)
         if data is None:
             return None
-        self._use(self._responses[self._holders[id][-1]])
-        return kept(data)
+        for holder in reversed(self._holders[id]):
+            if not self._old(self._responses[holder]):
+                self._use(self._responses[holder])
+                return kept(data)
+        return None
 
     def data(self, ids: Sequence[str]) -> list[bytes]:
         """Items of a response that was found, as JSON."""
@@ -109,7 +115,7 @@ class Store:
         items = [*before.each, *(self._named(item) for item in given)]
         inputs = len(items)
         items += [(str(item.id), as_kept(item, str(item.id))) for item in output]
-        size = len(answer) + OVERHEAD
+        size = len(answer) + OVERHEAD + HELD * len(items)
         if size + sum(len(data) + OVERHEAD for _, data in items) > self._limit:
             return False
         self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), inputs, size, self._clock())
@@ -140,11 +146,16 @@ class Store:
         self._drop(id)
         return True
 
-    def expire(self) -> None:
-        """Forget what has not been used for too long."""
-        before = self._clock() - self._seconds
-        while self._responses and (first := next(iter(self._responses.values()))).used < before:
+    def expire(self, most: int = AT_ONCE) -> int:
+        """Forget what has not been used for too long, until it had `most` items. Returns how many it had."""
+        gone = 0
+        while gone < most and self._responses and self._old(first := next(iter(self._responses.values()))):
+            gone += len(first.items)
             self._drop(first.id)
+        return gone
+
+    def _old(self, found: Kept) -> bool:
+        return found.used < self._clock() - self._seconds
 
     def _use(self, found: Kept) -> None:
         found.used = self._clock()
@@ -171,9 +182,10 @@ class Stores:
         self._of: dict[str, Store] = {}
 
     def of(self, tenant: str) -> Store:
-        """What has expired in any of them is gone then."""
+        """Some of what has expired in any of them is forgotten then."""
+        left = AT_ONCE
         for store in self._of.values():
-            store.expire()
+            left -= store.expire(left)
         return self._of.setdefault(tenant, Store(self.tag, self.limit))
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from hibachi.tools.format import Slot
@@ -127,7 +128,7 @@ def _follows(parts: Sequence[str | Slot], i: int, then: Finder) -> Finder:
 
 
 def _slot(text: str, start: int, follows: Finder, names: frozenset[str]) -> int:
-    odd = {letter for name in names for letter in name}
+    odd = _letters(names)
     for at in range(start, min(start + SLOT, len(text))):
         if follows(text, at) != NO:
             return at
@@ -135,3 +136,9 @@ def _slot(text: str, start: int, follows: Finder, names: frozenset[str]) -> int:
         if here not in BLANKS and not _WORD.match(here) and here not in odd:
             return NO
     return WAIT if len(text) - start < SLOT else NO
+
+
+@lru_cache(maxsize=64)
+def _letters(names: frozenset[str]) -> frozenset[str]:
+    """All letters of some names, of which there may be a hundred thousand."""
+    return frozenset("".join(names))

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from hibachi.tools.format import Call, ChatFormat, ReasoningFormat, Slot, ToolFormat
+from hibachi.tools.reading.slots import merged
 from hibachi.tools.templates.arguments import taken_apart
 from hibachi.tools.templates.probes import (
     IDS,
@@ -199,7 +200,15 @@ def _tools(template: Template, thought: ReasoningFormat | None) -> ToolFormat:
         found = _several(template, two, first, start)
     if _json(one, ONE, 0) is None:
         found = taken_apart(template, found, ONE, Unclear)
+    _check_apart(found.call)
     return replace(found, id="nine letters" if template.nine else None)
+
+
+def _check_apart(call: Call) -> None:
+    """A name and an id can be told apart only by a text between them."""
+    parts = merged(call)
+    if any(isinstance(a, Slot) and isinstance(b, Slot) and Slot.ARGUMENTS not in (a, b) for a, b in pairwise(parts)):
+        raise Unclear("nothing between two slots")
 
 
 def _single(template: Template, tail: str, lead: str, inner: list[str], spots: list[Spot]) -> ToolFormat:

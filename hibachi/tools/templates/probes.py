@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.tools.format import History
 
 Render = Callable[..., str]
@@ -84,7 +84,7 @@ class Template:
         nulls = {"nulls": True} if self.history.content == "null" else {}
         try:
             return self._render(messages, **(USUAL | nulls | dict(variables)))
-        except InvalidRequest:
+        except (InvalidRequest, InvalidModelFiles):  # what is broken in it may be where only a probe comes
             return None
 
     def after(self, messages: Sequence[Mapping[str, Any]], word: str = USER, **variables: Any) -> str | None:
