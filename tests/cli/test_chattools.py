@@ -105,3 +105,27 @@ def test_a_model_that_never_stops_calling(functions, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("How is it?\n"))
     chat.talk(model, SamplingParams(), [], False, functions)
     assert len(model.asked) == MOST_TURNS - 1, "one of the tries showed that tools must be described"
+
+
+class Interrupted(Scripted):
+    """Ctrl-C comes while it computes its second answer, the one with the results."""
+
+    def chat(self, messages, params, tools, tool_call_parser):
+        if messages[-1]["role"] == "tool":
+            raise KeyboardInterrupt
+        return super().chat(messages, params, tools, tool_call_parser)
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(functions, monkeypatch, capsys):
+    model, lines = Interrupted(), iter(["How is it?", "And now?"])
+    monkeypatch.setattr(chat, "_read", lambda terminal: next(lines, None))
+    chat.talk(model, SamplingParams(), [], True, functions)
+    assert capsys.readouterr().out.count("stopped") == 2
+    assert [[m["content"] for m in asked] for asked in model.asked] == [["How is it?"], ["And now?"]]
+
+
+def test_the_message_of_an_answer_has_no_call_that_was_cut_off():
+    calls = (ToolCall("weather", "{}", "call_1"), ToolCall("weather", '{"ci', "call_2", False))
+    both, none = (Choice(0, "", [], Finish.LENGTH, tool_calls=some) for some in (calls, calls[1:]))
+    assert [call["id"] for call in both.message["tool_calls"]] == ["call_1"]
+    assert none.message == {"role": "assistant", "content": ""}
