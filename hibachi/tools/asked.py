@@ -70,11 +70,14 @@ def _tool(given: Any, place: str) -> Tool:
     kind = given.get("type", "function") if isinstance(given, Mapping) else None
     if kind != "function":
         if isinstance(kind, str):
-            raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools that are a function are.")
+            raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools of type 'function' are.")
         raise InvalidRequest(f'{place} must be a tool, {{"type": "function", "function": ...}}; got {shown(given)}.')
     function = given.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{place}.function must be an object with a name; got {shown(function)}.")
+        raise InvalidRequest(
+            f"{place}.function must be an object with the tool's name, description and parameters; got "
+            f"{shown(function)}."
+        )
     at = f"{place}.function"
     name, about = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -125,7 +128,7 @@ def _choice(given: Any) -> tuple[Mode, list[str] | None]:
             )
         return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
     if isinstance(kind, str):
-        raise InvalidRequest(f"tool_choice.type is not supported as {shown(kind)}: only tools that are a function are.")
+        raise InvalidRequest(f"tool_choice.type is not supported as {shown(kind)}: only tools of type 'function' are.")
     raise InvalidRequest(
         f'tool_choice must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
         f'{{"type": "allowed_tools", ...}}; got {shown(given)}.'
@@ -134,9 +137,9 @@ def _choice(given: Any) -> tuple[Mode, list[str] | None]:
 
 def _named(given: Any, place: str) -> str:
     if isinstance(given, Mapping) and isinstance(kind := given.get("type", "function"), str) and kind != "function":
-        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools that are a function are.")
+        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools of type 'function' are.")
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(given)}.")
+        raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(name)}.")
     return name
