@@ -18,6 +18,7 @@ from hibachi.errors import (
     QueueFull,
     RequestError,
     UnsupportedOperation,
+    shown,
 )
 
 INVALID, DENIED, LIMITED, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
@@ -87,5 +88,7 @@ def body_of(refused: Refused) -> dict[str, Any]:
     return {"error": about}
 
 
-def unsupported(name: str, why: str) -> Refused:
-    return Refused(f"{name} is not supported: {why}.", param=name, code="unsupported_parameter")
+def unsupported(name: str, why: str, value: Any = None) -> Refused:
+    """value: the one that is not supported; None means no value of this field is."""
+    which = "" if value is None else f" as {shown(value)}"
+    return Refused(f"{name} is not supported{which}: {why}.", param=name, code="unsupported_parameter")

@@ -3,7 +3,8 @@
 Type a message and Enter; the answer comes as it is generated. Ctrl-C stops an
 answer or drops a line, Ctrl-D (or /quit) ends the conversation, /clear begins
 a new one. Without a terminal, every line of standard input is a message. With
---tools FILE.py the model may call the functions of that file: docs/tools.md.
+--tools FILE.py the model may call the functions of that file, which run here;
+answers then come as a whole (docs/tools.md).
 """
 
 from __future__ import annotations
@@ -86,6 +87,11 @@ def talk(
             print(f"{e}\nThe conversation has grown too long: /clear begins a new one.", file=sys.stderr)
             del messages[before - 1 :]
             continue
+        except KeyboardInterrupt:  # with functions; without them the answer keeps what came
+            if not terminal:
+                raise
+            print(" (stopped: this message and what followed are forgotten)")
+            del messages[before - 1 :]
         print(flush=True)
 
 
@@ -120,9 +126,12 @@ def _answer_with(functions: Functions, llm: LLM, messages: list[dict[str, Any]],
         if answer.text:
             print(printable(answer.text, lines=True))
         calls = [call for call in answer.tool_calls if call.complete]
+        if len(calls) < len(answer.tool_calls):
+            print("(A call was cut off and is not run. --max-tokens allows longer answers.)", file=sys.stderr)
         if not calls:
             return
         messages += results(functions, calls)
+    print(f"(Stopped after {MOST_TURNS} answers with calls.)", file=sys.stderr)
 
 
 def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import runpy
@@ -18,40 +19,56 @@ _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict:
 
 
 class Functions:
-    """The public functions of a Python file. Raises ConfigError for a file that cannot be run or has none."""
+    """The public functions of a Python file. Raises ConfigError for a file that cannot be run or has none, and for
+    functions that cannot be described.
+    """
 
     def __init__(self, file: str | Path) -> None:
         try:
             found = runpy.run_path(str(file), run_name="hibachi_tools")
         except (Exception, SystemExit) as e:
-            raise ConfigError(f"--tools {file}: {e!r:.200}. Expected a Python file with functions.") from e
+            raise ConfigError(
+                f"--tools {file}: expected a Python file that runs; got {type(e).__name__}: {e!s:.200}."
+            ) from e
         self._functions: dict[str, Callable[..., Any]] = {
             name: value
             for name, value in found.items()
             if inspect.isfunction(value) and value.__module__ == "hibachi_tools" and not name.startswith("_")
         }
         if not self._functions:
-            raise ConfigError(f"--tools {file}: expected functions with type hints and docstrings; it has none.")
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
+            raise ConfigError(
+                f"--tools {file}: expected functions with type hints and docstrings; it has none whose name begins "
+                f"without an underscore."
+            )
+        self.tools = [{"type": "function", "function": _described(*each)} for each in self._functions.items()]
         """As OpenAI's API has them."""
-        return [{"type": "function", "function": _described(f)} for f in self._functions.values()]
 
     def call(self, call: ToolCall) -> str:
         """The result of a call, as text; what went wrong is a result as well."""
         try:
             result = self._functions[call.name](**json.loads(call.arguments))
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             return f"{type(e).__name__}: {e}"
 
 
-def _described(function: Callable[..., Any]) -> dict[str, Any]:
-    hints = get_type_hints(function)
+def _described(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
+    try:
+        hints = get_type_hints(function)
+    except Exception as e:
+        raise ConfigError(
+            f"--tools: expected type hints of {name} that can be evaluated; got {type(e).__name__}: {e!s:.200}."
+        ) from e
+    if odd := [p for p in parameters if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]:
+        raise ConfigError(
+            f"--tools: expected parameters of {name} that are given by name; got {str(odd[0])!r}, which is "
+            f"{odd[0].kind.description}. Change it, or let the function's name begin with an underscore."
+        )
     return {
-        "name": function.__name__,
+        "name": name,
         "description": inspect.getdoc(function) or "",
         "parameters": {
             "type": "object",

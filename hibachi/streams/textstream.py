@@ -63,15 +63,14 @@ class Choice:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message of its conversation, in OpenAI's form: what is to be appended before the results of
-        its calls.
+        its calls. A call that was cut off is left out, as nothing can answer it.
         """
         said: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             said["reasoning_content"] = self.reasoning
-        if self.tool_calls:
+        if calls := [c for c in self.tool_calls if c.complete]:
             said["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in self.tool_calls
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
             ]
         return said
 

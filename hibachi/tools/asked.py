@@ -72,7 +72,10 @@ def _tool(given: Any, place: str) -> Tool:
         raise InvalidRequest(f'{place} must be a tool, {{"type": "function", "function": ...}}; got {shown(given)}.')
     function = given.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{place}.function must be an object with a name; got {shown(function)}.")
+        raise InvalidRequest(
+            f"{place}.function must be an object with the tool's name, description and parameters; got "
+            f"{shown(function)}."
+        )
     at = f"{place}.function"
     name, about = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -137,7 +140,7 @@ def _named(given: Any, place: str) -> str:
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(given)}.")
+        raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(name)}.")
     return name
 
 
@@ -149,4 +152,4 @@ def _kind(given: Any) -> Any:
 def _refuse_kind(given: Any, place: str) -> None:
     """Raise InvalidRequest for a type that has a name, which is another than those that are served."""
     if isinstance(kind := _kind(given), str):
-        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools that are a function are.")
+        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools of type 'function' are.")

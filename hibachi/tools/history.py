@@ -16,8 +16,8 @@ from hibachi.tools.format import ChatFormat, History
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 WAY_OUT = (
-    " Start the server with --tool-call-parser generic, which describes them in a system message, or name the form in "
-    "which the model writes calls."
+    ' --tool-call-parser generic (in Python tool_call_parser="generic") describes tools in a system message, for any '
+    "model; the name of the format in which the model writes calls is taken too."
 )
 """What an operator can do about tools that a template does not know."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it

@@ -240,6 +240,11 @@ def test_blocks_that_are_not_read_are_told_by_their_kind(kind):
             asked(messages=[{"role": "user", "content": content}])
 
 
+def test_a_tool_of_chats_is_told_the_form():
+    with pytest.raises(Refused, match=r"tools\[0\] of type 'function' is not supported: Here a tool has name, descr"):
+        asked(tools=[{"type": "function", "function": {"name": "x"}}])
+
+
 @pytest.mark.parametrize("kind", ["web_search_20250305", "bash_20250124", "text_editor_20250728", "memory_20250818"])
 def test_tools_of_servers_are_told_by_their_type(kind):
     with pytest.raises(Refused, match=rf"tools\[1\] of type '{kind}' is not supported"):

@@ -282,13 +282,19 @@ def test_what_is_refused_by_name(name):
     value = {inner: REFUSED[name]} if inner else REFUSED[name]
     found = refused(chat_of, **{first: value})
     assert (found.param, found.code) == (name, "unsupported_parameter")
-    assert str(found).startswith(f"{name} is not supported: ")
+    assert str(found).startswith(f"{name} is not supported")
 
 
 BUILT_IN = (
     *("web_search", "web_search_preview", "file_search", "computer", "computer_use_preview", "code_interpreter"),
     *("mcp", "image_generation", "local_shell", "shell", "custom", "apply_patch", "namespace", "tool_search"),
 )
+
+
+def test_a_value_that_is_refused_is_named_and_so_is_the_form_of_tools():
+    assert str(refused(chat_of, background=True)).startswith("background is not supported as True: An answer")
+    words = str(refused(chat_of, tools=[{"type": "function", "function": {"name": "f"}}]))
+    assert words.endswith("name, description and parameters stand beside type.")
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)

@@ -23,7 +23,13 @@ def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", where: list
 def fails(a):
     raise ValueError("no such thing")
 
-def _hidden(): ...
+async def later(n: int):
+    return n + 1
+
+def leaves():
+    raise SystemExit(3)
+
+def _hidden(*numbers): ...
 '''
 
 
@@ -35,7 +41,7 @@ def functions(tmp_path):
 
 
 def test_functions_are_described(functions):
-    weather, fails = (tool["function"] for tool in functions.tools)
+    weather, fails, *_ = (tool["function"] for tool in functions.tools)
     assert (weather["name"], weather["description"], fails["description"]) == ("weather", "The weather of a city.", "")
     assert weather["parameters"] == {
         "type": "object",
@@ -48,7 +54,7 @@ def test_functions_are_described(functions):
         "required": ["city"],
         "additionalProperties": False,
     }
-    assert len(toolbox_of(functions.tools).tools) == 2
+    assert len(toolbox_of(functions.tools).tools) == 4
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,8 @@ def test_functions_are_described(functions):
         ("weather", "{}", "TypeError: "),
         ("weather", '{"cit', "JSONDecodeError: "),
         ("other", "{}", "KeyError: "),
+        ("leaves", "{}", "SystemExit: 3"),
+        ("later", '{"n": 1}', "2"),
     ],
 )
 def test_what_goes_wrong_is_a_result(functions, name, arguments, result):
@@ -70,6 +78,27 @@ def test_a_file_without_functions(tmp_path, content):
     (tmp_path / "a.py").write_text(content)
     with pytest.raises(ConfigError, match=r"--tools .*a\.py: "):
         Functions(tmp_path / "a.py")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("def f(*numbers: int): ...", r"of f that are given by name; got '\*numbers: int', which is variadic"),
+        ("def f(x, /): ...", "of f that are given by name; got 'x', which is positional-only"),
+        ("def f(**more): ...", "of f that are given by name"),
+        ("def f(x: 'Nowhere'): ...", "type hints of f that can be evaluated; got NameError: name 'Nowhere'"),
+    ],
+)
+def test_functions_that_cannot_be_described(tmp_path, content, words):
+    (tmp_path / "a.py").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        Functions(tmp_path / "a.py")
+
+
+def test_a_function_without_a_name_of_its_own_has_that_of_its_variable(tmp_path):
+    (tmp_path / "a.py").write_text("double = lambda x: 2 * x")
+    [tool] = Functions(tmp_path / "a.py").tools
+    assert tool["function"]["name"] == "double"
 
 
 class Scripted:
@@ -105,3 +134,27 @@ def test_a_model_that_never_stops_calling(functions, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("How is it?\n"))
     chat.talk(model, SamplingParams(), [], False, functions)
     assert len(model.asked) == MOST_TURNS - 1, "one of the tries showed that tools must be described"
+
+
+class Interrupted(Scripted):
+    """Ctrl-C comes while it computes its second answer, the one with the results."""
+
+    def chat(self, messages, params, tools, tool_call_parser):
+        if messages[-1]["role"] == "tool":
+            raise KeyboardInterrupt
+        return super().chat(messages, params, tools, tool_call_parser)
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(functions, monkeypatch, capsys):
+    model, lines = Interrupted(), iter(["How is it?", "And now?"])
+    monkeypatch.setattr(chat, "_read", lambda terminal: next(lines, None))
+    chat.talk(model, SamplingParams(), [], True, functions)
+    assert capsys.readouterr().out.count("stopped") == 2
+    assert [[m["content"] for m in asked] for asked in model.asked] == [["How is it?"], ["And now?"]]
+
+
+def test_the_message_of_an_answer_has_no_call_that_was_cut_off():
+    calls = (ToolCall("weather", "{}", "call_1"), ToolCall("weather", '{"ci', "call_2", False))
+    both, none = (Choice(0, "", [], Finish.LENGTH, tool_calls=some) for some in (calls, calls[1:]))
+    assert [call["id"] for call in both.message["tool_calls"]] == ["call_1"]
+    assert none.message == {"role": "assistant", "content": ""}

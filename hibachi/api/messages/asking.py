@@ -151,6 +151,8 @@ def _choice(given: Choice) -> Any:
 
 def _tool(given: dict[str, Any], place: str) -> dict[str, Any]:
     kind = given.get("type")
+    if kind == "function":
+        raise unsupported(f"{place} of type 'function'", "Here a tool has name, description and input_schema")
     if isinstance(kind, str) and kind != "custom":
         raise unsupported(f"{place} of type {kind[:60]!r}", OF_SERVER)
     try:

@@ -135,7 +135,7 @@ def _check(body: ResponsesBody) -> None:
             raise unsupported(name, why)
     for name, allowed, why in _ONLY:
         if (value := _at(body, name)) not in allowed:
-            raise unsupported(name, f"{why}, so {str(value)[:40]!r} is not taken")
+            raise unsupported(name, why, value)
     for name in body.include or ():
         if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported("include", f"{name[:80]!r} is of tools or inputs that are not served")
@@ -159,7 +159,14 @@ def _tool(raw: dict[str, Any], place: str) -> dict[str, Any]:
     """A tool as a chat has it."""
     kind = raw.get("type")
     if kind != "function":
-        raise unsupported(f"{place}.type", f"Only functions of yours are called, not {str(kind)[:40]!r}")
+        raise unsupported(f"{place}.type", f"Only tools of type 'function' are served, not {str(kind)[:40]!r}")
+    if "function" in raw:
+        raise Refused(
+            f"Unknown field: {place}.function. In tools of /v1/responses name, description and parameters stand "
+            f"beside type.",
+            param=f"{place}.function",
+            code="unknown_parameter",
+        )
     try:
         tool = msgspec.convert(raw, FunctionTool)
     except msgspec.ValidationError as e:
