@@ -42,8 +42,8 @@ class _Open:
 class ResponsesWriter(Writer):
     """Writes the response to one request.
 
-    body: as it came. server: the tag of this server. keeps: it is stored. keep: called with a response that has ended,
-    before the client is told of the end.
+    body: as it came. server: the tag of this server; None means that no server makes it. keeps: it is stored. keep:
+    called with a response that has ended, before the client is told of the end.
     """
 
     dialect = RESPONSES
@@ -55,7 +55,7 @@ class ResponsesWriter(Writer):
         vocabulary: Vocabulary,
         body: ResponsesBody,
         *,
-        server: str,
+        server: str | None,
         id: str | None = None,
         created: int | None = None,
         cached: bool = True,
@@ -64,8 +64,8 @@ class ResponsesWriter(Writer):
     ) -> None:
         super().__init__(asked, name, vocabulary, created=created, cached=cached)
         own = id or secrets.token_hex(12)
-        self.id = f"resp_{server}_{own}"
-        self._suffix = f"{server}_{own}"
+        self._suffix = own if server is None else f"{server}_{own}"
+        self.id, self._ended = f"resp_{self._suffix}", created
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.turns is None else asked.turns.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
@@ -228,7 +228,7 @@ class ResponsesWriter(Writer):
             done.incomplete_details = Incomplete()
             told.append(answers.ResponseIncomplete(self._next(), done))
         else:
-            done.completed_at = int(time.time())
+            done.completed_at = int(time.time()) if self._ended is None else self._ended
             told.append(answers.ResponseCompleted(self._next(), done))
         if self._keep is not None:
             self._keep(done)
