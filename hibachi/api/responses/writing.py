@@ -10,6 +10,7 @@ from dataclasses import replace as copied
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from hibachi.api import answers as shared
 from hibachi.api.answers import TokenLogprob, Vocabulary
@@ -19,7 +20,7 @@ from hibachi.api.errors import Refused
 from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
-from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText
+from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText, SummaryText
 from hibachi.api.turns import cut_off
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice
@@ -66,6 +67,7 @@ class ResponsesWriter(Writer):
         own = id or secrets.token_hex(12)
         self._suffix = own if server is None else f"{server}_{own}"
         self.id, self._ended = f"resp_{self._suffix}", created
+        self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.turns is None else asked.turns.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
@@ -167,10 +169,29 @@ class ResponsesWriter(Writer):
     def _think(self, text: str, told: list[Any]) -> None:
         now = self._open
         if now is None or type(now.item) is not Reasoning:
-            now = self._begin(Reasoning(id=self._id("rs"), content=[], status="in_progress"), told)
-            told.append(answers.PartAdded(self._next(), str(now.item.id), now.index, 0, ReasoningText("")))
+            content = UNSET if self._sums else list[ReasoningText]()
+            now = self._begin(Reasoning(id=self._id("rs"), content=content, status="in_progress"), told)
+            at = str(now.item.id), now.index, 0
+            told.append(
+                answers.SummaryAdded(self._next(), *at, SummaryText(""))
+                if self._sums
+                else answers.PartAdded(self._next(), *at, ReasoningText(""))
+            )
         now.pieces.append(text)
-        told.append(answers.ReasoningDelta(self._next(), str(now.item.id), now.index, 0, text))
+        delta = answers.SummaryDelta if self._sums else answers.ReasoningDelta
+        told.append(delta(self._next(), str(now.item.id), now.index, 0, text))
+
+    def _end_thought(self, now: _Open, item: Reasoning, text: str, told: list[Any]) -> None:
+        at = str(item.id), now.index, 0
+        if self._sums:
+            item.summary = [SummaryText(text)]
+            told.append(answers.SummaryDone(self._next(), *at, text))
+            cut = "incomplete" if item.status == "incomplete" else UNSET
+            told.append(answers.SummaryPartDone(self._next(), *at, item.summary[0], cut))
+        else:
+            item.content = [ReasoningText(text)]
+            told.append(answers.ReasoningDone(self._next(), *at, text))
+            told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
         assert self.asked.turns is not None
@@ -207,10 +228,7 @@ class ResponsesWriter(Writer):
             told.append(answers.TextDone(self._next(), id, now.index, 0, text, now.logprobs))
             told.append(answers.PartDone(self._next(), id, now.index, 0, part))
         else:
-            thought = ReasoningText(text)
-            item.content = [thought]
-            told.append(answers.ReasoningDone(self._next(), id, now.index, 0, text))
-            told.append(answers.PartDone(self._next(), id, now.index, 0, thought))
+            self._end_thought(now, item, text, told)
         self._output.append(item)
         told.append(answers.ItemDone(self._next(), now.index, item))
 
@@ -294,6 +312,6 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
         "top_logprobs": body.top_logprobs or 0,
         "top_p": asked.params.top_p,
         "truncation": body.truncation or "disabled",
-        "user": msgspec.UNSET if body.user is None else body.user,
+        "user": UNSET if body.user is None else body.user,
         "metadata": body.metadata or {},
     }
