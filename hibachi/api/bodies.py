@@ -311,7 +311,7 @@ def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
         raise Refused("The body is nested too deep.", code="invalid_json") from None
 
 
-def taken(kind: type[T], value: Any) -> T:
+def taken(kind: type[T], value: Any, page: str = PAGE) -> T:
     """Read a body from parsed JSON: dictionaries, lists, texts, numbers. Raises Refused, as `read` does.
 
     Where a field may hold anything, the record holds what was given, not a copy.
@@ -319,7 +319,7 @@ def taken(kind: type[T], value: Any) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        raise refused_by(e) from None
+        raise refused_by(e, page) from None
 
 
 def refused_by(error: msgspec.ValidationError, page: str = PAGE, within: str = "") -> Refused:

@@ -99,6 +99,7 @@ TGI_STREAM = Dialect("tgi", _tgi_error, _tgi_status, as_event=_after_reading)
 
 # ---- Anthropic ---------------------------------------------------------------------------------------------------
 
+TOO_LONG = "prompt is too long: "  # by these words agents know that they must shorten the conversation
 _ANTHROPICS = {
     401: "authentication_error",
     403: "permission_error",
@@ -122,7 +123,7 @@ def _anthropic_error(refused: Refused) -> dict[str, Any]:
     kind = _ANTHROPICS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     words = str(refused)
     if refused.code == "context_length_exceeded":
-        words = f"prompt is too long: {words}"  # by these words agents know that they must shorten the conversation
+        words = f"{TOO_LONG}{words}"
     more = {} if refused.code is None else {"details": {"error_code": refused.code}}
     return {"type": "error", "error": {"type": kind, "message": words, **more}}
 

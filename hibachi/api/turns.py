@@ -39,7 +39,7 @@ class Turns:
 
     def call_id(self, answer: str, choice: int, number: int) -> str:
         """See `hibachi.tools.ids.call_id`."""
-        return call_id(self.format, answer, choice, number)
+        return call_id(answer, choice, number, nine=self.format.nine)
 
 
 class Thought:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
-from hibachi.api.asking import Asked
-from hibachi.api.bodies import ChatBody, read
+from hibachi.api.bodies import read
 from hibachi.api.dialects import ANTHROPIC
-from hibachi.api.errors import Refused, as_refused
 from hibachi.api.messages.answers import EVENTS, MessageAnswer, TokenCount
-from hibachi.api.messages.asking import chat_of, in_its_words
+from hibachi.api.messages.asking import chat_of
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
+from hibachi.api.messages.preparing import fit, prepared, told_in_its_words
 from hibachi.api.messages.writing import MessagesWriter
-from hibachi.errors import InvalidRequest
 from hibachi.serve.conversing import prepare
 from hibachi.serve.openai import MESSAGES
 from hibachi.serve.routes import About, Route, for_chat
@@ -27,9 +23,10 @@ async def messages(served: Served, x: Exchange) -> None:
     """Answer a conversation, as Anthropic's API does."""
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    with _in_its_words():
-        asked, ids = await _prepared(served, x, await served.beside(x, partial(chat_of, body)))
-        full = _fit(served, asked, len(ids))
+    with told_in_its_words():
+        chat = await served.beside(x, partial(chat_of, body))
+        asked, ids = await prepared(partial(prepare, served, x), chat)
+        full = fit(asked, len(ids), served.reading.prompts.context)
         writer = MessagesWriter(asked, name, served.vocabulary, served.fingerprint, full=full)
         await answer_text(served, x, writer, [ids])
 
@@ -38,41 +35,10 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     """Number of tokens of a conversation that would be sent to /v1/messages."""
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
-    with _in_its_words():
-        _, ids = await _prepared(served, x, await served.beside(x, partial(chat_of, body)))
+    with told_in_its_words():
+        chat = await served.beside(x, partial(chat_of, body))
+        _, ids = await prepared(partial(prepare, served, x), chat)
     await x.json(TokenCount(len(ids)))
-
-
-async def _prepared(served: Served, x: Exchange, chat: ChatBody) -> tuple[Asked, list[int]]:
-    """`prepare`. An effort is a wish, which agents send to any model: many chat templates have no such setting."""
-    try:
-        return await prepare(served, x, chat)
-    except Refused as e:
-        if chat.reasoning_effort is None or e.param != "reasoning_effort":
-            raise
-    chat.reasoning_effort = None
-    return await prepare(served, x, chat)
-
-
-def _fit(served: Served, asked: Asked, prompt: int) -> bool:
-    """max_tokens is what an answer has at most, and must be sent: where the context holds less, that is the limit.
-
-    Returns whether it is.
-    """
-    wanted, room = asked.params.max_tokens, served.reading.prompts.context - prompt
-    if wanted is None or not 1 <= room < wanted:
-        return False
-    asked.params, asked.limit = asked.params.with_(max_tokens=room), room
-    return True
-
-
-@contextmanager
-def _in_its_words() -> Iterator[None]:
-    """What is refused of the chat that is made of a body, is told of the body."""
-    try:
-        yield
-    except (Refused, InvalidRequest) as e:
-        raise in_its_words(as_refused(e)) from e
 
 
 _HELLO = {"model": "", "messages": MESSAGES}

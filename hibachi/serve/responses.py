@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from hibachi.api.answers import encode
-from hibachi.api.asking import Asked, check_count
-from hibachi.api.bodies import ChatBody, read
+from hibachi.api.asking import check_count
+from hibachi.api.bodies import read
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.responses.answers import EVENTS, Deleted, ItemList, Response, listed
-from hibachi.api.responses.asking import as_chat, in_our_words, own_items, shortened, starts
+from hibachi.api.responses.asking import as_chat, in_our_words, own_items
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import PAGE, Item
+from hibachi.api.responses.preparing import prepared
 from hibachi.api.responses.store import Kept, Known, Store, no_item, no_response, resolved
 from hibachi.api.responses.writing import RESPONSES, ResponsesWriter
-from hibachi.errors import PromptTooLong
 from hibachi.serve.conversing import prepare
 from hibachi.serve.routes import About, Route, for_chat
 from hibachi.serve.served import Served
@@ -38,7 +38,9 @@ async def create(served: Served, x: Exchange) -> None:
     with in_our_words():
         more = sum(len(data) for _, data in before.each)
         chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own]), more)
-        asked, ids = await _prepared(served, x, chat, shortens=body.truncation == "auto")
+        asked, ids = await prepared(
+            partial(prepare, served, x), served.reading.check_length, chat, shortens=body.truncation == "auto"
+        )
         writer = ResponsesWriter(
             asked,
             name,
@@ -132,37 +134,6 @@ def _limit(given: str | None) -> int:
             f"limit must be from 1 to {MOST_LISTED}; got {given[:40]!r}.", param="limit", code="invalid_value"
         )
     return int(given)
-
-
-# ---- prompts that are too long --------------------------------------------------------------------------------------
-
-
-async def _prepared(served: Served, x: Exchange, chat: ChatBody, *, shortens: bool) -> tuple[Asked, list[int]]:
-    """`prepare`. shortens: the oldest turns are left out where the context does not hold them all; what system and
-    developer say stays. Raises PromptTooLong.
-    """
-    try:
-        return await _fitting(served, x, chat)
-    except PromptTooLong:
-        turns = starts(chat)
-        if not shortens or not turns:
-            raise
-    best = await _fitting(served, x, shortened(chat, turns[-1]))
-    low, high = 0, len(turns) - 1  # from turns[high] on it fits, and from none before turns[low]
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            best = await _fitting(served, x, shortened(chat, turns[middle]))
-            high = middle
-        except PromptTooLong:
-            low = middle + 1
-    return best
-
-
-async def _fitting(served: Served, x: Exchange, chat: ChatBody) -> tuple[Asked, list[int]]:
-    asked, ids = await prepare(served, x, chat)
-    served.reading.check_length(ids, asked.limit)
-    return asked, ids
 
 
 CREATE = About(

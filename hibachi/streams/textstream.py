@@ -207,6 +207,13 @@ class TextChoice:
             self._pieces.append(out)
         return out
 
+    def pieces(self, ids: Sequence[int], *, ended: bool = False) -> list[Piece]:
+        """`feed`, with the pieces that the tokens complete. ended: with what was held back too."""
+        found = [self._piece(token) for token in ids]
+        if ended:
+            found.append(self._rest())
+        return [piece for piece in found if piece is not None]
+
     def pieces_into(self, ready: deque[Piece], *, ended: bool) -> None:
         """Append the pieces of the tokens that have come; with `ended`, what was held back too.
 

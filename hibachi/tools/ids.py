@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 
-from hibachi.tools.format import ChatFormat
-
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
-def call_id(format: ChatFormat, answer: str, choice: int, number: int) -> str:
-    """The id of call `number` of a continuation: "call_" and 24 letters, or nine letters where the format wants these.
-    The same for the same answer, so that a run that is done again writes the same bytes.
+def call_id(answer: str, choice: int, number: int, *, nine: bool = False) -> str:
+    """The id of call `number` of a continuation: "call_" and 24 letters, or nine letters. The same for the same answer,
+    so that a run that is done again writes the same bytes.
 
-    answer: the id of the answer, or another text that is its own.
+    answer: the id of the answer, or another text that is its own. nine: see `ChatFormat.nine`.
     """
-    nine = format.tools is not None and format.tools.id == "nine letters"
     left = int.from_bytes(hashlib.sha256(f"{answer} {choice} {number}".encode(errors="replace")).digest())
     letters = []
     for _ in range(9 if nine else 24):

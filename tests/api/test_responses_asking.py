@@ -269,8 +269,8 @@ REFUSED = {
     "include": ["file_search_call.results"],
     "tool_choice": {"type": "web_search_preview"},
     "text.verbosity": "low",
-    "reasoning.summary": "detailed",
-    "reasoning.generate_summary": "concise",
+    "reasoning.summary": "none",
+    "reasoning.generate_summary": "brief",
     "reasoning.context": "all_turns",
     "reasoning.mode": "pro",
 }

@@ -15,7 +15,7 @@ import msgspec
 from hibachi.api.answers import Vocabulary
 from hibachi.api.asking import Asked
 from hibachi.api.errors import Refused
-from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.api.responses.bodies import ReasoningAsked, ResponsesBody
 from hibachi.api.responses.writing import ResponsesWriter
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish, SamplingParams, Terms
@@ -131,7 +131,9 @@ def built(events):
             continue
         assert at == len(items) and e.get("item_id", open_["id"]) == open_["id"]
         call = open_["type"] == "function_call"
-        if kind == "content_part.added":
+        if kind.startswith("reasoning_summary"):
+            assert open_["type"] == "reasoning" and "content" not in open_ and e["summary_index"] == 0
+        if kind in ("content_part.added", "reasoning_summary_part.added"):
             assert not call and part is None and e["part"]["text"] == ""
             part = e["part"]
         elif kind.endswith(".delta"):
@@ -140,15 +142,15 @@ def built(events):
         elif kind == "output_item.done":
             assert done == text and part is None
             assert {**open_, "status": 0} == {**e["item"], "status": 0, **{n: open_[n] for n in FULL & open_.keys()}}
-            said = e["item"]["arguments"] if call else e["item"]["content"][0]["text"]
+            said = text_of(e["item"])
             assert said == text
             items.append(e["item"])
             open_ = done = None
-        elif kind == "content_part.done":
+        elif kind in ("content_part.done", "reasoning_summary_part.done"):
             assert part["type"] == e["part"]["type"] and done == e["part"]["text"]
             part = None
         else:
-            assert kind in ("output_text.done", "reasoning_text.done", "function_call_arguments.done")
+            assert kind in DONE
             assert done is None
             done = e["arguments"] if call else e["text"]
     assert open_ is None
@@ -158,15 +160,24 @@ def built(events):
     return last
 
 
-FULL = {"arguments", "content"}
+FULL = {"arguments", "content", "summary"}
+DONE = ("output_text.done", "reasoning_text.done", "reasoning_summary_text.done", "function_call_arguments.done")
+
+
+def text_of(item):
+    """Of any item; what is thought stands in one place only."""
+    if item["type"] == "function_call":
+        return item["arguments"]
+    [part] = [*item.get("content", ()), *item.get("summary", ())]
+    return part["text"]
 
 
 def shown(response):
     """Its items in words."""
     found = []
     for item in response["output"]:
-        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
-        found.append(" ".join([item["type"], item["status"], *([item["name"]] if "name" in item else []), text]))
+        named = [item["name"]] if "name" in item else []
+        found.append(" ".join([item["type"], item["status"], *named, text_of(item)]))
     return found
 
 
@@ -184,10 +195,14 @@ def described():
     return lambda name, data: kinds[name].validate(data)
 
 
+SUMS = (None, {"summary": "auto"}, {"summary": "detailed"}, {"generate_summary": "concise"})
+
+
+@pytest.mark.parametrize("reasoning", SUMS)
 @pytest.mark.parametrize("name", SAID)
-def test_events_come_in_their_order_and_are_as_openai_describes_them(name, described):
+def test_events_come_in_their_order_and_are_as_openai_describes_them(name, reasoning, described):
     said, cut, items = SAID[name]
-    events = streamed(said, cut)
+    events = streamed(said, cut, reasoning=reasoning and ReasoningAsked(**reasoning))
     for event in events:
         described("ResponseStreamEvent", event)
     response = built(events)
@@ -196,16 +211,25 @@ def test_events_come_in_their_order_and_are_as_openai_describes_them(name, descr
     assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
     assert len({item["id"] for item in response["output"]}) == len(items)
     assert all("_abcdefgh_" in item["id"] for item in response["output"])
+    kinds = {e["type"] for e in events if "reasoning" in e["type"]}
+    assert all(("summary" in kind) is (reasoning is not None) for kind in kinds)
+    for item in response["output"]:
+        if item["type"] == "reasoning":
+            assert bool(item["summary"]) is ("content" not in item) is (reasoning is not None)
+    if reasoning is not None:
+        ends = [e.get("status") for e in events if e["type"] == "response.reasoning_summary_part.done"]
+        assert ends == [{"incomplete": "incomplete"}.get(i.split()[1]) for i in items if i.startswith("reasoning")]
 
 
+@pytest.mark.parametrize("reasoning", [None, ReasoningAsked(summary="auto")])
 @pytest.mark.parametrize("logprobs", [0, None])
 @pytest.mark.parametrize("name", SAID)
-def test_a_whole_answer_is_what_a_stream_ends_with(name, logprobs, described):
+def test_a_whole_answer_is_what_a_stream_ends_with(name, logprobs, reasoning, described):
     said, cut, _ = SAID[name]
-    end = built(streamed(said, cut, logprobs=logprobs))
+    end = built(streamed(said, cut, logprobs=logprobs, reasoning=reasoning))
     if logprobs is None and len(said) != 1:  # then all of its text is read at once
         said = [[event for events in said for event in events]]
-    writer, pieces, _ = writer_of(said, cut, logprobs=logprobs)
+    writer, pieces, _ = writer_of(said, cut, logprobs=logprobs, reasoning=reasoning)
     assert writer.each is (logprobs is not None)
     writer.came(pieces)
     whole = json.loads(msgspec.json.encode(writer.whole()))

@@ -73,6 +73,57 @@ def test_lines_with_tools_are_answered_the_same_each_time(runs):
     assert timeless(runs) == first
 
 
+FUNCTION = VISIT["function"]
+TURNS = [
+    {"custom_id": own, "method": "POST", "url": url, "body": body}
+    for own, url, body in (
+        (
+            "response",
+            "/v1/responses",
+            {
+                "input": HI,
+                "store": True,
+                "tools": [{"type": "function", **FUNCTION}],
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+            },
+        ),
+        (
+            "message",
+            "/v1/messages",
+            {
+                "messages": HI,
+                "max_tokens": 90,
+                "tools": [{"name": "v", "input_schema": PARAMETERS}],
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            },
+        ),
+        ("before", "/v1/responses", {"input": "hi", "previous_response_id": "resp_1"}),
+        ("item", "/v1/responses", {"input": [{"id": "msg_1"}]}),
+        ("stream", "/v1/messages", {"messages": HI, "max_tokens": 9, "stream": True}),
+    )
+]
+
+
+def test_responses_and_messages_are_answered_the_same_each_time(runs, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "99")
+    assert runs({"in.jsonl": TURNS}, *GENERIC) == 3
+    first = (runs.folder / "out.jsonl").read_bytes()
+    response, message, before, item, stream = (row["response"] for row in runs.rows())
+    assert [r["status_code"] for r in (response, message, before, item, stream)] == [200, 200, 400, 400, 400]
+    for call in response["body"]["output"]:
+        assert call["type"] == "function_call" and json.loads(call["arguments"]).keys() == {"a"}
+    assert re.fullmatch("resp_[0-9a-f]{24}", response["body"]["id"]) and response["body"]["store"] is False
+    assert message["body"]["content"][0]["type"] == "tool_use" and message["body"]["stop_reason"] == "tool_use"
+    assert re.fullmatch("msg_[0-9a-f]{24}", message["body"]["id"])
+    assert before["body"]["error"]["param"] == "previous_response_id" and item["body"]["error"]["param"] == "input[0]"
+    assert stream["body"]["type"] == "error" and stream["body"]["request_id"] == stream["request_id"]
+    assert runs({"in.jsonl": TURNS}, *GENERIC) == 3
+    assert (runs.folder / "out.jsonl").read_bytes() == first and b'"completed_at":99' in first.replace(b" ", b"")
+    assert runs({"in.jsonl": TURNS}, *GENERIC, "--validate") == 1
+    assert runs({"in.jsonl": TURNS[:2]}, *GENERIC, "--validate") == 0
+
+
 def test_without_the_flag_they_are_refused_by_name(runs):
     assert runs({"in.jsonl": LINES[1:3]}, "--chat-template", TEMPLATE) == 3
     assert [row["response"]["body"]["error"]["param"] for row in runs.rows()] == ["tools", "tools"]

@@ -28,15 +28,17 @@ from hibachi.offline.files.rows import Row  # noqa: E402
 from hibachi.offline.settings import settle  # noqa: E402
 from hibachi.offline.works import sending, urlwork  # noqa: E402
 from hibachi.offline.works.columns import Columns  # noqa: E402
-from hibachi.offline.works.openai import CHAT, COMPLETIONS, EMBEDDINGS, OpenAIWork  # noqa: E402
+from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
+from hibachi.offline.works.openai import OpenAIWork  # noqa: E402
 from hibachi.offline.works.sending import Patience, refusal  # noqa: E402
 from hibachi.offline.works.textwork import EmbeddingWork, TextWork  # noqa: E402
-from hibachi.offline.works.urlbase import Server, begins, signed  # noqa: E402
+from hibachi.offline.works.urlbase import Server, Used, begins, signed, used_of  # noqa: E402
 from hibachi.offline.works.urlwork import Said, url_work  # noqa: E402
 from hibachi.offline.works.work import Lost, RowError  # noqa: E402
 from hibachi.request import SamplingParams  # noqa: E402
 
 from ..serve.conftest import CHATML, site  # noqa: E402
+from ..serve.saying import THINKS, saying, told  # noqa: E402
 
 QUICK = Patience(tries=3, pause=0.005, factor=1.5, busy=0.1, timeout=5.0, back=0.3)
 KEY = "sk-secret-123"
@@ -109,7 +111,7 @@ def server(texts):
 
 
 PROMPTS = [{"prompt": p} for p in ("Once upon a time", "The dog", "Tom and Ann went", "Größe 12 €", "x " * 30)]
-MESSAGES = [
+CONVERSATIONS = [
     {"messages": [{"role": "user", "content": "Hello"}], "t": 0.0, "s": 7},
     {"messages": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Who?"}], "t": 1.5, "s": None},
 ]
@@ -132,7 +134,7 @@ TABLES = {
             for p, form in zip(PROMPTS, ({"json": {"type": "integer"}}, {"json_object": True}), strict=False)
         ],
     ),
-    "chat": (Columns(messages="messages", param_columns={"temperature": "t", "seed": "s"}), MESSAGES),
+    "chat": (Columns(messages="messages", param_columns={"temperature": "t", "seed": "s"}), CONVERSATIONS),
     "system": (Columns(system="Be brief.", params={"max_tokens": 9}), PROMPTS),
     "template": (Columns(template="{prompt}!", param_columns={"n": "n"}), [{**p, "n": "2"} for p in PROMPTS]),
     "tokens": (Columns(tokens="ids"), [{"ids": [5, 6, 7]}, {"ids": "[8, 9]"}]),
@@ -167,6 +169,7 @@ def line(i, url, **body):
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
+SCORED = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 LINES = [
     line(0, COMPLETIONS, model="tiny", prompt="Once", max_tokens=8),
     line(1, CHAT, model="tiny", messages=HELLO, max_tokens=8, n=2, logprobs=True, top_logprobs=2),
@@ -174,6 +177,8 @@ LINES = [
     line(3, COMPLETIONS, prompt=[5, 6], seed=8, echo=True, request_id="mine"),
     line(4, EMBEDDINGS, input=["a", "b"]),
     line(5, EMBEDDINGS, model="tiny", input="a", encoding_format="base64"),
+    line("5a", RESPONSES, input="Hello", max_output_tokens=8, temperature=1.5, **SCORED),
+    line("5b", MESSAGES, model="tiny", messages=HELLO, max_tokens=8, temperature=1.5, system="Be kind."),
     line(6, COMPLETIONS, prompt="x", temperature=-1),  # refused by the server
     line(7, CHAT, model="tiny", messages=[]),
     line(8, COMPLETIONS, prompt="x", stream=True),  # from here on: before anything is sent
@@ -190,8 +195,76 @@ def test_lines_are_answered_as_by_the_model_here(texts, server):
     with opened(server.url, lines=True, seed=3, created=99) as there:
         assert list(there.fields) == list(here.fields)
         expected, found = computed(here, rows), computed(there, rows)
-    assert [isinstance(v, tuple) for v in expected] == 6 * [False] + 6 * [True]
+    assert [isinstance(v, tuple) for v in expected] == 8 * [False] + 6 * [True]
     assert json.dumps(found) == json.dumps(expected)  # the order of fields as well
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOL, CHAT_TOOL = {"type": "function", **FUNCTION}, {"type": "function", "function": FUNCTION}
+CUSTOM = {"name": "f", "input_schema": FUNCTION["parameters"]}
+THOUGHT = told(f"<think>\nHm.\n</think>\n\nLook: {CALL}\n{CALL}")
+ADAPTIVE = {"type": "adaptive"}
+TURNS = [
+    line(0, CHAT, messages=THOUGHT, tools=[CHAT_TOOL]),
+    line(1, RESPONSES, input=THOUGHT, tools=[TOOL], store=True, metadata={"a": "b"}, reasoning={"effort": "low"}),
+    line(2, RESPONSES, model="tiny", input="Hello", instructions="Be kind", max_output_tokens=4),
+    line(3, RESPONSES, input=told("<think>\nHm.\n</think>\n\nHi."), **SCORED),
+    line(4, RESPONSES, input=told("Hi, you."), stop=["you"], **SCORED),
+    line(5, RESPONSES, input=[*told("Hi."), {"type": "item_reference", "id": "msg_1"}]),
+    line(6, RESPONSES, input="x", previous_response_id="resp_1"),
+    line(7, RESPONSES, input="x", stream=True),
+    line(8, RESPONSES, input="x", background=True),
+    line(9, RESPONSES, input=told("x"), max_output_tokens=9999),
+    line(10, RESPONSES, input="", made_up=1),
+    line(11, MESSAGES, model="tiny", messages=THOUGHT, tools=[CUSTOM], max_tokens=300, thinking={"type": "enabled"}),
+    line(12, MESSAGES, model="tiny", messages=THOUGHT, tools=[CUSTOM], max_tokens=40, thinking={"type": "enabled"}),
+    line(
+        13, MESSAGES, messages=told("Hi, you."), max_tokens=9999, stop_sequences=["you"], thinking={"type": "adaptive"}
+    ),
+    line(14, MESSAGES, model="tiny", messages=HELLO, max_tokens=0),
+    line(15, MESSAGES, model="tiny", messages=[{"role": "user", "content": "x " * 3000}], max_tokens=5),
+    line(16, MESSAGES, messages=HELLO, max_tokens=5),
+    line(17, MESSAGES, model="tiny", messages=HELLO, max_tokens=5, stream=True),
+]
+
+
+@pytest.fixture(scope="module")
+def says(tmp_path_factory):
+    with saying(tmp_path_factory.mktemp("says")) as here:
+        yield here
+
+
+def test_turns_are_answered_as_by_the_model_here(says):
+    """Of any API: the server draws ids and keeps responses, and no line tells of that."""
+    rows = rows_of(TURNS)
+    here = OpenAIWork(lambda: (says.texts, THINKS), ["tiny"], seed=3, created=99)
+    here.open()
+    with opened(says.url, lines=True, seed=3, created=99) as there:
+        expected, found = computed(here, rows), computed(there, rows)
+    for one, other in zip(found, expected, strict=True):
+        assert json.dumps(one) == json.dumps(other)
+    answers = {r.values["custom_id"]: v for r, v in zip(rows, expected, strict=True)}
+    good = [own for own, v in answers.items() if not isinstance(v, tuple)]
+    assert good == [f"r{i}" for i in (0, 1, 2, 3, 4, 11, 12, 13, 16)]
+    response = answers["r1"]["response"]["body"]
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert response["store"] is False and response["created_at"] == response["completed_at"] == 99
+    assert not says.served.responses.of("")
+    stopped = answers["r4"]["response"]["body"]["output"][0]["content"][0]
+    assert stopped["text"] == "Hi, " and [p["token"] for p in stopped["logprobs"]][:4] == ["H", "i", ",", " "]
+    message = answers["r11"]["response"]["body"]
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert answers["r12"]["response"]["body"]["stop_reason"] == "max_tokens"
+    assert answers["r13"]["response"]["body"]["stop_reason"] == "stop_sequence"
+    ids = [item["call_id"] for item in response["output"][2:]] + [block["id"] for block in message["content"][2:]]
+    assert len({*ids}) == 4
+    refused = {own: v[1]["response"]["body"] for own, v in answers.items() if isinstance(v, tuple)}
+    assert refused["r5"]["error"]["param"] == "input[1]"
+    assert refused["r6"]["error"]["param"] == "previous_response_id"
+    assert refused["r7"]["error"]["param"] == "stream"
+    assert refused["r15"]["error"]["message"].startswith("prompt is too long: The prompt")
+    assert refused["r17"]["type"] == "error" and refused["r17"]["error"]["type"] == "invalid_request_error"
 
 
 def test_a_run_writes_the_same_file_by_url_and_by_model(server, tmp_path):
@@ -782,6 +855,54 @@ def test_answers_to_lines_hold_nothing_of_time_and_company():
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     ids = [c["id"] for c in body["choices"][0]["message"]["tool_calls"]]
     assert all(i.startswith("call_") for i in ids) and ids[0] != ids[1]
+
+
+def test_responses_and_messages_of_a_foreign_server():
+    """It is sent no seed and keeps nothing; ids, times and what its cache had are left out."""
+    path, body = sent(line(0, RESPONSES, input="x", store=True), lines=True)
+    assert (path, body) == (RESPONSES, {"input": "x", "store": False, "model": "m"})
+    assert sent(line(0, MESSAGES, messages=HELLO), lines=True)[1] == {"messages": HELLO, "model": "m"}
+    asked = []
+
+    def says(path, body, n):
+        asked.append(body)
+        drawn = os.urandom(4).hex()
+        if path == RESPONSES:
+            item = {"type": "function_call", "id": f"fc_{drawn}", "call_id": drawn}
+            details = {"cached_tokens": len(asked), "cache_write_tokens": 0}
+            usage = {"input_tokens": 9, "input_tokens_details": details, "output_tokens": 2}
+            times = {"created_at": time.time(), "completed_at": time.time()}
+            return 200, {"id": drawn, "object": "response", **times, "output": [item, item], "usage": usage}
+        block = {"type": "tool_use", "id": f"toolu_{drawn}"}
+        usage = {"input_tokens": 9 - n, "cache_read_input_tokens": n, "output_tokens": 2}
+        return 200, {"id": drawn, "type": "message", "content": [{"type": "text"}, block], "usage": usage}
+
+    found = []
+    rows = rows_of([line(0, RESPONSES, input="x"), line(1, MESSAGES, messages=HELLO)])
+    for _ in range(2):
+        with Mock(says) as mock, opened(mock.url, lines=True) as work:
+            found.append(computed(work, rows))
+    assert found[0] == found[1] and all("seed" not in body for body in asked)
+    response, message = (v["response"]["body"] for v in found[0])
+    assert response["created_at"] == response["completed_at"] == 1234 and response["id"].startswith("resp_")
+    assert len({item["call_id"] for item in response["output"]}) == 2
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+    assert message["usage"] == {"input_tokens": 9, "cache_read_input_tokens": 0, "output_tokens": 2}
+    assert message["content"][1]["id"] != message["id"]
+
+
+@pytest.mark.parametrize("answer", [{}, {"output": "x"}, {"output": [], "status": "failed", "error": {"code": "x"}}])
+def test_responses_that_are_none(answer):
+    with Mock(lambda path, body, n: (200, answer)) as mock, opened(mock.url, lines=True) as work:
+        [(kind, values)] = computed(work, rows_of([line(0, RESPONSES, input="x")]))
+    assert kind == "failed" and values["response"]["status_code"] == 502
+
+
+def test_what_anthropics_usage_says():
+    usage = {"input_tokens": 2, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 4, "output_tokens": 5}
+    assert used_of({"usage": usage}) == Used(9, 5, 3)
+    usage = {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 3}, "output_tokens": 5}
+    assert used_of({"usage": usage}) == Used(9, 5, 3)
 
 
 def test_a_line_that_fails_has_the_status_and_words_of_the_server():

@@ -74,7 +74,7 @@ def ask(here, described):
 def said(response):
     """Its items: type, status and text."""
     return [
-        (item["type"], item["status"], item["arguments"] if "arguments" in item else item["content"][0]["text"])
+        (item["type"], item["status"], item.get("arguments") or (item.get("content") or item["summary"])[0]["text"])
         for item in response["output"]
     ]
 
@@ -96,6 +96,18 @@ def test_thoughts_words_and_calls(ask):
     used = told["usage"]
     assert used["output_tokens"] == len(text.encode())  # a letter is a token
     assert used["output_tokens_details"] == {"reasoning_tokens": len(THOUGHT.strip())}
+
+
+def test_thoughts_where_a_summary_would_stand(ask, here):
+    """As they are, so that clients show them that look for summaries; and so they are part of the turn after them."""
+    items = [say(THOUGHT + "I look.")]
+    plain, summed = ask(items), ask(items, reasoning={"summary": "detailed"})
+    assert said(plain) == said(summed) and plain["output"][0]["summary"] == []
+    assert summed["output"][0]["summary"] == [{"type": "summary_text", "text": "Let me see."}]
+    assert "content" not in summed["output"][0] and summed["reasoning"] == {"effort": None, "summary": "detailed"}
+    turns = [ask([say("On.")], previous_response_id=first["id"]) for first in (plain, summed)]
+    turns.append(ask([*items, *summed["output"], say("On.")]))
+    assert len({turn["usage"]["input_tokens"] for turn in turns}) == 1
 
 
 def test_the_turn_after_them(ask, here):

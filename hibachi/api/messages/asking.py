@@ -95,6 +95,7 @@ def _set_limits(chat: ChatBody, body: MessagesBody) -> None:
         )
     chat.max_tokens, chat.stream, chat.stop = body.max_tokens, body.stream, body.stop_sequences
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    chat.seed = body.seed
 
 
 def _set_format(chat: ChatBody, body: CountBody) -> None:

@@ -154,7 +154,7 @@ class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/messages"""
+    """POST /v1/messages. seed: as in /v1/chat/completions; Anthropic's API has none."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -162,3 +162,4 @@ class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    seed: int | None = None

@@ -169,10 +169,12 @@ class MessagesWriter(Writer):
         vocabulary: openai.Vocabulary,
         fingerprint: str | None = None,
         *,
+        id: str | None = None,
+        cached: bool = True,
         full: bool = False,
     ) -> None:
-        super().__init__(asked, name, vocabulary, fingerprint)
-        self.id = f"msg_{secrets.token_hex(12)}"
+        super().__init__(asked, name, vocabulary, fingerprint, cached=cached)
+        self.id = f"msg_{id or secrets.token_hex(12)}"
         self._full = full
         turns = asked.turns
         self._parser = None if turns is None else turns.parser()

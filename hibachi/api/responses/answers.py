@@ -9,7 +9,15 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.api.answers import TokenLogprob
-from hibachi.api.responses.items import FunctionCall, FunctionCallOutput, Message, OutputText, Reasoning, ReasoningText
+from hibachi.api.responses.items import (
+    FunctionCall,
+    FunctionCallOutput,
+    Message,
+    OutputText,
+    Reasoning,
+    ReasoningText,
+    SummaryText,
+)
 
 Output: TypeAlias = Message | Reasoning | FunctionCall
 
@@ -209,6 +217,41 @@ class ReasoningDone(Struct, tag="response.reasoning_text.done"):
     text: str
 
 
+class SummaryAdded(Struct, tag="response.reasoning_summary_part.added"):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    part: SummaryText
+
+
+class SummaryPartDone(Struct, tag="response.reasoning_summary_part.done"):
+    """status: "incomplete" where it was cut off."""
+
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    part: SummaryText
+    status: str | UnsetType = UNSET
+
+
+class SummaryDelta(Struct, tag="response.reasoning_summary_text.delta"):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    delta: str
+
+
+class SummaryDone(Struct, tag="response.reasoning_summary_text.done"):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    summary_index: int
+    text: str
+
+
 class ArgumentsDelta(Struct, tag="response.function_call_arguments.delta"):
     sequence_number: int
     item_id: str
@@ -233,6 +276,10 @@ EVENTS = (
     TextDone,
     ReasoningDelta,
     ReasoningDone,
+    SummaryAdded,
+    SummaryDelta,
+    SummaryDone,
+    SummaryPartDone,
     ArgumentsDelta,
     ArgumentsDone,
     PartDone,

@@ -37,11 +37,12 @@ REFUSED = {
     "moderation": "Nothing is judged",
 }
 """Fields that may only be null, and why."""
+SUMMARIES = (None, "auto", "concise", "detailed")
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("background", (None, False), "An answer is waited for; send stream to see it grow"),
     ("text.verbosity", (None, "medium"), "The models served have no such setting"),
-    ("reasoning.summary", (None, "auto"), "Reasoning is told as it is, and nothing sums it up"),
-    ("reasoning.generate_summary", (None, "auto"), "Reasoning is told as it is, and nothing sums it up"),
+    ("reasoning.summary", SUMMARIES, "It is null, auto, concise or detailed"),
+    ("reasoning.generate_summary", SUMMARIES, "It is null, auto, concise or detailed"),
     ("reasoning.context", (None, "auto"), "The model's template says which reasoning it is shown again"),
     ("reasoning.mode", (None,), "The models served have no such setting"),
 )

@@ -38,13 +38,20 @@ class TextAsked(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningAsked(Struct, forbid_unknown_fields=True):
-    """effort: where the model's template reads it."""
+    """effort: where the model's template reads it. summary: the reasoning is told in the place of one, as it is;
+    generate_summary is its old name.
+    """
 
     effort: str | None = None
-    summary: str | None = None  # "auto" only, as the next one: reasoning is told as it is
+    summary: str | None = None
     generate_summary: str | None = None
     context: str | None = None  # "auto" only
     mode: str | None = None  # null only
+
+    @property
+    def summed(self) -> bool:
+        """Whether reasoning is told where its summary would stand."""
+        return self.summary is not None or self.generate_summary is not None
 
 
 class FunctionTool(Struct, tag="function", kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from dataclasses import replace as copied
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from hibachi.api import answers as shared
 from hibachi.api.answers import TokenLogprob, Vocabulary
@@ -19,7 +20,7 @@ from hibachi.api.errors import Refused
 from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
-from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText
+from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText, SummaryText
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
@@ -41,8 +42,8 @@ class _Open:
 class ResponsesWriter(Writer):
     """Writes the response to one request.
 
-    body: as it came. server: the tag of this server. keeps: it is stored. keep: called with a response that has ended,
-    before the client is told of the end.
+    body: as it came. server: the tag of this server; None means that no server makes it. keeps: it is stored. keep:
+    called with a response that has ended, before the client is told of the end.
     """
 
     dialect = RESPONSES
@@ -54,7 +55,7 @@ class ResponsesWriter(Writer):
         vocabulary: Vocabulary,
         body: ResponsesBody,
         *,
-        server: str,
+        server: str | None,
         id: str | None = None,
         created: int | None = None,
         cached: bool = True,
@@ -63,8 +64,9 @@ class ResponsesWriter(Writer):
     ) -> None:
         super().__init__(asked, name, vocabulary, created=created, cached=cached)
         own = id or secrets.token_hex(12)
-        self.id = f"resp_{server}_{own}"
-        self._suffix = f"{server}_{own}"
+        self._suffix = own if server is None else f"{server}_{own}"
+        self.id, self._ended = f"resp_{self._suffix}", created
+        self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.turns is None else asked.turns.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
@@ -166,10 +168,29 @@ class ResponsesWriter(Writer):
     def _think(self, text: str, told: list[Any]) -> None:
         now = self._open
         if now is None or type(now.item) is not Reasoning:
-            now = self._begin(Reasoning(id=self._id("rs"), content=[], status="in_progress"), told)
-            told.append(answers.PartAdded(self._next(), str(now.item.id), now.index, 0, ReasoningText("")))
+            content = UNSET if self._sums else list[ReasoningText]()
+            now = self._begin(Reasoning(id=self._id("rs"), content=content, status="in_progress"), told)
+            at = str(now.item.id), now.index, 0
+            told.append(
+                answers.SummaryAdded(self._next(), *at, SummaryText(""))
+                if self._sums
+                else answers.PartAdded(self._next(), *at, ReasoningText(""))
+            )
         now.pieces.append(text)
-        told.append(answers.ReasoningDelta(self._next(), str(now.item.id), now.index, 0, text))
+        delta = answers.SummaryDelta if self._sums else answers.ReasoningDelta
+        told.append(delta(self._next(), str(now.item.id), now.index, 0, text))
+
+    def _end_thought(self, now: _Open, item: Reasoning, text: str, told: list[Any]) -> None:
+        at = str(item.id), now.index, 0
+        if self._sums:
+            item.summary = [SummaryText(text)]
+            told.append(answers.SummaryDone(self._next(), *at, text))
+            cut = "incomplete" if item.status == "incomplete" else UNSET
+            told.append(answers.SummaryPartDone(self._next(), *at, item.summary[0], cut))
+        else:
+            item.content = [ReasoningText(text)]
+            told.append(answers.ReasoningDone(self._next(), *at, text))
+            told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
         assert self.asked.turns is not None
@@ -206,10 +227,7 @@ class ResponsesWriter(Writer):
             told.append(answers.TextDone(self._next(), id, now.index, 0, text, now.logprobs))
             told.append(answers.PartDone(self._next(), id, now.index, 0, part))
         else:
-            thought = ReasoningText(text)
-            item.content = [thought]
-            told.append(answers.ReasoningDone(self._next(), id, now.index, 0, text))
-            told.append(answers.PartDone(self._next(), id, now.index, 0, thought))
+            self._end_thought(now, item, text, told)
         self._output.append(item)
         told.append(answers.ItemDone(self._next(), now.index, item))
 
@@ -227,7 +245,7 @@ class ResponsesWriter(Writer):
             done.incomplete_details = Incomplete()
             told.append(answers.ResponseIncomplete(self._next(), done))
         else:
-            done.completed_at = int(time.time())
+            done.completed_at = int(time.time()) if self._ended is None else self._ended
             told.append(answers.ResponseCompleted(self._next(), done))
         if self._keep is not None:
             self._keep(done)
@@ -293,6 +311,6 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
         "top_logprobs": body.top_logprobs or 0,
         "top_p": asked.params.top_p,
         "truncation": body.truncation or "disabled",
-        "user": msgspec.UNSET if body.user is None else body.user,
+        "user": UNSET if body.user is None else body.user,
         "metadata": body.metadata or {},
     }

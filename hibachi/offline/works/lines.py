@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hibachi.api.errors import Refused, as_refused, body_of
+from hibachi.api.dialects import ANTHROPIC, OPENAI
+from hibachi.api.errors import Refused, as_refused
 from hibachi.errors import ConfigError, HibachiError, shown
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
@@ -19,7 +20,10 @@ from hibachi.offline.works.seen import Seen
 
 MUST = ("custom_id", "url", "body")  # columns by which such lines are known
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+URLS = (COMPLETIONS, CHAT, EMBEDDINGS, RESPONSES, MESSAGES)
+CODE = "unsupported_parameter"
+_DIALECTS = {MESSAGES: ANTHROPIC}
 FIELDS = (Field("id", "text"), Field("custom_id", "text"), Field("response", "json"), Field("error", "json"))
 
 
@@ -77,6 +81,8 @@ class Lines:
             raise Refused(f"Unknown field: {unknown[0][:200]}. A line has custom_id, method, url and body.")
         if body.get("stream"):
             raise Refused("stream must not be true: an answer in a file comes whole. Leave it out.", param="stream")
+        if url == RESPONSES:
+            _check_alone(body)
         return url, body
 
     def id_of(self, number: int, what: str) -> str:
@@ -88,7 +94,13 @@ class Lines:
         return self._line(number, values, response, None)
 
     def refused(self, number: int, values: Mapping[str, Any], why: Refused) -> dict[str, Any]:
-        response = {"status_code": why.status, "request_id": self.id_of(number, "request"), "body": body_of(why)}
+        """values: those of the row, or its custom_id and url: errors are told as the url has them."""
+        dialect, request = _DIALECTS.get(str(values.get("url")), OPENAI), self.id_of(number, "request")
+        response = {
+            "status_code": dialect.status(why),
+            "request_id": request,
+            "body": dialect.told(why, request),
+        }
         return self._line(number, values, response, {"code": why.code or why.kind, "message": str(why)})
 
     def _line(self, number: int, values: Mapping[str, Any], response: Any, error: Any) -> dict[str, Any]:
@@ -100,6 +112,19 @@ class Lines:
             "response": response,
             "error": error,
         }
+
+
+def _check_alone(body: Mapping[str, Any]) -> None:
+    """Raise Refused for a response that needs what was kept of others: lines are answered in any order."""
+    why = "Nothing is kept of a line, so send the whole conversation as input"
+    if body.get("previous_response_id") is not None:
+        raise Refused(f"previous_response_id is not supported: {why}.", param="previous_response_id", code=CODE)
+    items = body.get("input")
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, Mapping):
+            kind = item.get("type")
+            if kind == "item_reference" or (kind is None and "role" not in item):
+                raise Refused(f"input[{i}]: item_reference is not supported: {why}.", param=f"input[{i}]", code=CODE)
 
 
 def _decoded(text: str) -> Any:

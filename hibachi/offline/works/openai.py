@@ -9,33 +9,30 @@ from typing import Any
 
 from hibachi.api import answers, asking
 from hibachi.api.answers import Vocabulary
-from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
-from hibachi.api.chatwriting import ChatWriter
+from hibachi.api.bodies import Bounds, EmbeddingBody, taken
 from hibachi.api.errors import SERVER, Refused
 from hibachi.api.forms import said_by
 from hibachi.api.reading import Reading
 from hibachi.api.vectors import shortened
-from hibachi.api.writing import CompletionWriter, Writer
+from hibachi.api.writing import Writer
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError, shown
 from hibachi.lm.texts import Texts
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
-from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.works.answering import Answering, body_of, check, words
+from hibachi.offline.works.lines import EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
 from hibachi.offline.works.textwork import Feeding, Opens
 from hibachi.offline.works.told import told_of
 from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.remote.identity import system_fingerprint
-from hibachi.request import SamplingParams
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
-from hibachi.structured import StructuredOutputs
 from hibachi.tensor.array_backend import HostArray
 from hibachi.tools.templates.choosing import Parsers
 
-_BODIES: dict[str, Any] = {COMPLETIONS: CompletionBody, CHAT: ChatBody, EMBEDDINGS: EmbeddingBody}
 _ROWS = 1 << 14  # continuations of one line
 
 
@@ -90,9 +87,9 @@ class OpenAIWork(Watching[Texts]):
         self._block = facts.limits.block_size if facts.cached else 0
         self._reading = Reading(texts.prompts, texts.vocab_size, template, parsers=self._parsers)
         tokenizer = texts.tokenizer
-        self._vocabulary = Vocabulary(
-            tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-        )
+        vocabulary = Vocabulary(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        created = self._lines.created
+        self._answering = Answering(texts, self._reading, vocabulary, self._bounds, created, self._fingerprint)
         return told_of(texts)
 
     @property
@@ -104,12 +101,12 @@ class OpenAIWork(Watching[Texts]):
     def wrong(self, row: Row) -> str | None:
         def read() -> None:
             url, given = self._lines.read(row, URLS)
-            body = taken(_BODIES[url], given)
+            body = taken(EmbeddingBody, given) if url == EMBEDDINGS else body_of(url, given, self._names[0])
             self._check_name(body.model)
             if url == EMBEDDINGS:
                 asking.embedding(body, self._bounds)
             else:
-                (asking.chat if url == CHAT else asking.completion)(body, SamplingParams(), self._bounds)
+                check(url, body, self._bounds)
 
         return why_not(row, read)
 
@@ -129,7 +126,7 @@ class OpenAIWork(Watching[Texts]):
             return self._prepared(row, url, body)
 
     def _prepared(self, row: Row, url: str, body: Mapping[str, Any]) -> Prepared:
-        number, values = row.number, {"custom_id": row.values["custom_id"]}
+        number, values = row.number, {"custom_id": row.values["custom_id"], "url": url}
         if url == EMBEDDINGS:
             embedding = taken(EmbeddingBody, body)
             name = self._check_name(embedding.model)
@@ -139,34 +136,13 @@ class OpenAIWork(Watching[Texts]):
             packed = embedding.encoding_format == "base64"
             ready = _Ready(values, ids, None, name, packed=packed, dimensions=embedding.dimensions)
             return self._placed(row, ready, 0, 0)
-        defaults = self.texts.default_params
-        more: dict[str, Any] = {"created": self._lines.created, "cached": False}
-        writer: Writer
-        if url == CHAT:
-            chat = taken(ChatBody, body)
-            name = self._check_name(chat.model)
-            asked = asking.chat(chat, defaults, self._bounds)
-            ids = [self._reading.chat_now(asked, {"strftime_now": self._lines.created})]
-            self._reading.talk.form(asked, partial(self._check, asked.params), self.texts.eos_ids)
-            writer = ChatWriter(
-                asked, name, self._vocabulary, self._fingerprint, id=self._lines.id_of(number, "chat"), **more
-            )
-        else:
-            completion = taken(CompletionBody, body)
-            name = self._check_name(completion.model)
-            asked = asking.completion(completion, defaults, self._bounds)
-            ids = self._reading.encode_now(asked.prompts, "prompt", special=asked.special, truncation=asked.truncation)
-            writer = CompletionWriter(
-                asked, name, self._vocabulary, self._fingerprint, id=self._lines.id_of(number, "text"), **more
-            )
-        for own in ids:
-            self._reading.check_length(own, asked.limit)
+        given = body_of(url, body, self._names[0])
+        name = self._check_name(given.model)
+        writer, ids = self._answering.writer(url, given, name, partial(self._lines.id_of, number))
+        asked = writer.asked
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
         return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens, asked.params.runs)
-
-    def _check(self, params: SamplingParams, form: StructuredOutputs) -> None:
-        self.texts.check_form(params.with_(structured_outputs=form))
 
     def _check_name(self, name: str | None) -> str:
         if name is not None and name not in self._names:
@@ -203,13 +179,13 @@ class OpenAIWork(Watching[Texts]):
             else:
                 asked = ready.writer.asked
                 terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
-                with said_by(asked.form):
+                with words(ready.values["url"]), said_by(asked.form):
                     ready.writer.streams = self.texts.submit(
                         ready.ids, asked.params, terms=terms, prediction=asked.prediction, shown=asked.shown
                     )
                 ready.writer.ids = ready.ids
                 streams = [c.tokens for s in ready.streams for c in s.choices]
-                ready.feeding = Feeding(ready.streams)
+                ready.feeding = Feeding(ready.streams, each=ready.writer.each)
                 feed = ready.feeding if asked.params.stop else None
         self._started[number] = ready
         self._watched.add(number, streams, feed)
@@ -225,6 +201,7 @@ class OpenAIWork(Watching[Texts]):
                 return Result(self._lines.answered(number, ready.values, body), n)
             assert ready.feeding is not None
             with ready.feeding.ended():
+                ready.writer.came(ready.feeding.pieces)
                 body = builtins_of(ready.writer.whole())
         new = sum(len(c.token_ids) for s in ready.streams for c in s.choices)
         cached = sum(s.tokens.reused for s in ready.streams)

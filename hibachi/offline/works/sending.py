@@ -19,6 +19,7 @@ from email.utils import parsedate_to_datetime
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from hibachi.api.dialects import TOO_LONG
 from hibachi.api.errors import INVALID, SERVER, Refused
 from hibachi.errors import MOST_WORDS, ConfigError, text_of
 from hibachi.offline.works.work import Lost
@@ -32,7 +33,7 @@ ASK_WITHIN = 30.0  # seconds for what is no row
 CLOSE_WITHIN = 10.0  # seconds
 DENIED = (401, 403)
 BUSY = 429
-MAY_PASS = (408, BUSY, 500, 502, 503, 504)  # statuses with which a request is repeated
+MAY_PASS = (408, BUSY, 500, 502, 503, 504, 529)  # statuses with which a request is repeated
 _IDS = re.compile(  # in messages: of a request, and other than the next time
     r"\b(?:req|request|cmpl|chatcmpl|embd|trace)[-_][0-9A-Za-z_-]{8,}\b"
     r"|\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b"
@@ -310,6 +311,10 @@ def refusal(status: int, data: bytes, secret: str | None = None) -> Refused:
     kind, param, code = (
         None if more(n) is None else _cleaned(str(more(n)), secret)[:200] for n in ("type", "param", "code")
     )
+    if code is None and isinstance(details := more("details"), Mapping) and "error_code" in details:  # Anthropic's form
+        code = _cleaned(str(details["error_code"]), secret)[:200]
+        if code == "context_length_exceeded":
+            said = said.removeprefix(TOO_LONG)  # it is told again
     return Refused(said, status=status, kind=kind or (INVALID if status < 500 else SERVER), param=param, code=code)
 
 

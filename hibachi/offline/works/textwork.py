@@ -22,7 +22,7 @@ from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.request import SamplingParams
-from hibachi.streams.textstream import Logprobs, TextStream
+from hibachi.streams.textstream import Logprobs, Piece, TextChoice, TextStream
 
 MOST_MESSAGES = 4096  # of a conversation
 Opens = Callable[[], tuple[Texts, str | None]]
@@ -221,15 +221,18 @@ class EmbeddingWork(TextWork):
 
 class Feeding:
     """Makes text of tokens as they come, so that a stop string ends it. What a tokenizer of one's own raises is the
-    error of this row."""
+    error of this row. each: a piece of each token is put into `pieces`."""
 
-    def __init__(self, streams: Sequence[TextStream]) -> None:
+    def __init__(self, streams: Sequence[TextStream], *, each: bool = False) -> None:
         self._choices = [c for s in streams for c in s.choices]
         self._error: Exception | None = None
+        self.pieces: list[Piece] = []
+        for choice in self._choices if each else ():
+            choice.each = True
 
     def __call__(self, i: int, ids: list[int]) -> None:
         try:
-            self._choices[i].feed(ids)
+            self._feed(self._choices[i], ids)
         except Exception as e:
             self._error = e
             for choice in self._choices:
@@ -243,7 +246,7 @@ class Feeding:
             if self._error is not None:
                 raise self._error
             for choice in self._choices:
-                choice.feed(choice.tokens.come())
+                self._feed(choice, choice.tokens.come(), ended=True)
                 if not choice.stopped:
                     choice.tokens.check()
             yield
@@ -251,6 +254,12 @@ class Feeding:
             raise
         except Exception as e:
             raise ModelError(f"The tokenizer raised {text_of(e)}") from e
+
+    def _feed(self, choice: TextChoice, ids: list[int], *, ended: bool = False) -> None:
+        if choice.each:
+            self.pieces += choice.pieces(ids, ended=ended)
+        else:
+            choice.feed(ids)
 
 
 def _scores(found: Logprobs | None) -> list[dict[str, float] | None] | None:

@@ -329,11 +329,17 @@ class Used:
 
 
 def used_of(answer: Answer) -> Used:
+    """In OpenAI's words, or in Anthropic's, whose input_tokens are those that the cache did not have."""
     found = answer.get("usage")
     used = found if isinstance(found, dict) else {}
-    details = used.get("prompt_tokens_details")
+    details = used.get("prompt_tokens_details", used.get("input_tokens_details"))
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
-    return Used(_count(used.get("prompt_tokens")), _count(used.get("completion_tokens")), cached or 0)
+    read, made = (_count(used.get(f"cache_{what}_input_tokens")) for what in ("read", "creation"))
+    prompt = _count(used.get("prompt_tokens", used.get("input_tokens")))
+    new = _count(used.get("completion_tokens", used.get("output_tokens")))
+    if prompt is not None:
+        prompt += (read or 0) + (made or 0)
+    return Used(prompt, new, cached or read or 0)
 
 
 def _count(given: Any) -> int | None:

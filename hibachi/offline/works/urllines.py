@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hibachi.api.errors import Refused
+from hibachi.api.errors import SERVER, Refused
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
-from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.works.lines import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    FIELDS,
+    MESSAGES,
+    RESPONSES,
+    URLS,
+    Lines,
+    refusal_of,
+)
+from hibachi.offline.works.sameanswers import alone, rename_chat, rename_message, rename_response, renamed
 from hibachi.offline.works.urlbase import (
     Answer,
     Ready,
@@ -29,8 +40,24 @@ from hibachi.offline.works.urlbase import (
 from hibachi.offline.works.watched import judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError
 
-_PROMPTS = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}
-_IDS = {COMPLETIONS: ("cmpl", "text"), CHAT: ("chatcmpl", "chat"), EMBEDDINGS: ("embd", "embedding")}
+_PROMPTS = {
+    COMPLETIONS: "prompt",
+    CHAT: "messages",
+    EMBEDDINGS: "input",
+    RESPONSES: "input",
+    MESSAGES: "messages",
+}
+_SYSTEM = {RESPONSES: "instructions", MESSAGES: "system"}  # what stands in front of it
+_IDS = {
+    COMPLETIONS: ("cmpl-", "text"),
+    CHAT: ("chatcmpl-", "chat"),
+    EMBEDDINGS: ("embd-", "embedding"),
+    RESPONSES: ("resp_", "response"),
+    MESSAGES: ("msg_", "message"),
+}
+_NAMED = (COMPLETIONS, CHAT)  # answers that have the id that a request names
+_SEEDLESS = (RESPONSES, MESSAGES)  # where only servers of ours know a seed
+_LISTS = {EMBEDDINGS: "data", RESPONSES: "output", MESSAGES: "content"}  # what answers have in them
 _OF_COMPANY = ("timings", "kv_transfer_params")  # fields of answers that depend on time, or on other requests
 
 
@@ -88,30 +115,32 @@ class UrlLines(UrlWork):
             alias = called if called in self._names and called != self._model else None
             if called is None or alias is not None:
                 body["model"] = self._model
-            if url != EMBEDDINGS and body.get("seed") is None:
+            if url == RESPONSES:
+                body["store"] = False
+            if url != EMBEDDINGS and body.get("seed") is None and (url not in _SEEDLESS or self._ours):
                 body["seed"] = signed(fork(self._lines.seed, row.number + 1))
             request = body.get("request_id")
-            line = _Line({"custom_id": row.values["custom_id"]}, request if isinstance(request, str) else None, alias)
+            named = request if url in _NAMED and isinstance(request, str) else None
+            line = _Line({"custom_id": row.values["custom_id"], "url": url}, named, alias)
             ready = Ready(url, encoded(body), about=line)
-        key, tokens = begins(body.get(_PROMPTS[url], ""))
+        prompt, system = body.get(_PROMPTS[url], ""), body.get(_SYSTEM.get(url, ""))
+        key, tokens = begins(prompt if system is None else [system, prompt])
         return Prepared(key, tokens + _limit(body), row.size + len(ready.body) + 1000, ready)
+
+    @property
+    def _ours(self) -> bool:
+        """Whether the server is one of ours: only they name the bits that they compute."""
+        return self._facts is not None and "numerics" in self._facts
 
     def result(self, number: int, ready: Ready, answer: Answer) -> Result:
         line: _Line = ready.about
-        if ready.path == EMBEDDINGS:
-            if not isinstance(answer.get("data"), list):
-                raise bad(f"expected data, with vectors; got {str(answer.get('error'))[:200]}")
-        else:
-            for choice in choices_of(answer):
-                self._name_calls(number, choice)
+        _check(ready.path, answer)
         used = used_of(answer)
         if isinstance(answer.get("usage"), dict):
-            _same_each_time(answer["usage"])
+            alone(answer["usage"])
         for name in _OF_COMPANY:
             answer.pop(name, None)
-        if "id" in answer:
-            prefix, what = _IDS[ready.path]
-            answer["id"] = f"{prefix}-{line.request or self._lines.id_of(number, what)}"
+        self._rename(number, ready.path, answer, line.request)
         if "created" in answer:
             answer["created"] = self._lines.created
         if line.alias is not None and "model" in answer:
@@ -119,30 +148,46 @@ class UrlLines(UrlWork):
         values = self._lines.answered(number, line.custom, answer)
         return Result(values, used.prompt or 0, used.cached, used.new or 0)
 
-    def _name_calls(self, number: int, choice: Answer) -> None:
-        """Calls of tools have ids of their own, which servers draw at random."""
-        message = choice.get("message")
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        index = choice.get("index")
-        for i, call in enumerate(calls if isinstance(calls, list) else ()):
-            if isinstance(call, dict) and "id" in call:
-                call["id"] = f"call_{self._lines.id_of(number, f'call {index} {i}')}"
+    def _rename(self, number: int, path: str, answer: Answer, request: str | None) -> None:
+        """Ids become the same in every run."""
+        prefix, what = _IDS[path]
+        own = request or self._lines.id_of(number, what)
+        before, now = str(answer.get("id")), f"{prefix}{own}"
+        if "id" in answer:
+            answer["id"] = now
+
+        def call(given: Any, choice: int, i: int) -> Any:
+            made = renamed(given, before, now, choice, i)
+            if made is not None or self._ours:  # what the model wrote stays
+                return made or given
+            return f"call_{self._lines.id_of(number, f'call {choice} {i}')}"
+
+        if path == CHAT:
+            rename_chat(answer, call)
+        elif path == RESPONSES:
+            rename_response(answer, own, self._lines.created, call)
+        elif path == MESSAGES:
+            rename_message(answer, call)
+
+
+def _check(path: str, answer: Answer) -> None:
+    """Raises Refused for an answer that is none."""
+    if path in (COMPLETIONS, CHAT):
+        choices_of(answer)
+        return
+    name = _LISTS[path]
+    if not isinstance(answer.get(name), list):
+        raise bad(f"expected {name}, a list; got {str(answer.get('error'))[:200]}")
+    if answer.get("status") in ("failed", "cancelled"):
+        raise Refused(
+            f"The server broke off: {str(answer.get('error'))[:200]}.", status=502, kind=SERVER, code="broken_off"
+        )
 
 
 def _limit(body: Mapping[str, Any]) -> int:
     """New tokens, as far as the body says how many."""
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         n = body.get(name)
         if isinstance(n, (int, float)) and math.isfinite(n) and 0 < n < 2**31:
             return int(n)
     return 0
-
-
-def _same_each_time(usage: dict[str, Any]) -> None:
-    """Leave out what depends on other requests."""
-    usage.pop("prompt_tokens_details", None)
-    if isinstance(details := usage.get("completion_tokens_details"), dict):
-        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
-            details.pop(name, None)
-        if not details:
-            usage.pop("completion_tokens_details")

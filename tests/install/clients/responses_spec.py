@@ -36,6 +36,8 @@ KINDS = {  # of unions
         *("ResponseFailedEvent", "ResponseErrorEvent", "ResponseOutputItemAddedEvent", "ResponseOutputItemDoneEvent"),
         *("ResponseContentPartAddedEvent", "ResponseContentPartDoneEvent", "ResponseTextDeltaEvent"),
         *("ResponseTextDoneEvent", "ResponseReasoningTextDeltaEvent", "ResponseReasoningTextDoneEvent"),
+        *("ResponseReasoningSummaryPartAddedEvent", "ResponseReasoningSummaryPartDoneEvent"),
+        *("ResponseReasoningSummaryTextDeltaEvent", "ResponseReasoningSummaryTextDoneEvent"),
         *("ResponseFunctionCallArgumentsDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent"),
     ),
 }

@@ -1,0 +1,45 @@
+"""Prepares messages: their chats, their limits, and what is refused of them in the words of their route."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hibachi.api.asking import Asked
+from hibachi.api.bodies import ChatBody
+from hibachi.api.errors import Refused, as_refused
+from hibachi.api.messages.asking import in_its_words
+from hibachi.api.preparing import Prepare
+from hibachi.errors import InvalidRequest
+
+
+async def prepared(prepare: Prepare, chat: ChatBody) -> tuple[Asked, list[int]]:
+    """As `prepare`. An effort is a wish, which agents send to any model: many chat templates have no such setting."""
+    try:
+        return await prepare(chat)
+    except Refused as e:
+        if chat.reasoning_effort is None or e.param != "reasoning_effort":
+            raise
+    chat.reasoning_effort = None
+    return await prepare(chat)
+
+
+def fit(asked: Asked, prompt: int, context: int) -> bool:
+    """max_tokens is what an answer has at most, and must be sent: where the context holds less, that is the limit.
+
+    prompt: its tokens. context: tokens that it holds. Returns whether it is the limit.
+    """
+    wanted, room = asked.params.max_tokens, context - prompt
+    if wanted is None or not 1 <= room < wanted:
+        return False
+    asked.params, asked.limit = asked.params.with_(max_tokens=room), room
+    return True
+
+
+@contextmanager
+def told_in_its_words() -> Iterator[None]:
+    """What is refused of the chat that is made of a body, is told of the body."""
+    try:
+        yield
+    except (Refused, InvalidRequest) as e:
+        raise in_its_words(as_refused(e)) from e
