@@ -119,7 +119,7 @@ def _told(chat: Chat, done: Completion, choice: Choice) -> Choice:
     found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut_off(choice))
     about = f"{done.prompt_token_ids}"  # an answer in Python has no id
     calls = [
-        replace(call, id=call.id or call_id(spoken.format, about, choice.index, i))
+        replace(call, id=call.id or call_id(about, choice.index, i, nine=spoken.format.nine))
         for i, call in enumerate(found.calls)
     ]
     return replace(choice, text=found.content, tool_calls=tuple(calls), reasoning=found.reasoning or "")

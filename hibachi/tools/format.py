@@ -149,6 +149,11 @@ class ChatFormat:
     effort: bool = False
     history: History = field(default_factory=History)
 
+    @property
+    def nine(self) -> bool:
+        """Whether ids of calls must have nine letters."""
+        return self.tools is not None and self.tools.id == "nine letters"
+
 
 PLAIN = ChatFormat()
 HERMES = ToolFormat(
