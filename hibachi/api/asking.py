@@ -12,7 +12,7 @@ from msgspec import UNSET
 from msgspec.json import encode
 
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
-from hibachi.api.conversation import conversation
+from hibachi.api.conversation import check_values, conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
@@ -148,6 +148,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise unsupported("modalities", "Only text is served")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
+    check_values(body.tools)
     with by_name():
         toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
     named, limit = "max_tokens", body.max_tokens
@@ -191,6 +192,7 @@ def by_name() -> Iterator[None]:
 
 def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:
     """The variables of the template for tools, where only the prompt is wanted. Raises Refused."""
+    check_values(tools)
     with by_name():
         return {} if toolbox_of(tools, tool_choice) is None else {"tools": as_shown(tools or ())}
 

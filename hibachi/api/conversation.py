@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hibachi.api.answers import encode
 from hibachi.api.errors import Refused
 from hibachi.errors import shown
 from hibachi.tools import history
 from hibachi.tools.history import Messages, NotShown, as_object
 
-MOST_VALUES = 1 << 18  # of the arguments of a call, which are JSON; commas and brackets count them
+MOST_VALUES = 1 << 18  # of the arguments of a call; commas and brackets count them
+MOST_OF_ALL = 1 << 19  # of all calls, or of all tools
 
 
 def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -32,6 +34,7 @@ def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, A
         raise Refused(
             f"messages has {calls} tool_calls; at most {most} are served.", param="messages", code="invalid_value"
         )
+    _check_arguments(given)
     return _answered([message(m, i) for i, m in enumerate(given)])
 
 
@@ -91,8 +94,6 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
     if isinstance(given.get("tool_calls"), list):
-        for j, call in enumerate(given["tool_calls"]):
-            _check_arguments(call, f"messages[{i}].tool_calls[{j}].function.arguments")
         given = {**given, "tool_calls": [as_object(c) for c in given["tool_calls"]]}
     if content is None or isinstance(content, str):
         return given
@@ -110,13 +111,30 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
     return {**given, "content": "\n".join(texts)}
 
 
-def _check_arguments(call: Any, place: str) -> None:
-    """Reading JSON of millions of values takes seconds, in which Python does nothing else. Raises Refused."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if isinstance(arguments, str) and sum(arguments.count(sign) for sign in ",[{") > MOST_VALUES:
+def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
+    """Reading JSON of millions of values takes seconds, in which Python does little else. Raises Refused."""
+    total = 0
+    for i, m in enumerate(messages):
+        calls = m.get("tool_calls")
+        for j, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            n = sum(arguments.count(sign) for sign in ",[{") if isinstance(arguments, str) else 0
+            total += n
+            if n > MOST_VALUES or total > MOST_OF_ALL:
+                place = f"messages[{i}].tool_calls[{j}].function.arguments"
+                most = f"{MOST_VALUES}, or with those before it {MOST_OF_ALL}"
+                raise Refused(
+                    f"{place} has more than {most} commas and brackets. Shorten it.", param=place, code="invalid_value"
+                )
+
+
+def check_values(tools: Any) -> None:
+    """The same of tools. Raises Refused."""
+    text = encode(tools)
+    if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MOST_OF_ALL:
         raise Refused(
-            f"{place} has more than {MOST_VALUES} commas and brackets. Shorten it.", param=place, code="invalid_value"
+            f"tools has more than {MOST_OF_ALL} commas and brackets. Shorten it.", param="tools", code="invalid_value"
         )
 
 

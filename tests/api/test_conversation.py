@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.api.conversation import conversation, rendered
+from hibachi.api.conversation import check_values, conversation, rendered
 from hibachi.api.errors import Refused
 from hibachi.model.text.chat import render_chat
 
@@ -104,6 +104,15 @@ def test_calls_of_all_messages_are_bounded():
     with pytest.raises(Refused) as found:
         conversation([USER, calls(1, '{"a": [' + "1," * (1 << 18))], 4096)
     assert found.value.param == "messages[1].tool_calls[0].function.arguments"
+    with pytest.raises(Refused) as found:
+        conversation([calls(3, '{"a": [' + "1," * 200_000 + "1]}")], 4096)
+    assert found.value.param == "messages[0].tool_calls[2].function.arguments"
+
+
+def test_tools_are_bounded():
+    check_values([{"enum": list(range(500_000))}])
+    with pytest.raises(Refused, match="tools has more than 524288 commas and brackets"):
+        check_values([{"enum": list(range(530_000))}])
 
 
 def test_results_of_many_calls_in_any_order():

@@ -219,6 +219,16 @@ def test_what_is_broken_where_only_a_probe_comes():
     assert derive(rendering(text)).tools is None
 
 
+def test_long_texts_are_not_compared():
+    """They would take minutes: each bracket may be the beginning of arguments."""
+    braces = "{{ '{' * 200000 }}"
+    text = "{% for m in messages %}BRACES{{ m.content }}{% for c in m.tool_calls or [] %}<c>{{ c.function.name }} "
+    text += "{{ c.function.arguments | tojson }}</c>{% endfor %}{% endfor %}"
+    assert derive(rendering(text.replace("BRACES", braces))).tools is None
+    deep = """{{ '{"a":' * 12000 }}"""
+    derive(rendering(text.replace("BRACES", deep)))
+
+
 def test_a_name_and_an_id_with_nothing_between_them():
     text = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"

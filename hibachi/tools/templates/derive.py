@@ -163,7 +163,7 @@ def _json(text: str, call: Called, start: int) -> tuple[int, int] | None:
     for found in re.compile(r"\{").finditer(text, start):
         try:
             value, end = decoder.raw_decode(text, found.start())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if value == dict(call.arguments):
             return found.start(), end

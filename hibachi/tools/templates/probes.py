@@ -15,6 +15,7 @@ Render = Callable[..., str]
 """render(messages, **variables) -> text; raises InvalidRequest."""
 
 MOST = 60  # renderings of one template
+LONGEST = 1 << 16  # characters of a text that are compared
 SECONDS = 20.0  # of all of them; each is bounded by the sandbox, too
 
 # Words that no template has, and of which none begins or ends like another.
@@ -83,9 +84,10 @@ class Template:
         self._left -= 1
         nulls = {"nulls": True} if self.history.content == "null" else {}
         try:
-            return self._render(messages, **(USUAL | nulls | dict(variables)))
+            text = self._render(messages, **(USUAL | nulls | dict(variables)))
         except (InvalidRequest, InvalidModelFiles):  # what is broken in it may be where only a probe comes
             return None
+        return text if len(text) <= LONGEST else None
 
     def after(self, messages: Sequence[Mapping[str, Any]], word: str = USER, **variables: Any) -> str | None:
         """What comes behind the last time that `word` stands in the text."""
