@@ -48,7 +48,7 @@ class Choosing:
 
     def format(self, template: str, *, tools: bool) -> ChatFormat:
         """The format of a chat. template: the text of the chat template. tools: the chat has tools, or calls; if not,
-        nobody asks how they are written.
+        how they are written is not found out.
 
         The first time it takes some hundredths of a second. Never raises.
         """

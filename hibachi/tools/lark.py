@@ -162,8 +162,8 @@ class Rules:
     def upto(self, marker: str, without: Collection[int] = ()) -> str:
         """Any text up to the first marker, and the marker. Blanks in front of it are a part of the text.
 
-        A marker with special tokens ends it also where it is written out in other tokens, as who reads the text sees no
-        difference. without: special tokens that the text cannot hold.
+        A marker with special tokens ends it also where it is written out in other tokens, as the text is the same
+        to a reader. without: special tokens that the text cannot hold.
         """
         marker = marker.lstrip()
         written = self.rule(f"{self.text} {quoted(marker)}", "upto", "[lazy]")
@@ -254,7 +254,7 @@ def trie(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def repeated(each: str, later: str, least: Any, most: Any) -> str:
-    """Some of the same, at least and at most so many ("" means any number). later: as it is behind another. Raises
+    """Some of the same, with a least and a largest number ("" means any). later: as it is behind another. Raises
     Refused.
     """
     if not isinstance(least, int) or not (most == "" or isinstance(most, int)) or (most != "" and most < least):

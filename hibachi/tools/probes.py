@@ -57,7 +57,7 @@ USUAL = {"tools": TOOLS, "add_generation_prompt": False, "strftime_now": 1.7e9} 
 
 
 class Template:
-    """A template that can be asked so many times. What it refuses, and what is asked too late, is None."""
+    """A template with a limit of renderings. What it refuses, and what is asked beyond the limit, is None."""
 
     def __init__(self, render: Render, most: int = MOST, seconds: float = SECONDS) -> None:
         self._render = render
