@@ -19,7 +19,7 @@ REFUSED = {
     "context_management": "Conversations are taken as they are sent",
     "fallback_credit_token": "Nothing is billed",
     "fallbacks": "The model that is named answers",
-    "inference_geo": "Who runs the server knows where it stands",
+    "inference_geo": "The server runs where its operator put it",
     "mcp_servers": "The server calls no others: give their tools in tools, and call them yourself",
     "thread": "Nothing is kept between requests: send all messages",
 }
