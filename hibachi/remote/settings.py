@@ -32,10 +32,10 @@ MODEL: tuple[Setting, ...] = (
 )  # fmt: skip
 
 CHAT: tuple[Setting, ...] = (
-    Setting("tool-call-parser", text("NAME"), "auto", "how the model writes tool calls: auto (as its template"
-            " shows), generic (tools are described in a system message), or the name of a format"),
-    Setting("reasoning-parser", text("NAME"), "auto", "how the model writes reasoning: auto (as its template"
-            " shows), none (reasoning stays in the text), or the name of a format"),
+    Setting("tool-call-parser", text("NAME"), "auto", "how the model writes tool calls: auto (by its template),"
+            " generic (if that shows none), or a name"),
+    Setting("reasoning-parser", text("NAME"), "auto", "how the model writes reasoning: auto (by its template),"
+            " none (it stays in the text), or a name"),
     Setting("reasoning-field", choice("reasoning_content", "reasoning", "both"), "reasoning_content", "field of an"
             " answer that has the reasoning"),
 )  # fmt: skip
