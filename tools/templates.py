@@ -221,7 +221,8 @@ def table(rows: list[Row]) -> str:
     lines = ["| template | calls | arguments | reasoning | switch |", "|---|---|---|---|---|"]
     for r in rows:
         kind = type(r.form.tools.arguments).__name__ if r.form.tools else ""
-        marks = f"`{r.form.reasoning.begin}` {r.reasoning}" if r.form.reasoning else ""
+        begin = r.form.reasoning.begin.replace("|", "\\|") if r.form.reasoning else ""
+        marks = f"`{begin}` {r.reasoning}" if begin else ""
         switch = ", ".join(filter(None, (r.form.switch, "reasoning_effort" if r.form.effort else None)))
         lines.append(f"| {r.name} | {r.verdict} | {kind} | {marks} | {switch} |")
     return "\n".join(lines)
