@@ -255,6 +255,11 @@ def test_nested_entries_are_objects_or_arrays():
     }
 
 
+def test_a_string_that_begins_like_an_entry_is_a_string():
+    form, schema = Tagged("]<", ">", "]</{key}>", item="item"), {"properties": {"city": {"type": "string"}}}
+    assert tagged(form, "]<city>]<b>Rome]</city></function>", schema) == {"city": "]<b>Rome"}
+
+
 def test_strings_between_brackets_of_xml():
     form = Tagged('<param name="', '">', "</param>", cdata=True)
     schema = {"properties": {"a": {"type": "string"}, "n": {"type": "object"}}}
