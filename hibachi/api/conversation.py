@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hibachi.api.answers import encode
 from hibachi.api.errors import Refused
 from hibachi.errors import shown
 from hibachi.tools import history
@@ -131,6 +130,8 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
 
 def check_values(tools: Any) -> None:
     """The same of tools. Raises Refused."""
+    from msgspec.json import encode  # which rows of plain text do without
+
     text = encode(tools)
     if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MOST_OF_ALL:
         raise Refused(

@@ -387,7 +387,8 @@ def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
         raise IndexError("a defect")
 
     lower = exec_in("hibachi.plan.lower", lower)
-    monkeypatch.setattr(inputs, "lower", lower)
+    for name in ("lower", "lower_one"):
+        monkeypatch.setattr(inputs, name, lower)
     with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):
         Background(engine.run([1, 2], GREEDY, max_tokens=2).collect).result()
 
