@@ -17,6 +17,7 @@ REFRESH = 16  # steps after which what was learned counts
 AGE = 1000  # steps after which a size that did not run is forgotten, as contexts and machines change
 PRIOR = 0.6  # of proposals, how many are right before any was seen
 HIGHEST = 0.98  # no guess is certain, however long the record
+HOLDS = 16  # steps for which it holds whether guesses could pay
 WEIGHT = 3.0  # what a record begins with counts as so many proposals
 MEMORY, COMMON_MEMORY = 0.95, 0.99  # how much of a record counts still after a step
 START, STAY = 1.08, 1.04  # gains from which a step has guesses: after a step without any, after one with some
@@ -189,6 +190,8 @@ class HowMany:
     def __init__(self) -> None:
         self.costs, self.records = Costs(), Records()
         self._some = False  # the last step that could have guesses had some
+        self._answers: dict[tuple[int, int, bool], bool] = {}  # of `worth`, which hold for some steps
+        self._asked = 0
 
     def worth(self, tokens: int, most: int) -> bool:
         """Whether `most` guesses could pay in a step of so many tokens if they were as good as any: else nobody needs
@@ -196,9 +199,16 @@ class HowMany:
         """
         if most <= 0 or not self.costs.knows(tokens):
             return False
-        more = np.arange(most + 1)
-        speed = (tokens + HIGHEST * more) / self.costs.predict(tokens + more)
-        return bool(speed.max() >= self._enough() * speed[0])
+        self._asked += 1
+        if self._asked % HOLDS == 0:  # costs change slowly, and an answer takes as long as a step of a small model
+            self._answers.clear()
+        answer = self._answers.get((tokens, most, self._some))
+        if answer is None:
+            more = np.arange(most + 1)
+            speed = (tokens + HIGHEST * more) / self.costs.predict(tokens + more)
+            answer = bool(speed.max() >= self._enough() * speed[0])
+            self._answers[tokens, most, self._some] = answer
+        return answer
 
     def pays(self, tokens: int, counts: Sequence[int], rates: Sequence[float], seconds: float) -> bool:
         """As `worth`, for guesses as good as each row's were so far, by somebody who takes so many seconds for them."""
