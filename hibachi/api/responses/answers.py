@@ -121,29 +121,31 @@ def listed(ids: Sequence[str], data: Sequence[bytes], *, more: bool) -> ItemList
 # ---- events ------------------------------------------------------------------------------------------------------
 
 
-class ResponseCreated(Struct, tag="response.created"):
+class _Whole(Struct):
+    """An event that tells the response as it is then."""
+
     sequence_number: int
     response: Response
 
 
-class ResponseInProgress(Struct, tag="response.in_progress"):
-    sequence_number: int
-    response: Response
+class ResponseCreated(_Whole, tag="response.created"):
+    pass
 
 
-class ResponseCompleted(Struct, tag="response.completed"):
-    sequence_number: int
-    response: Response
+class ResponseInProgress(_Whole, tag="response.in_progress"):
+    pass
 
 
-class ResponseIncomplete(Struct, tag="response.incomplete"):
-    sequence_number: int
-    response: Response
+class ResponseCompleted(_Whole, tag="response.completed"):
+    pass
 
 
-class ResponseFailed(Struct, tag="response.failed"):
-    sequence_number: int
-    response: Response
+class ResponseIncomplete(_Whole, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(_Whole, tag="response.failed"):
+    pass
 
 
 class ResponseError(Struct, tag="error"):
