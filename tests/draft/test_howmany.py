@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from hibachi.draft.howmany import AGE, HIGHEST, PRIOR, START, STAY, TRIALS, Costs, HowMany, Records, best
+from hibachi.draft.howmany import AGE, HIGHEST, HOLDS, PRIOR, START, STAY, TRIALS, Costs, HowMany, Records, best
 
 # Seconds of a step of so many tokens, bfloat16 on one thread of a CPU.
 CPU = {1: 0.0102, 4: 0.0114, 8: 0.015, 16: 0.026, 64: 0.1, 640: 1.0}
@@ -251,3 +251,11 @@ def test_no_step_costs_more_than_a_larger_one():
         for _ in range(TRIALS):
             costs.note(tokens, seconds)
     assert [costs.predict(n) for n in (1, 2, 4, 6, 8)] == pytest.approx([2, 2, 2, 3, 4])
+
+
+def test_other_costs_are_seen_within_some_steps():
+    how = knowing()
+    assert how.worth(1, 4)
+    how.costs = noted(*((tokens, float(tokens)) for tokens in (1, 2, 4, 8, 16)))
+    assert not all(how.worth(1, 4) for _ in range(HOLDS))
+    assert not how.worth(1, 4)
