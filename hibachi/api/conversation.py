@@ -92,8 +92,8 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
     if not isinstance(given.get("role"), str):
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
-    if isinstance(given.get("tool_calls"), list):
-        given = {**given, "tool_calls": [as_object(c) for c in given["tool_calls"]]}
+    if (calls := given.get("tool_calls")) is not None:
+        given = {**given, "tool_calls": _calls(calls, f"messages[{i}].tool_calls")}
     if content is None or isinstance(content, str):
         return given
     place = f"messages[{i}].content"
@@ -108,6 +108,22 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
             )
         texts.append(part[kind])
     return {**given, "content": "\n".join(texts)}
+
+
+def _calls(given: Any, place: str) -> list[Any]:
+    """Calls with their arguments as objects. Raises Refused for what are none."""
+    if not isinstance(given, list):
+        raise Refused(f"{place} must be a list of calls; got {shown(given)}.", param=place, code="invalid_type")
+    for j, call in enumerate(given):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(
+                f'{place}[{j}] must be a call, {{"id": ..., "type": "function", "function": {{"name": ..., '
+                f'"arguments": ...}}}}; got {shown(call)}.',
+                param=f"{place}[{j}]",
+                code="invalid_value",
+            )
+    return [as_object(call) for call in given]
 
 
 def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
@@ -128,8 +144,8 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def check_values(tools: Any) -> None:
-    """The same of tools. Raises Refused."""
+def check_values(tools: Any) -> int:
+    """The same of tools. Returns their bytes as JSON. Raises Refused."""
     from msgspec.json import encode  # which rows of plain text do without
 
     text = encode(tools)
@@ -137,6 +153,7 @@ def check_values(tools: Any) -> None:
         raise Refused(
             f"tools has more than {MOST_OF_ALL} commas and brackets. Shorten it.", param="tools", code="invalid_value"
         )
+    return len(text)
 
 
 @contextmanager

@@ -121,3 +121,17 @@ def test_results_of_many_calls_in_any_order():
     unnamed = [{"role": "tool", "content": "x"}] * 2
     named = conversation([calls(4), results[-3], *unnamed], 4096)[-2:]
     assert [m["tool_call_id"] for m in named] == ["c0", "c1"]
+
+
+WRONG = [1, None, "a", [], {}, {"function": None}, {"function": "look"}, {"function": {}}, {"function": {"name": 1}}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_what_is_no_call_is_refused_by_its_place(wrong):
+    """Whatever a format would make of it."""
+    with pytest.raises(Refused, match=r"^messages\[1\]\.tool_calls\[1\] must be a call, ") as found:
+        conversation([USER, {**calls(1), "tool_calls": [*calls(1)["tool_calls"], wrong]}], 4096)
+    assert found.value.param == "messages[1].tool_calls[1]" and found.value.status == 400
+    if not isinstance(wrong, list) and wrong is not None:
+        with pytest.raises(Refused, match=r"^messages\[1\]\.tool_calls must be a list of calls; got "):
+            conversation([USER, {**calls(1), "tool_calls": wrong}], 4096)
