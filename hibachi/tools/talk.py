@@ -45,7 +45,7 @@ class Talk:
         self._tokenizer, self._template = tokenizer, chat_template
         self.choosing: Choosing = Choosing(self._render, parsers)
 
-    def _render(self, messages: Messages, **variables: Any) -> str:
+    def _render(self, messages: Messages, /, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
         text: str = self._tokenizer.render_chat(messages, **{**variables, **more})
         return text

@@ -7,11 +7,12 @@ import pytest
 
 from hibachi.api import asking
 from hibachi.api.bodies import Bounds, ChatBody, read
-from hibachi.api.conversation import conversation, rendered
+from hibachi.api.conversation import conversation, refusing
 from hibachi.api.errors import Refused
 from hibachi.errors import InvalidRequest
 from hibachi.model.text.chat import render_chat
 from hibachi.request import SamplingParams
+from hibachi.tools.history import rendered
 
 from ...serve.conftest import ENGINES, site
 from .conftest import CHATML
@@ -47,7 +48,8 @@ def text_of(template, messages, **variables):
     def render(given, **more):
         return render_chat(template, given, bos_token="<s>", eos_token="</s>", **more)
 
-    return rendered(render, asked.messages, asked.template)
+    with refusing():
+        return rendered(render, asked.messages, asked.template)
 
 
 # ---- tool history (findings 12 and 13, D1) ---------------------------------------------------------------------------
