@@ -10,7 +10,7 @@ from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import ChatFormat, Thinking, thinking_of
 from hibachi.tools.generic import described, with_calls_said
-from hibachi.tools.grammar.answer import formed
+from hibachi.tools.grammar.answer import served_form
 from hibachi.tools.history import WAY_OUT, Messages, NotShown, as_written, hidden_calls, rendered, without_developer
 from hibachi.tools.marks import marks
 from hibachi.tools.templates.choosing import Choosing, Parsers
@@ -147,8 +147,8 @@ class Talk:
         check: Callable[[StructuredOutputs], object],
         ends: Collection[int],
     ) -> StructuredOutputs | None:
-        """The form of an answer to what was `spoken`; see `formed`. ends: tokens that end a text."""
+        """The form of an answer to what was `spoken`; see `served_form`. ends: tokens that end a text."""
         if answer is None and box is None:
             return None
         split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
-        return formed(format, box or NO_TOOLS, thinking, answer, split, check, ids=ids, ends=ends)
+        return served_form(format, box or NO_TOOLS, thinking, answer, split, check, ids=ids, ends=ends)

@@ -18,7 +18,7 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.grammar.answer import guided
+from hibachi.tools.grammar.answer import checked_form
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.tools import Tool, Toolbox
 
@@ -57,7 +57,7 @@ def forms(llm, mode="auto"):
         (
             format,
             thinking,
-            guided(format, Toolbox(TOOLS, mode), thinking, None, split, llm.engine.forms.guides.check, ends=ends),
+            checked_form(format, Toolbox(TOOLS, mode), thinking, None, split, llm.engine.forms.guides.check, ends=ends),
         )
         for format in FORMATS.values()
         for thinking in (Thinking.NONE, Thinking.OPEN)

@@ -26,7 +26,7 @@ BARE = {
 NINE = "/[A-Za-z0-9]{9}/"
 
 
-def form(
+def unchecked_form(
     format: ChatFormat,
     toolbox: Toolbox,
     thinking: Thinking,
@@ -37,7 +37,7 @@ def form(
     ends: Collection[int] = (),
     loose: Collection[str] = (),
 ) -> StructuredOutputs | None:
-    """The form of an answer; None where it may be anything.
+    """The form of an answer; None where it may be anything. Whether the library can do it shows when it is checked.
 
     Where the model must call, calls come and nothing else. Where it may, any text comes, and from the text that begins
     calls on, calls that keep to their schemas. answer: the form of what is said: then either that comes or calls.
@@ -47,7 +47,7 @@ def form(
     ends: tokens that end an answer. loose: names of tools whose arguments may be any object.
 
     Raises InvalidRequest for a schema that cannot be read or that the format cannot say, as
-    `tools[2].function.parameters: ...`; what the library cannot do shows when the form is checked, see `guided`.
+    `tools[2].function.parameters: ...`.
     """
     tools = toolbox.callable if format.tools is not None else ()
     if not tools and toolbox.mode == "required":
@@ -62,7 +62,7 @@ def form(
     return StructuredOutputs(grammar=answering.source())
 
 
-def guided(
+def checked_form(
     format: ChatFormat,
     toolbox: Toolbox,
     thinking: Thinking,
@@ -73,15 +73,15 @@ def guided(
     ids: Iterable[int] = (),
     ends: Collection[int] = (),
 ) -> StructuredOutputs | None:
-    """`form`, checked. A tool whose schema the library cannot do may take any object where the model may choose and the
-    tool is not strict; else it is refused by its name, and so is a form of what is said.
+    """`unchecked_form`, checked. A tool whose schema the library cannot do may take any object where the model may
+    choose and the tool is not strict; else it is refused by its name, and so is a form of what is said.
 
     check: checks a form and raises InvalidRequest, such as `hibachi.engine.forms.Forms.check`.
     """
     loose = set[str]()
     while True:
         try:
-            found = form(format, toolbox, thinking, answer, special, ids=ids, ends=ends, loose=loose)
+            found = unchecked_form(format, toolbox, thinking, answer, special, ids=ids, ends=ends, loose=loose)
             if found is not None:
                 check(found)
             return found
@@ -101,7 +101,7 @@ def guided(
         loose |= guilty
 
 
-def formed(
+def served_form(
     format: ChatFormat,
     toolbox: Toolbox,
     thinking: Thinking,
@@ -112,14 +112,12 @@ def formed(
     ids: Iterable[int] = (),
     ends: Collection[int] = (),
 ) -> StructuredOutputs | None:
-    """The form of an answer, checked. See `guided`.
-
-    Where nothing must come, and no grammar can be had (the library is missing, the model's tokens are no text, there
-    are too many tools), there is none: then calls are written as the model was trained to.
+    """`checked_form`, or None where nothing must come and no grammar can be had: the library is missing, the model's
+    tokens are no text, there are too many tools. Then calls are written as the model was trained to.
     """
     must = toolbox.mode == "required" or answer is not None or any(tool.strict for tool in toolbox.callable)
     try:
-        return guided(format, toolbox, thinking, answer, special, check, ids=ids, ends=ends)
+        return checked_form(format, toolbox, thinking, answer, special, check, ids=ids, ends=ends)
     except (MissingExtra, UnsupportedOperation):
         if must:
             raise

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from hibachi.tools.reading.values import PYTHON_VALUE, Values, escaped
+from hibachi.tools.references import referred
 
 ALL: Final = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
 STRING: Final = frozenset(("string",))
@@ -72,11 +73,10 @@ class Typed:
         return out or ALL
 
     def _referred(self, ref: Any) -> Any:
-        found = self._root
-        for part in str(ref).removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+        try:
+            return referred(ref, self._root)
+        except LookupError:
+            return True
 
 
 def types_of(value: Any) -> frozenset[str]:
