@@ -16,10 +16,10 @@ from hibachi.api.conversation import check_values, conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
-from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
 from hibachi.tools.asked import as_shown, toolbox_of
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Toolbox
 
 _DIGITS = re.compile(r"-?[0-9]{1,18}")
@@ -109,12 +109,13 @@ class Asked:
     toolbox: Toolbox | None = None  # of a chat: tools that may be called
     effort: str | None = None  # of reasoning, if one was asked for
     include_reasoning: bool = True
-    turns: Turns | None = None  # how the answer to a chat is read; None means it is all text
+    reasoning_fields: tuple[str, ...] = ()  # names under which reasoning is told in OpenAI's chats; () means it is not
+    reader: AnswerReader | None = None  # of the answer to a chat; None means it is all text
 
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens that its text shows."""
-        return frozenset() if self.turns is None else self.turns.shown
+        return frozenset() if self.reader is None else self.reader.shown
 
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:

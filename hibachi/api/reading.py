@@ -124,10 +124,10 @@ class Reading:
 
     async def chat(self, asked: Asked, tenant: str = "") -> list[int]:
         """Token ids of the prompt of a chat, not too long. What is found out about its answer is noted in `asked`, see
-        `Talk.spoken`. Raises Refused, InvalidRequest or PromptTooLong.
+        `Talk.prompt`. Raises Refused, InvalidRequest or PromptTooLong.
         """
         self.talk.check()
-        text = await self._tokenizing.aside(partial(self.talk.spoken, asked), tenant)
+        text = await self._tokenizing.aside(partial(self.talk.prompt, asked), tenant)
         self._check_text(text, asked.truncation)
         return self._chat(await self.tokens([text], asked.special, tenant), asked)
 
@@ -160,7 +160,7 @@ class Reading:
     def chat_now(self, asked: Asked, variables: Mapping[str, Any]) -> list[int]:
         """As `chat`. variables: further ones for the template."""
         self.talk.check()
-        text = self.talk.spoken(asked, variables)
+        text = self.talk.prompt(asked, variables)
         self._check_text(text, asked.truncation)
         return self._chat(self._cut([text], asked.special), asked)
 
@@ -195,7 +195,7 @@ class Reading:
     ) -> Callable[[], str]:
         """A function that renders a conversation. Raises Refused if there is no template for it."""
         self.talk.check()
-        return partial(self.talk.written, messages, variables, open_end=open_end)
+        return partial(self.talk.prompt_text, messages, variables, open_end=open_end)
 
 
 def _texts(prompts: Sequence[Any]) -> list[str]:

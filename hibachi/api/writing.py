@@ -18,7 +18,7 @@ from hibachi.api.answers import (
 from hibachi.api.asking import Asked
 from hibachi.api.dialects import OPENAI, Dialect
 from hibachi.api.errors import Refused
-from hibachi.api.turns import Thought
+from hibachi.api.thought import Thought
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, TextStream
@@ -79,14 +79,14 @@ class Writer:
 
     def _reasoned(self) -> int | None:
         """Tokens of reasoning that have been read so far; None means reasoning is not told from text."""
-        turns = self.asked.turns
-        if turns is None or turns.format.reasoning is None:
+        reader = self.asked.reader
+        if reader is None or reader.format.reasoning is None:
             return None
         total = 0
         for choice in (c for s in self.streams for c in s.choices):
             found = self._thoughts.get(choice.index)
             if found is None:
-                found = self._thoughts[choice.index] = Thought(turns.format.reasoning, turns.thinking, self._raw)
+                found = self._thoughts[choice.index] = Thought(reader.format.reasoning, reader.thinking, self._raw)
             total += found.upto(choice.token_ids)
         return total
 

@@ -12,11 +12,9 @@ from hibachi.streams.textstream import Choice, Completion, cut_off
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
 from hibachi.tools.history import as_objects
-from hibachi.tools.ids import call_id
-from hibachi.tools.reading.whole import read
-from hibachi.tools.talk import NO_TOOLS, Spoken, Talk
+from hibachi.tools.reading.reader import AnswerReader
+from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
-from hibachi.tools.tools import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +29,10 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that is ready to be answered."""
+    """A conversation that is ready to be answered. reader: None means that the answer is all text."""
 
-    spoken: Spoken
-    box: Toolbox | None
+    prompt: str
+    reader: AnswerReader | None
     params: SamplingParams
 
 
@@ -47,7 +45,7 @@ class Ready:
 
     @property
     def prompts(self) -> list[str]:
-        return [chat.spoken.prompt for chat in self.chats]
+        return [chat.prompt for chat in self.chats]
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -56,7 +54,7 @@ class Ready:
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens that the texts of answers show."""
-        return frozenset[int]().union(*(chat.spoken.shown for chat in self.chats))
+        return frozenset[int]().union(*(chat.reader.shown for chat in self.chats if chat.reader is not None))
 
     def told(self, done: Sequence[Completion]) -> list[Completion]:
         """Completions whose texts are what is said, beside calls and reasoning."""
@@ -79,7 +77,7 @@ class Chats:
     ) -> Ready:
         """Conversations that may be queued, with parameters for each. Raises InvalidRequest."""
         chats = [self._chat(m, p, asking, variables) for m, p in zip(conversations, params, strict=True)]
-        return Ready(chats, [self._tokenizer.encode(c.spoken.prompt, add_special_tokens=False) for c in chats])
+        return Ready(chats, [self._tokenizer.encode(c.prompt, add_special_tokens=False) for c in chats])
 
     def _chat(
         self,
@@ -91,12 +89,12 @@ class Chats:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
-        spoken = talk.spoken([as_objects(m) for m in messages], given, box)
+        prompt, reader = talk.prompt([as_objects(m) for m in messages], given, box)
         answer = params.structured_outputs
-        if spoken.special:
+        if reader is not None:
             assert answer is None or isinstance(answer, StructuredOutputs)
-            answer = talk.form(spoken.format, spoken.thinking, box, answer, partial(self._check, params), self._ends)
-        return Chat(spoken, box, params.with_(structured_outputs=answer))
+            answer = talk.form(reader, answer, partial(self._check, params), self._ends)
+        return Chat(prompt, reader, params.with_(structured_outputs=answer))
 
     def _talk(self, parsers: Parsers, template: str | None) -> Talk:
         found = self._talks.get((parsers, template))
@@ -109,17 +107,14 @@ class Chats:
 
 
 def _completion(chat: Chat, done: Completion) -> Completion:
-    if not chat.spoken.special:
+    reader = chat.reader
+    if reader is None:
         return done
-    return replace(done, choices=[_told(chat, done, choice) for choice in done.choices])
+    return replace(done, choices=[_told(reader, done, choice) for choice in done.choices])
 
 
-def _told(chat: Chat, done: Completion, choice: Choice) -> Choice:
-    spoken = chat.spoken
-    found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut_off(choice))
+def _told(reader: AnswerReader, done: Completion, choice: Choice) -> Choice:
+    found = reader.read(choice.text, cut_off(choice))
     about = f"{done.prompt_token_ids}"  # an answer in Python has no id
-    calls = [
-        replace(call, id=call.id or call_id(about, choice.index, i, nine=spoken.format.nine))
-        for i, call in enumerate(found.calls)
-    ]
+    calls = [replace(call, id=call.id or reader.call_id(about, choice.index, i)) for i, call in enumerate(found.calls)]
     return replace(choice, text=found.content, tool_calls=tuple(calls), reasoning=found.reasoning or "")

@@ -194,7 +194,7 @@ class Served:
 
     async def form_chat(self, asked: Chat, tenant: str) -> None:
         """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
-        if asked.turns is None or (asked.toolbox is None and asked.params.structured_outputs is None):
+        if asked.reader is None or (asked.toolbox is None and asked.params.structured_outputs is None):
             return
 
         def check(form: StructuredOutputs) -> None:

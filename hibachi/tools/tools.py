@@ -42,3 +42,6 @@ class Toolbox:
         if self.mode == "none":
             return ()
         return tuple(t for t in self.tools if self.allowed is None or t.name in self.allowed)
+
+
+NO_TOOLS = Toolbox(mode="none")

@@ -176,9 +176,8 @@ class MessagesWriter(Writer):
         super().__init__(asked, name, vocabulary, fingerprint, cached=cached)
         self.id = f"msg_{id or secrets.token_hex(12)}"
         self._full = full
-        turns = asked.turns
-        self._parser = None if turns is None else turns.parser()
-        self._blocks = Blocks(self._call_id, reasoning=turns is None or turns.include_reasoning)
+        self._parser = None if asked.reader is None else asked.reader.parser()
+        self._blocks = Blocks(self._call_id, reasoning=asked.include_reasoning)
 
     def frame(self, chunk: Any) -> bytes:
         return named(chunk)
@@ -229,6 +228,6 @@ class MessagesWriter(Writer):
         return MessageUsage(used.prompt_tokens - cached, used.completion_tokens, cached, 0, more)
 
     def _call_id(self, number: int) -> str:
-        assert self.asked.turns is not None
-        made = self.asked.turns.call_id(self.id, 0, number)
+        assert self.asked.reader is not None
+        made = self.asked.reader.call_id(self.id, 0, number)
         return f"toolu_{made.removeprefix('call_')}" if made.startswith("call_") else made

@@ -68,7 +68,7 @@ class ResponsesWriter(Writer):
         self.id, self._ended = f"resp_{self._suffix}", created
         self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
-        self._parser = None if asked.turns is None else asked.turns.parser()
+        self._parser = None if asked.reader is None else asked.reader.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
         self._echoed = _echo(body, asked)
         self._output: list[Output] = []
@@ -193,8 +193,8 @@ class ResponsesWriter(Writer):
             told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
-        assert self.asked.turns is not None
-        id = event.id or self.asked.turns.call_id(self.id, 0, event.number)
+        assert self.asked.reader is not None
+        id = event.id or self.asked.reader.call_id(self.id, 0, event.number)
         call = FunctionCall(id=self._id("fc"), call_id=id, name=event.name, arguments="", status="in_progress")
         self._begin(call, told)
 

@@ -19,6 +19,11 @@ class Answer:
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
+    @property
+    def called(self) -> bool:
+        """There are calls, and all of them are complete."""
+        return bool(self.calls) and all(call.complete for call in self.calls)
+
 
 def read(format: ChatFormat, toolbox: Toolbox, thinking: Thinking, text: str, cut: bool = False) -> Answer:
     """What a whole text holds. cut: the limit of tokens ended it."""
