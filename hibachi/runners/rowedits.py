@@ -151,6 +151,8 @@ class RowEdits:
         x, finite = self.backend.kept_rows(
             logits, np.asarray(at, np.int32), self._bits(jobs, rows, positions, m, faults)
         )
+        if not self.wanted_at_once(rows[: len(jobs)], positions).any():
+            return x, finite, faults
         if any(len(each.bias) for each in changes):
             ids, bias = _side_by_side([each.bias for each in changes], m, shapes)
             for i, job in enumerate(jobs):

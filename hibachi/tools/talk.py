@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hibachi.errors import InvalidRequest
@@ -10,6 +11,7 @@ from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import ChatFormat, thinking_of
 from hibachi.tools.generic import described, with_calls_said
 from hibachi.tools.grammar.answer import served_form
+from hibachi.tools.grammar.recent import RecentForms, content_of
 from hibachi.tools.history import WAY_OUT, Messages, NotShown, as_written, hidden_calls, rendered, without_developer
 from hibachi.tools.marks import marks
 from hibachi.tools.reading.reader import AnswerReader
@@ -29,6 +31,7 @@ class Talk:
     def __init__(self, tokenizer: Any, chat_template: str | None = None, parsers: Parsers | None = None) -> None:
         self._tokenizer, self._template = tokenizer, chat_template
         self.choosing: Choosing = Choosing(self._render, parsers)
+        self._forms = RecentForms()
 
     def _render(self, messages: Messages, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
@@ -134,5 +137,14 @@ class Talk:
         """The form of an answer that `reader` reads; see `served_form`. answer: the form of what is said. ends: tokens
         that end a text.
         """
+        parts = reader.format, reader.toolbox, reader.thinking, answer
+        content = content_of(*parts, ends)
+        if (found := self._forms.find(content)) is not None:
+            with suppress(InvalidRequest):  # below it is said in the words of the tools
+                check(found)
+                return found
         split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
-        return served_form(reader.format, reader.toolbox, reader.thinking, answer, split, check, ids=ids, ends=ends)
+        found = served_form(*parts, split, check, ids=ids, ends=ends)
+        if found is not answer:
+            self._forms.keep(content, found)
+        return found
