@@ -20,6 +20,16 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. arguments: the JSON text of an object, or the part of one if it is not `complete`."""
+
+    name: str
+    arguments: str = "{}"
+    id: str | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Toolbox:
     """The tools of a request. mode: "auto": the model may call some; "required": it must; "none": it may not.
 

@@ -15,8 +15,8 @@ from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
 from hibachi.tools.grammar.answer import checked_form, unchecked_form
 from hibachi.tools.marks import texts
 from hibachi.tools.templates.known import KNOWN
-from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import Tool, Toolbox, ToolCall
+from hibachi.tools.write import written
 
 from ..guide import made
 from . import made as given

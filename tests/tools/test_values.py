@@ -9,7 +9,8 @@ from hibachi.tools.format import Tagged
 from hibachi.tools.reading.schema_types import ALL, Typed, value_of
 from hibachi.tools.reading.tagged import TaggedArguments
 from hibachi.tools.reading.values import JSON, PYTHON, Rules, Values
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import ToolCall
+from hibachi.tools.write import written
 
 from .made import FORMATS
 

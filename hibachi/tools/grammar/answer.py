@@ -58,8 +58,8 @@ def unchecked_form(
     if not tools and (answer is None or (thinking is Thinking.NONE and not format.before_said)):
         return answer
     rules = Rules(special, ids, ends, marks(format, special))
-    answering = Answering(rules, format, toolbox, thinking, answer, loose)
-    return StructuredOutputs(grammar=answering.source())
+    found = AnswerRules(rules, format, toolbox, thinking, answer, loose)
+    return StructuredOutputs(grammar=found.source())
 
 
 def checked_form(
@@ -162,7 +162,7 @@ def words_of(error: InvalidRequest) -> str:
 # ---- reasoning, and what is said -------------------------------------------------------------------------------------
 
 
-class Answering:
+class AnswerRules:
     """The rules of one answer."""
 
     def __init__(
@@ -178,7 +178,7 @@ class Answering:
         self._reasoning = None if thinking is Thinking.NONE else format.reasoning
         self._open = thinking is Thinking.OPEN
         called = format.tools is not None and bool(toolbox.callable)
-        self._calls = Calls(rules, format, toolbox, loose) if called else None
+        self._calls = CallRules(rules, format, toolbox, loose) if called else None
         self._answer = answer
         self._said = None if answer is None else said_as(rules, answer)
 
@@ -256,7 +256,7 @@ def said_as(rules: Rules, answer: StructuredOutputs) -> str:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-class Calls:
+class CallRules:
     """Rules for the calls of one answer. Raises ToolRefused."""
 
     def __init__(self, rules: Rules, format: ChatFormat, toolbox: Toolbox, loose: Collection[str]) -> None:

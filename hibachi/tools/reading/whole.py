@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
 from hibachi.tools.reading.parser import Parser
-from hibachi.tools.tools import Toolbox
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import Toolbox, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
