@@ -221,11 +221,19 @@ ANSWERS = [
     (StructuredOutputs(regex="[0-9]{2}/[0-9]"), "12/3", "1a"),
     (StructuredOutputs(choice=["yes", "no"]), "no", "nope"),
     (StructuredOutputs(grammar='start: "a" x | start_not\nx: "start"\nstart_not: "b"'), "astart", "c"),
+    (
+        StructuredOutputs(
+            grammar='root ::= call json-1 | "\\"root ::= %gbnf \\"b" # start\ncall ::= "a" [/"a-c] call?\n'
+            'json-1 ::= "LEAD" | "(" json-1 ")"'
+        ),
+        'aaa/a"(LEAD)',
+        "(",
+    ),
 ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("answer", ANSWERS, ids=[answer.kind for answer, *_ in ANSWERS])
+@pytest.mark.parametrize("answer", ANSWERS, ids=[f"{answer.kind} {i}" for i, (answer, *_) in enumerate(ANSWERS)])
 def test_beside_a_form_a_call_or_the_form_comes(name, answer):
     form, right, wrong = answer
     found = grammar(name, "auto", answer=form, tools=CHOSEN)
@@ -237,6 +245,23 @@ def test_beside_a_form_a_call_or_the_form_comes(name, answer):
     required = grammar(name, "required", answer=form, tools=CHOSEN)
     assert walked(required, call(name)) == "ends"
     assert walked(required, right).startswith("refused")
+
+
+def test_gbnf_behind_reasoning_and_beside_tools_is_refused_as_by_itself():
+    answer = StructuredOutputs(grammar='root ::= "a"+')
+    found = grammar("hermes", "none", Thinking.OPEN, answer, reasoning=REASONING["text"])
+    assert walked(found, "So b.</think>\n\naa") == "ends"
+    assert walked(found, "So b.</think>\n\nb").startswith("refused: b")
+    for text, why in (
+        ("root ::= (", "it is no GBNF"),
+        ("root ::= x", "Rule 'x' not found"),
+        ('{"a": "b"}', "got JSON"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"^structured_outputs\.grammar: .*{why}"):
+            checked_form(
+                chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar=text), special,
+                setting().guides.check, ends=(IDS["<|eos|>"],),
+            )  # fmt: skip
 
 
 def test_where_nothing_is_asked_for_there_is_no_form():
@@ -366,10 +391,6 @@ def test_a_form_beside_tools_is_refused_as_such():
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
         answer = StructuredOutputs(json={"not": {}})
         checked_form(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, answer, special, setting().guides.check)
-    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.grammar: beside tools .* Lark"):
-        unchecked_form(
-            chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar='root ::= "a"'), special
-        )
 
 
 def test_formats_that_say_nothing_and_references_work_in_properties():
