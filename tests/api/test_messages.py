@@ -305,7 +305,7 @@ def test_refusals_are_in_the_words_of_the_sender():
 
 
 def parts_of(events, *, reasoning=True):
-    blocks = Blocks(lambda number: f"toolu_{number}", reasoning=reasoning)
+    blocks = Blocks(lambda given, number: given or f"toolu_{number}", reasoning=reasoning)
     parts = [part for event in events for part in blocks.add([event])]
     return blocks, [*parts, *blocks.end()]
 

@@ -193,8 +193,7 @@ class ResponsesWriter(Writer):
             told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
-        assert self.asked.reader is not None
-        id = event.id or self.asked.reader.call_id(self.id, 0, event.number)
+        id = self.call_id(event.id, event.number)
         call = FunctionCall(id=self._id("fc"), call_id=id, name=event.name, arguments="", status="in_progress")
         self._begin(call, told)
 
@@ -275,12 +274,11 @@ class ResponsesWriter(Writer):
 
     def _used(self) -> answers.ResponseUsage:
         used = self.usage()
-        cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
         return answers.ResponseUsage(
             used.prompt_tokens,
-            answers.InputDetails(cached),
+            answers.InputDetails(used.cached),
             used.completion_tokens,
-            answers.OutputDetails((used.completion_tokens_details or {}).get("reasoning_tokens", 0)),
+            answers.OutputDetails(used.reasoning or 0),
             used.total_tokens,
         )
 
