@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from msgspec import UNSET
 from msgspec.json import encode
 
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
-from hibachi.api.conversation import check_values, conversation
+from hibachi.api.conversation import by_name, check_values, conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
@@ -179,16 +178,6 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     if body.echo and last["role"] == "assistant":
         asked.front = last.get("content") or ""
     return asked
-
-
-@contextmanager
-def by_name() -> Iterator[None]:
-    """Where a message begins with the field that it is about, the refusal names it."""
-    try:
-        yield
-    except InvalidRequest as e:
-        code = "unsupported_parameter" if " is not supported " in str(e) else "invalid_value"
-        raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
 
 
 def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Chats:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
-        prompt, reader = talk.prompt([as_objects(m) for m in messages], given, box)
+        prompt, reader = talk.prompt([as_objects(m, f"messages[{i}]") for i, m in enumerate(messages)], given, box)
         answer = params.structured_outputs
         if reader is not None:
             assert answer is None or isinstance(answer, StructuredOutputs)

@@ -181,6 +181,10 @@ class RowEdits:
         listed = [i for i, job in enumerate(jobs) if job.changes.kept is not None]
         if not guided and not listed:
             return None
+        if len(guided) == m and not listed:
+            bits, failed = allowed(jobs, rows, positions, self.table, self.vocab_size)
+            faults |= failed
+            return bits
         bits = np.full((m, masks.words(self.vocab_size)), ~np.uint32(0))
         if guided:
             at = np.array(guided)

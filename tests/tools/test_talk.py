@@ -69,7 +69,7 @@ def history(*names, content=None):
     ]
     sent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, "tool_calls": calls}]
     results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"R{i}"} for i in range(len(names))]
-    return [as_objects(m) for m in [*sent, *results]]
+    return [as_objects(m, "m") for m in [*sent, *results]]
 
 
 def prompt(given, messages, tools=TOOLS, **more):
