@@ -38,8 +38,8 @@ from hibachi.api.messages.answers import (
 from hibachi.api.writing import Writer, reason_of
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Piece, Stopped, TextChoice, cut_off
-from hibachi.tools.format import PLAIN, CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
-from hibachi.tools.reading.reader import AnswerReader
+from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
+from hibachi.tools.reading.reader import ALL_SAID
 
 Part: TypeAlias = BlockStart | BlockDelta | BlockStop
 FULL = "model_context_window_exceeded"
@@ -177,7 +177,7 @@ class MessagesWriter(Writer):
         super().__init__(asked, name, vocabulary, fingerprint, cached=cached)
         self.id = f"msg_{id or secrets.token_hex(12)}"
         self._full = full
-        self._parser = (asked.reader or AnswerReader(PLAIN)).parser()
+        self._parser = (asked.reader or ALL_SAID).parser()
         self._blocks = Blocks(self.call_id, reasoning=asked.include_reasoning)
 
     def frame(self, chunk: Any) -> bytes:
