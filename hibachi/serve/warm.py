@@ -61,7 +61,7 @@ async def warm(served: Served, x: Exchange) -> None:
         variables |= tools_shown(body.tools)
         if body.documents:
             variables["documents"] = body.documents
-        text = await reading.template(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        text = await reading.prompt_text(conversation(body.messages, served.bounds.messages), variables, x.tenant)
         special = bool(special)
     ids = await reading.encode([text], "text", x.tenant, special=special is not False)
     params = SamplingParams(temperature=0, max_tokens=1)

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.api.conversation import check_values, conversation, rendered
+from hibachi.api.conversation import check_values, conversation, refusing
 from hibachi.api.errors import Refused
 from hibachi.model.text.chat import render_chat
+from hibachi.tools.history import rendered
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 TURNS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"
@@ -24,7 +25,8 @@ def opened(template, content, **variables):
         return render_chat(template, messages, **more)
 
     messages = [USER, {"role": "assistant", "content": content}]
-    return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
+    with refusing():
+        return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
 
 
 HEAD = "<user>\nGo on: end<end>\n<assistant>\n"
@@ -81,7 +83,8 @@ def test_what_a_template_does_not_look_at_is_refused(field):
     looks = "{% for m in messages %}{{ m.content }}{% endfor %}{{ " + field + " | tojson if " + field + " }}"
 
     def shown(template):
-        return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
+        with refusing():
+            return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
 
     assert '"text"' in shown(looks)
     with pytest.raises(Refused) as caught:
