@@ -74,7 +74,7 @@ class Talk:
             given["nulls"] = True
         doubted = ("documents",) if sure else ("tools", "documents")
         text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
-        if sure or (field := hidden_calls(self._render, messages, given, text)) is None:
+        if sure or (field := hidden_calls(self._render, messages, given, text, open_end=open_end)) is None:
             return text
         if format.tools is None:
             raise NotShown(

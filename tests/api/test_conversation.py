@@ -101,6 +101,13 @@ def calls(n, arguments="{}"):
     }
 
 
+def test_as_many_messages_as_are_served_are_taken():
+    assert len(conversation([USER] * 7, 7)) == 7
+    assert len(conversation([calls(7)], 7)[0]["tool_calls"]) == 7
+    with pytest.raises(Refused, match="messages has 8 entries; at most 7 are served"):
+        conversation([USER] * 8, 7)
+
+
 def test_calls_of_all_messages_are_bounded():
     with pytest.raises(Refused, match="messages has 4098 tool_calls; at most 4096 are served"):
         conversation([calls(2049), calls(2049)], 4096)

@@ -131,6 +131,7 @@ def built(events):
             continue
         assert at == len(items) and e.get("item_id", open_["id"]) == open_["id"]
         call = open_["type"] == "function_call"
+        assert e.get("content_index", 0) == e.get("summary_index", 0) == 0  # one part of an item
         if kind.startswith("reasoning_summary"):
             assert open_["type"] == "reasoning" and "content" not in open_ and e["summary_index"] == 0
         if kind in ("content_part.added", "reasoning_summary_part.added"):
