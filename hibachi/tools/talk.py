@@ -137,14 +137,13 @@ class Talk:
         """The form of an answer that `reader` reads; see `served_form`. answer: the form of what is said. ends: tokens
         that end a text.
         """
-        parts = reader.format, reader.toolbox, reader.thinking, answer
-        content = content_of(*parts, ends)
+        content = content_of(reader, answer, ends)
         if (found := self._forms.find(content)) is not None:
             with suppress(InvalidRequest):  # below it is said in the words of the tools
                 check(found)
                 return found
         split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
-        found = served_form(*parts, split, check, ids=ids, ends=ends)
+        found = served_form(reader, answer, split, check, ids=ids, ends=ends)
         if found is not answer:
             self._forms.keep(content, found)
         return found

@@ -14,6 +14,7 @@ from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
 from hibachi.tools.grammar.answer import checked_form, unchecked_form
 from hibachi.tools.marks import texts
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.templates.known import KNOWN
 from hibachi.tools.tools import Tool, Toolbox, ToolCall
 from hibachi.tools.write import written
@@ -241,13 +242,16 @@ def test_where_nothing_is_asked_for_there_is_no_form():
     answer = StructuredOutputs(json_object=True)
     for toolbox in (Toolbox(), Toolbox(CHOSEN, "none")):
         for thinking in Thinking:
-            assert unchecked_form(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking, None, special) is None
-        assert unchecked_form(chat("hermes"), toolbox, Thinking.NONE, answer, special) is answer
-    assert unchecked_form(PLAIN, Toolbox(CHOSEN), Thinking.NONE, None, special) is None
+            assert (
+                unchecked_form(AnswerReader(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking), None, special)
+                is None
+            )
+        assert unchecked_form(AnswerReader(chat("hermes"), toolbox), answer, special) is answer
+    assert unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN)), None, special) is None
     with pytest.raises(InvalidRequest, match="not known how the model writes calls"):
-        unchecked_form(PLAIN, Toolbox(CHOSEN, "required"), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN, "required")), None, special)
     with pytest.raises(InvalidRequest, match="no tool that may be called"):
-        unchecked_form(chat("hermes"), Toolbox(CHOSEN, "required", frozenset()), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN, "required", frozenset())), None, special)
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -292,7 +296,11 @@ def test_what_every_known_format_writes_may_come(name, as_tokens):
         calls = given.calls_of(random.Random(name + mode), 1 if record.tools.most == 1 else None)
         calls = [ToolCall(c.name, plain(c.arguments), c.id) for c in {c.name: c for c in calls}.values()]
         form_of = unchecked_form(
-            record, given.toolbox_of(calls, mode=mode), Thinking.NONE, None, cut, ids=range(256, end), ends=(end,)
+            AnswerReader(record, given.toolbox_of(calls, mode=mode)),
+            None,
+            cut,
+            ids=range(256, end),
+            ends=(end,),
         )
         text = written(record.tools, calls).strip().removeprefix(record.prompted.lstrip())
         guide = own.guides.compile(Grammar(f"{form_of.text}{FREE}"))  # a process that checks would take longer
@@ -325,7 +333,11 @@ def test_going_back_compiles_nothing(monkeypatch):
 def refusing(schema, name="hermes", **more):
     tools = (NOW, Tool("bad", schema, **more))
     return lambda mode: checked_form(
-        chat(name), Toolbox(tools, mode), Thinking.NONE, None, special, setting().guides.check, ends=(IDS["<|eos|>"],)
+        AnswerReader(chat(name), Toolbox(tools, mode)),
+        None,
+        special,
+        setting().guides.check,
+        ends=(IDS["<|eos|>"],),
     )
 
 
@@ -362,10 +374,12 @@ def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
 def test_a_form_beside_tools_is_refused_as_such():
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
         answer = StructuredOutputs(json={"not": {}})
-        checked_form(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, answer, special, setting().guides.check)
+        checked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN)), answer, special, setting().guides.check)
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.grammar: beside tools .* Lark"):
         unchecked_form(
-            chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar='root ::= "a"'), special
+            AnswerReader(chat("hermes"), Toolbox(CHOSEN)),
+            StructuredOutputs(grammar='root ::= "a"'),
+            special,
         )
 
 
