@@ -30,12 +30,13 @@ class Writer:
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
     cached: report how many tokens were found in the cache, or were predicted and proposed, which depends on other
     requests. each: `piece` wants every token alone, also one without text. waiting: what is sent now and then while
-    nothing comes.
+    nothing comes. beside: `whole` may be called in another thread than the other methods.
     """
 
     dialect: Dialect = OPENAI
     waiting: bytes = b": waiting\n\n"  # readers of server-sent events pass over it (WHATWG HTML, 9.2.6)
     each: bool = False
+    beside: bool = True
 
     asked: Asked
     name: str

@@ -47,6 +47,7 @@ class ResponsesWriter(Writer):
     """
 
     dialect = RESPONSES
+    beside = False  # it reads as the text comes, and what is kept is not for several threads
 
     def __init__(
         self,
