@@ -33,7 +33,7 @@ class Talk:
         self.choosing: Choosing = Choosing(self._render, parsers)
         self._forms = RecentForms()
 
-    def _render(self, messages: Messages, **variables: Any) -> str:
+    def _render(self, messages: Messages, /, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
         text: str = self._tokenizer.render_chat(messages, **{**variables, **more})
         return text

@@ -102,7 +102,10 @@ def test_a_choice_a_switch_and_an_effort(runs, flags):
     rows = [{**silent, "tools": [LOOK]}, {**ROWS[1], "c": "none", "e": "low"}]
     of = [word for name in ("tool_choice=c", "chat_template_kwargs=kw", "reasoning_effort=e")
           for word in ("--param-column", name)]  # fmt: skip
-    off, none = runs.of(rows, *flags, *of)
+    off, none, odd, named = runs.of(
+        [*rows, *({**ROWS[0], "kw": {name: 1}} for name in ("self", "template"))], *flags, *of
+    )
+    assert "'self'" in odd["error"] and named["output"] == "Well.", "variables may have any other name"
     assert (off["output"], off["reasoning_content"]) == ("Off.", None), "the prompt has ended the thoughts"
     assert none["tool_calls"] is None and CALL in none["output"] and none["finish_reason"] == "stop"
     [plain] = runs.of([{"messages": ROWS[1]["messages"]}], *flags)
