@@ -441,6 +441,17 @@ def test_what_is_required_may_be_no_property(name):
     assert walked(found, texts[name] % given) == "ends" and walked(found, texts[name] % "").startswith("refused")
 
 
+@pytest.mark.parametrize("name", ["hermes", "python"])
+def test_a_property_may_have_any_value_or_none_at_all(name):
+    texts = {
+        "hermes": '<tool_call>\n{"name": "t", "arguments": {%s}}\n</tool_call>',
+        "python": "<|calls|>[t(%s)]<|/calls|>",
+    }
+    one, other = {"hermes": ('"a": [1]', '"b": [1]'), "python": ("a=[1]", "b=[1]")}[name]
+    found = grammar(name, tools=(Tool("t", {"properties": {"a": True, "b": False}}),))
+    assert walked(found, texts[name] % one) == "ends" and walked(found, texts[name] % other).startswith("refused")
+
+
 def test_a_marker_may_come_in_any_tokens():
     """`<tool_call>` is a token here, and letters are, too."""
     found, text = grammar("hermes", tools=CHOSEN), call("hermes")
