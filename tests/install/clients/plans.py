@@ -85,7 +85,7 @@ class Bytes:
 
 
 class Plans:
-    vocab_size, max_model_len, eos_ids = 256, 65536, (0,)
+    vocab_size, max_model_len, eos_ids = 256, 2**18, (0,)  # agents describe many tools, at length
     tokenizer = Bytes()
 
     def logits(self, tokens, lengths):
