@@ -35,7 +35,7 @@ async def create(served: Served, x: Exchange) -> None:
     def keep(done: Response) -> None:
         served.responses.of(x.tenant).keep(done.id, encode(done), before, own, done.output)
 
-    with in_our_words():
+    with in_our_words(body.tools):
         more = sum(len(data) for _, data in before.each)
         chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own], len(before.each)), more)
         asked, ids = await prepared(

@@ -171,6 +171,7 @@ def test_the_form_of_an_answer(field):
         ({"type": "enabled", "budget_tokens": 1024}, ON, True),
         ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, ON, False),
         ({"type": "adaptive"}, None, True),
+        ({"type": "adaptive", "display": "updates"}, None, True),  # of Claude Code
     ],
 )
 def test_reasoning_is_off_unless_it_is_asked_for(thinking, variables, told):

@@ -281,6 +281,21 @@ def test_ids_of_calls_are_the_models_where_it_says_them():
     assert [call["call_id"] for call in calls] == ["call_0", "nineletts"]
 
 
+def test_calls_and_tools_of_a_namespace_name_it(described):
+    tool = {"type": "function", "name": "weather"}
+    space = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [tool]}
+    events = streamed([[CallBegun(0, "crm__weather"), *CALL[1:], *SECOND]], tools=[{**tool, "name": "time"}, space])
+    for event in events:
+        described("ResponseStreamEvent", event)
+    begun = [e["item"] for e in events if e["type"] == "response.output_item.added"]
+    response = built(events)
+    for items in (begun, response["output"]):
+        assert [(item.get("namespace"), item["name"]) for item in items] == [("crm", "weather"), (None, "time")]
+    alone, told = response["tools"]
+    assert (alone["name"], told["name"], told["description"]) == ("time", "crm", "Customers.")
+    assert [(t["type"], t["name"]) for t in told["tools"]] == [("function", "weather")]
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [(503, "server_error"), (429, "rate_limit_exceeded"), (408, "server_error")]
 )

@@ -19,8 +19,9 @@ from hibachi.api.dialects import OPENAI
 from hibachi.api.errors import Refused
 from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
-from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
+from hibachi.api.responses.bodies import FunctionTool, Namespace, ResponsesBody
 from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText, SummaryText
+from hibachi.api.responses.tools import functions, split
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
@@ -71,7 +72,7 @@ class ResponsesWriter(Writer):
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.reader is None else asked.reader.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
-        self._echoed = _echo(body, asked)
+        self._spaces, self._echoed = split(functions(body.tools)), _echo(body, asked)
         self._output: list[Output] = []
         self._open: _Open | None = None
         self._scores: list[TokenLogprob] = []  # of tokens whose text has not come out of the parser
@@ -194,8 +195,15 @@ class ResponsesWriter(Writer):
             told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
-        id = self.call_id(event.id, event.number)
-        call = FunctionCall(id=self._id("fc"), call_id=id, name=event.name, arguments="", status="in_progress")
+        space, name = self._spaces.get(event.name, (UNSET, event.name))
+        call = FunctionCall(
+            id=self._id("fc"),
+            call_id=self.call_id(event.id, event.number),
+            name=name,
+            arguments="",
+            status="in_progress",
+            namespace=space,
+        )
         self._begin(call, told)
 
     def _argue(self, text: str, told: list[Any]) -> None:
@@ -290,7 +298,6 @@ def _as_piece(choice: Choice) -> Piece:
 
 def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
     """The fields of a response that repeat what was asked for, or tell of defaults."""
-    tools = [msgspec.convert(tool, FunctionTool) for tool in body.tools or ()]
     reasoning, form = body.reasoning, None if body.text is None else body.text.format
     told = {"type": "text"} if form is None else msgspec.to_builtins(form)
     return {
@@ -303,13 +310,19 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
         "temperature": asked.params.temperature,
         "text": answers.ResponseText({name: value for name, value in told.items() if value is not None}),
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [
-            answers.ResponseTool(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict)
-            for t in tools
-        ],
+        "tools": list(map(_told, body.tools or ())),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": asked.params.top_p,
         "truncation": body.truncation or "disabled",
         "user": UNSET if body.user is None else body.user,
         "metadata": body.metadata or {},
     }
+
+
+def _told(raw: dict[str, Any]) -> Any:
+    """A tool as a response repeats it."""
+    if raw["type"] == "namespace":
+        space = msgspec.convert(raw, Namespace)
+        return answers.ResponseNamespace(space.name, space.description or "", list(map(_told, space.tools)))
+    f = msgspec.convert(raw, FunctionTool)
+    return answers.ResponseTool(name=f.name, description=f.description, parameters=f.parameters, strict=f.strict)

@@ -38,11 +38,11 @@ BODIES: dict[str, Any] = {
     MESSAGES: MessagesBody,
 }
 """By url."""
-WORDS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    RESPONSES: in_our_words,
-    MESSAGES: messages.told_in_its_words,
+WORDS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    RESPONSES: lambda body: in_our_words(body.tools),
+    MESSAGES: lambda body: messages.told_in_its_words(),
 }
-"""By url: within it, what is refused of a chat is told of the body that the chat was made of."""
+"""By url, of a body: within it, what is refused of a chat is told of the body that the chat was made of."""
 
 
 def body_of(url: str, given: Mapping[str, Any], name: str) -> Any:
@@ -52,8 +52,8 @@ def body_of(url: str, given: Mapping[str, Any], name: str) -> Any:
     return taken(BODIES[url], given, PAGE if url in WORDS else CHATS_PAGE)
 
 
-def words(url: str) -> AbstractContextManager[None]:
-    return WORDS.get(url, nullcontext)()
+def words(url: str, body: Any) -> AbstractContextManager[None]:
+    return WORDS[url](body) if url in WORDS else nullcontext()
 
 
 def chat_for(body: Any, bounds: Bounds) -> ChatBody:
@@ -72,7 +72,7 @@ def check(url: str, body: Any, bounds: Bounds) -> None:
     if isinstance(body, CompletionBody):
         asking.completion(body, SamplingParams(), bounds)
         return
-    with words(url):
+    with words(url, body):
         asking.chat(chat_for(body, bounds), SamplingParams(), bounds)
 
 
@@ -91,7 +91,7 @@ class Answering:
         """What writes the answer to a body, and the token ids of its prompts. name: of the model. id_of: makes an id
         of one kind. Raises Refused, InvalidRequest or PromptTooLong.
         """
-        with words(url):
+        with words(url, body):
             if url == COMPLETIONS:
                 writer, ids = self._completion(body, name, id_of("text"))
             elif url == RESPONSES:
