@@ -12,7 +12,7 @@ from hibachi.api.bodies import read
 from hibachi.api.dialects import ANTHROPIC, key_of, spoken
 from hibachi.api.errors import Refused, as_refused
 from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
-from hibachi.api.messages.asking import SWITCHES, chat_of, in_its_words
+from hibachi.api.messages.asking import SWITCHES, chat_of, told_as_sent
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.api.messages.writing import Blocks, joined, named
 from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
@@ -303,8 +303,20 @@ def test_refusals_are_in_the_words_of_the_sender():
         ("the stop is", "the stop is"),
         ("reasoning_effort is", "output_config.effort is"),
     ):
-        told = in_its_words(Refused(ours, param=ours.partition(" ")[0], code="invalid_value"))
-        assert (str(told), told.param, told.code) == (theirs, theirs.partition(" ")[0], "invalid_value")
+        with pytest.raises(Refused) as told, told_as_sent():
+            raise Refused(ours, param=ours.partition(" ")[0], code="invalid_value")
+        assert (str(told.value), told.value.param, told.value.code) == (theirs, theirs.split()[0], "invalid_value")
+
+
+def test_what_else_is_told_of_a_refusal_stays():
+    with pytest.raises(Refused) as told, told_as_sent():
+        raise Refused("stop is too long", status=429, kind="k", param="stop", code="c", headers={"Retry-After": "5"})
+    found = told.value
+    assert (found.status, found.kind, found.param, found.code) == (429, "k", "stop_sequences", "c")
+    assert found.headers == {"Retry-After": "5"}
+    with pytest.raises(Refused, match=r"^stop_sequences is") as told, told_as_sent():
+        raise InvalidRequest("stop is too long")
+    assert (told.value.status, told.value.param) == (400, None)
 
 
 # ---- answers -------------------------------------------------------------------------------------------------------

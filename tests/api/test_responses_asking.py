@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 from hibachi.api.bodies import Bounds, read
 from hibachi.api.errors import Refused
 from hibachi.api.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.asking import LOGPROBS, as_chat, in_our_words, own_items, turns
+from hibachi.api.responses.asking import LOGPROBS, as_chat, own_items, told_as_sent, turns
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import as_kept, kept
 from hibachi.errors import PromptTooLong
@@ -316,7 +316,7 @@ def test_what_refuses_a_tool_of_a_chat_names_where_it_stands(chat, ours):
     tools = [FUNCTION, {**SPACE, "tools": [FUNCTION, INNER]}, FUNCTION]
 
     def refuse():
-        with in_our_words(tools):
+        with told_as_sent(tools):
             raise Refused(f"{chat}.function.name is that of tools[1].", param=f"{chat}.function.name")
 
     found = refused(refuse)
@@ -443,7 +443,7 @@ def test_what_is_wrong_with_an_item_is_said_of_its_place(items, param, words, in
 )
 def test_what_refuses_a_chat_names_the_fields_of_a_response(chat, name):
     def refuse():
-        with in_our_words():
+        with told_as_sent():
             raise Refused(f"{chat} is wrong.", status=404, param=chat, code="c", headers={"A": "b"})
 
     found = refused(refuse)
@@ -452,7 +452,7 @@ def test_what_refuses_a_chat_names_the_fields_of_a_response(chat, name):
 
 
 def test_a_prompt_that_is_too_long():
-    with pytest.raises(PromptTooLong, match="max_output_tokens is 7"), in_our_words():
+    with pytest.raises(PromptTooLong, match="max_output_tokens is 7"), told_as_sent():
         raise PromptTooLong("max_tokens is 7")
 
 

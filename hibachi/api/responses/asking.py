@@ -258,7 +258,7 @@ def _named(param: str) -> str:
 
 
 @contextmanager
-def in_our_words(tools: Sequence[dict[str, Any]] | None = None) -> Iterator[None]:
+def told_as_sent(tools: Sequence[dict[str, Any]] | None = None) -> Iterator[None]:
     """What refuses a chat names the fields of a response. tools: those of its body."""
     try:
         yield
@@ -266,7 +266,7 @@ def in_our_words(tools: Sequence[dict[str, Any]] | None = None) -> Iterator[None
         if e.param is None or (name := placed_in(_named(e.param), tools)) == e.param:
             raise
         words = placed_in(str(e).replace(e.param, _named(e.param)), tools)
-        raise Refused(words, status=e.status, kind=e.kind, param=name, code=e.code, headers=e.headers) from e
+        raise e.about(name, words) from e
     except PromptTooLong as e:
         if "max_tokens" not in str(e):
             raise
