@@ -17,6 +17,7 @@ from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
+from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
 from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Toolbox
@@ -103,6 +104,7 @@ class Asked:
     prediction: str | None = None  # what the answer may be
     predicted: list[int] | None = None  # in tokens, where the engine makes use of it
     form: str | None = None  # the field of the request that says what form the answer must have
+    form_size: int = 0  # bytes of a chat's tools and form
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
     toolbox: Toolbox | None = None  # of a chat: tools that may be called
@@ -143,13 +145,16 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise unsupported("modalities", "Only text is served")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    check_values(body.tools)
+    size = check_values(body.tools)
     with by_name():
         toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
     _check_most("top_logprobs", body.top_logprobs, bounds.logprobs)
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
     _check_rows(asked.params, 1, bounds)
     asked.limit = None if limit is None else asked.params.max_tokens
+    form = asked.params.structured_outputs
+    asked.form_size = len(form.text) if isinstance(form, StructuredOutputs) else 0
+    asked.form_size += 0 if toolbox is None else size
     asked.messages = conversation(body.messages, bounds.messages)
     asked.template = dict(body.chat_template_kwargs or {})
     asked.template["add_generation_prompt"] = body.add_generation_prompt

@@ -126,8 +126,8 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def check_values(tools: Any) -> None:
-    """`_check_arguments` for the tools of a request. Raises Refused."""
+def check_values(tools: Any) -> int:
+    """`_check_arguments` for the tools of a request. Returns their bytes as JSON. Raises Refused."""
     from msgspec.json import encode  # which rows of plain text do without
 
     text = encode(tools)
@@ -135,6 +135,7 @@ def check_values(tools: Any) -> None:
         raise Refused(
             f"tools has more than {MOST_OF_ALL} commas and brackets. Shorten it.", param="tools", code="invalid_value"
         )
+    return len(text)
 
 
 @contextmanager

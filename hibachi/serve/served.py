@@ -42,6 +42,7 @@ from hibachi.web.tenants import Tenants, salt_of
 
 T = TypeVar("T")
 SMALL = 1 << 15  # bytes of a body, of which others wait for a millisecond or two
+LARGE_FORM = 1 << 17  # bytes of tools and schemas that are checked when no other so large is: it may take long
 
 
 def smaller(a: float | None, b: float | None) -> float | None:
@@ -102,6 +103,8 @@ class Served:
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
         self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
         self._checking = Aside("hibachi-check", "forms of answers wait to be checked")
+        # One at a time, so that of the processes in which forms are checked one is always there for small ones.
+        self._checking_large = Aside("hibachi-check-large", "forms of answers wait to be checked", at_once=1, threads=1)
         self._short = ThreadPoolExecutor(2, "hibachi-short")
         self.arrays = Tokenizing()  # where large ones are read
 
@@ -196,8 +199,9 @@ class Served:
             raise unsupported(said or OURS, "The server was started with --disable-grammar-support")
         if self.what.knows_form(params):
             return
+        assert isinstance(params.structured_outputs, StructuredOutputs)
         try:
-            await self._checking.run(partial(self.what.check_form, params), tenant)
+            await self._check(partial(self.what.check_form, params), len(params.structured_outputs.text), tenant)
         except InvalidRequest as e:
             raise refused(e, said) from e
 
@@ -209,8 +213,12 @@ class Served:
         def check(form: StructuredOutputs) -> None:
             self.what.check_form(asked.params.with_(structured_outputs=form))
 
-        form = partial(self.reading.talk.form, asked, check, self.texts.eos_ids)
-        await self._checking.run(form, tenant)
+        await self._check(partial(self.reading.talk.form, asked, check, self.texts.eos_ids), asked.form_size, tenant)
+
+    async def _check(self, check: Callable[[], object], size: int, tenant: str) -> None:
+        """Check a form, which a client has said in so many bytes. Raises QueueFull, and what `check()` raises."""
+        checking = self._checking if size <= LARGE_FORM else self._checking_large
+        await checking.run(check, tenant)
 
     # ---- texts -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ from hibachi.guide.protocol import Grammar
 from hibachi.guide.worker import FREE
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
-from hibachi.tools.grammar.answer import checked_form, unchecked_form
+from hibachi.tools.grammar import answer as answers
+from hibachi.tools.grammar.answer import checked_form, served_form, unchecked_form
 from hibachi.tools.marks import texts
 from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.templates.known import KNOWN
@@ -369,6 +371,27 @@ def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
         "quoted": "<|call|>call:bad{y:[1]}<|/call|>",
     }
     assert walked(found, texts[name]) == "ends"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_it_takes_no_longer_than_this_to_find_out_whose_schema_is_refused(mode, monkeypatch):
+    asked, now = [], [0.0]
+
+    def slow(found):
+        asked.append(found.kind)
+        now[0] += 3
+        if found.kind != "json_object" and len(asked) < 40:
+            raise InvalidRequest("structured_outputs.grammar: it is too complex.")
+
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    box = Toolbox(tuple(Tool(f"t{i}", {"type": "object"}) for i in range(30)), mode)
+    more = {"special": special, "check": slow, "ends": (IDS["<|eos|>"],)}
+    if mode == "auto":
+        assert served_form(AnswerReader(chat("hermes"), box), None, **more) is None
+    else:
+        with pytest.raises(InvalidRequest, match=r"^tools: their schemas are too complex: checking"):
+            served_form(AnswerReader(chat("hermes"), box), None, **more)
+    assert 4 <= len(asked) <= 6
 
 
 def test_a_form_beside_tools_is_refused_as_such():

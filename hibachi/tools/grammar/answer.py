@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from hibachi.tools.marks import marks
 from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Tool, Toolbox
 
+SECONDS = 10.0  # that it may take to find out whose schema is refused
 ANYTHING = {"type": "object", "additionalProperties": True}
 BARE = {
     Slot.NUMBER: "/0|[1-9][0-9]{0,3}/",
@@ -77,7 +79,7 @@ def checked_form(
 
     check: checks a form and raises InvalidRequest, such as `hibachi.engine.forms.Forms.check`.
     """
-    loose = set[str]()
+    loose, until = set[str](), time.monotonic() + SECONDS
     while True:
         try:
             found = unchecked_form(reader, answer, special, ids=ids, ends=ends, loose=loose)
@@ -90,7 +92,7 @@ def checked_form(
             check_any(check)
             if answer is not None:
                 check(answer)
-            errors = {each.tool: each for each in faults(reader.toolbox, check) if each.tool not in loose}
+            errors = {each.tool: each for each in faults(reader.toolbox, check, until) if each.tool not in loose}
             if not errors:
                 raise InvalidRequest(f"tools: {words_of(e)}.") from None
             guilty, error = set(errors), next(iter(errors.values()))
@@ -142,10 +144,17 @@ class ToolRefused(InvalidRequest):
         self.tool = tool
 
 
-def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object]) -> list[ToolRefused]:
-    """The tools whose schemas are refused even by themselves."""
+def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object], until: float) -> list[ToolRefused]:
+    """The tools whose schemas are refused even by themselves. Raises InvalidRequest if that is not known by `until`, of
+    time.monotonic().
+    """
     found = []
     for place, tool in enumerate(toolbox.tools):
+        if time.monotonic() > until:
+            raise InvalidRequest(
+                f"tools: their schemas are too complex: checking them took more than {SECONDS:g} s. Make them simpler, "
+                f"or send fewer tools."
+            )
         try:
             check(StructuredOutputs(json=tool.parameters or {"type": "object"}, one_of_as_any_of=True))
         except InvalidRequest as e:
