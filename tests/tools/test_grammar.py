@@ -361,6 +361,19 @@ def test_a_schema_that_cannot_be_done_is_refused_by_the_name_of_its_tool(name, s
         refusing(schema, name, strict=True)("auto")
 
 
+@pytest.mark.parametrize(
+    "name, schema, why",
+    [
+        *((name, {"type": "string", "pattern": 3}, "`pattern`") for name in ("tagged", "python", "quoted")),
+        ("quoted", {"enum": ['a<|"|>b']}, 'a text with <|"|>, which the model cannot write'),
+    ],
+)
+def test_a_value_that_the_notation_cannot_say_is_refused(name, schema, why):
+    with pytest.raises(InvalidRequest) as caught:
+        refusing({"type": "object", "properties": {"x": schema}}, name)("required")
+    assert str(caught.value).startswith("tools[1].function.parameters: ") and why in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted"])
 def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
     found = refusing(BAD[0][0], name)("auto")
