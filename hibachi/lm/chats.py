@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -67,9 +67,9 @@ class Ready:
 
 
 class Chats:
-    """The chats of one model. checks: checks parameters whose form is new. ends: tokens that end a text."""
+    """The chats of one model. checks: raises InvalidRequest where a form cannot be had. ends: tokens that end a text."""
 
-    def __init__(self, prompts: Prompts, checks: Any, ends: Sequence[int]) -> None:
+    def __init__(self, prompts: Prompts, checks: Callable[[SamplingParams], object], ends: Sequence[int]) -> None:
         self._prompts, self._checks, self._ends = prompts, checks, ends
         self._talks: dict[tuple[Parsers, str | None], Talk] = {}
 

@@ -80,21 +80,22 @@ class Blocks:
         return self._stop()
 
     def _add(self, event: Event) -> list[Part]:
-        if isinstance(event, Said):
-            return self._said(event.text)
-        if isinstance(event, Reasoned):
-            if not self._reasoning or not event.text:
-                return []
-            begun = [] if self._kind is ThoughtBlock else self._begin(ThoughtBlock("", ""))
-            return [*begun, self._delta(ThinkingDelta(event.text))]
-        if isinstance(event, CallBegun):
-            id = self._id_of(event.id, event.number)
-            return self._begin(ToolUseBlock(id, event.name, {}, Direct()))
-        if isinstance(event, CallArguments):
-            return [self._delta(InputDelta(event.text))] if event.text else []
-        assert isinstance(event, CallEnded)
-        self._calls.append(event.complete)
-        return self._stop(incomplete=not event.complete)
+        match event:
+            case Said(text):
+                return self._said(text)
+            case Reasoned(text):
+                return self._thought(text) if text and self._reasoning else []
+            case CallBegun(number, name, id):
+                return self._begin(ToolUseBlock(self._id_of(id, number), name, {}, Direct()))
+            case CallArguments(_, text):
+                return [self._delta(InputDelta(text))] if text else []
+            case CallEnded(_, complete):
+                self._calls.append(complete)
+                return self._stop(incomplete=not complete)
+
+    def _thought(self, text: str) -> list[Part]:
+        begun = [] if self._kind is ThoughtBlock else self._begin(ThoughtBlock("", ""))
+        return [*begun, self._delta(ThinkingDelta(text))]
 
     def _said(self, text: str) -> list[Part]:
         if self._kind is SaidBlock:

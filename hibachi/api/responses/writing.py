@@ -138,20 +138,19 @@ class ResponsesWriter(Writer):
     # ---- items -------------------------------------------------------------------------------------------------
 
     def _take(self, event: Event, told: list[Any]) -> None:
-        if isinstance(event, Said):
-            if event.text:
-                self._said(event.text, told)
-            return
-        self._scores.clear()
-        if isinstance(event, Reasoned):
-            if event.text:
-                self._think(event.text, told)
-        elif isinstance(event, CallBegun):
-            self._begin_call(event, told)
-        elif isinstance(event, CallArguments):
-            self._argue(event.text, told)
-        elif isinstance(event, CallEnded):
-            self._close(told, "completed" if event.complete else "incomplete")
+        if not isinstance(event, Said):
+            self._scores.clear()
+        match event:
+            case Said(text) if text:
+                self._said(text, told)
+            case Reasoned(text) if text:
+                self._think(text, told)
+            case CallBegun():
+                self._begin_call(event, told)
+            case CallArguments(_, text):
+                self._argue(text, told)
+            case CallEnded(_, complete):
+                self._close(told, "completed" if complete else "incomplete")
 
     def _said(self, text: str, told: list[Any]) -> None:
         now = self._open
