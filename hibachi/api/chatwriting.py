@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
@@ -36,9 +37,12 @@ class ChatWriter(Writer):
     def opening(self) -> list[Any]:
         firsts = [Delta("assistant", "")] + [Delta(None, front) for front in [self.asked.front] if front]
         choices = [c.index for s in self.streams for c in s.choices]
-        reader, fields = self.asked.reader, self.asked.reasoning_fields
-        self._telling = {} if reader is None else {i: _Telling(reader, fields, self.id, i) for i in choices}
+        reader = self.asked.reader
+        self._telling = {} if reader is None else {i: self._teller(reader, i) for i in choices}
         return [self._chunk([ChatPiece(index, delta, None, None)]) for delta in firsts for index in choices]
+
+    def _teller(self, reader: AnswerReader, index: int) -> _Telling:
+        return _Telling(reader.parser(), self.asked.reasoning_fields, partial(self.call_id, choice=index))
 
     def piece(self, p: Piece) -> Any:
         found, most = None, self.asked.logprobs
@@ -87,16 +91,16 @@ class ChatWriter(Writer):
             message = ChatMessage("assistant", self.asked.front + c.text)
         else:
             answer = reader.read(c.text, cut_off(c))
-            message, reason = self._message(reader, answer, c.index), _finish(reason, answer.called)
+            message, reason = self._message(answer, c.index), _finish(reason, answer.called)
         return ChatChoice(c.index, message, scores, reason, ids, c.stop_reason)
 
-    def _message(self, reader: AnswerReader, answer: Answer, index: int) -> ChatMessage:
+    def _message(self, answer: Answer, index: int) -> ChatMessage:
         said, fields = self.asked.front + answer.content, self.asked.reasoning_fields
         message = ChatMessage("assistant", said if said or not answer.calls else None)
         if answer.calls:
             message.tool_calls = [
                 ToolCall(
-                    call.id or reader.call_id(self.id, index, i),
+                    self.call_id(call.id, i, index),
                     "function",
                     Function(call.name, call.arguments),
                     not call.complete,
@@ -128,13 +132,12 @@ def _more(number: int, text: str, *, incomplete: bool = False) -> ToolCallDelta:
 
 
 class _Telling:
-    """Tells one continuation in deltas. fields: names of its reasoning; () leaves it out. answer: the id of the answer.
+    """Tells one continuation in deltas. fields: names of its reasoning; () leaves it out. id_of: see `Writer.call_id`.
     last: the delta of its last chunk.
     """
 
-    def __init__(self, reader: AnswerReader, fields: Sequence[str], answer: str, index: int) -> None:
-        self._reader, self._fields, self._answer, self._index = reader, fields, answer, index
-        self._parser: Parser = reader.parser()
+    def __init__(self, parser: Parser, fields: Sequence[str], id_of: Callable[[str | None, int], str]) -> None:
+        self._parser, self._fields, self._id_of = parser, fields, id_of
         self._calls = 0
         self.last = Delta()
 
@@ -159,8 +162,8 @@ class _Telling:
                 return Delta(tool_calls=[_more(number, text)])
             case CallBegun(number, name, id):
                 self._calls += 1
-                id = id or self._reader.call_id(self._answer, self._index, number)
-                return Delta(tool_calls=[ToolCallDelta(number, id, "function", FunctionDelta(name, ""))])
+                begun = ToolCallDelta(number, self._id_of(id, number), "function", FunctionDelta(name, ""))
+                return Delta(tool_calls=[begun])
             case CallEnded(number, complete):
                 if not complete:
                     self.last = Delta(tool_calls=[_more(number, "", incomplete=True)])

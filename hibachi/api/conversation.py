@@ -1,16 +1,15 @@
-"""Conversations: converts messages of OpenAI's clients to the form that chat templates take, and renders them."""
+"""Conversations: converts messages of OpenAI's clients to the form that chat templates take."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hibachi.api.errors import Refused
 from hibachi.errors import InvalidRequest, shown
-from hibachi.tools import history
-from hibachi.tools.history import Messages, NotShown, as_objects
+from hibachi.tools.history import NotShown, as_objects
 
 MOST_VALUES = 1 << 18  # of the arguments of a call; commas and brackets count them
 MOST_OF_ALL = 1 << 19  # of all calls, or of all tools
@@ -127,8 +126,8 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def check_values(tools: Any) -> None:
-    """The same of tools. Raises Refused."""
+def check_values(tools: Any) -> int:
+    """`_check_arguments` for the tools of a request. Returns their bytes as JSON. Raises Refused."""
     from msgspec.json import encode  # which rows of plain text do without
 
     text = encode(tools)
@@ -136,6 +135,7 @@ def check_values(tools: Any) -> None:
         raise Refused(
             f"tools has more than {MOST_OF_ALL} commas and brackets. Shorten it.", param="tools", code="invalid_value"
         )
+    return len(text)
 
 
 @contextmanager
@@ -156,11 +156,3 @@ def refusing() -> Iterator[None]:
     except NotShown as e:
         code = "unsupported_parameter" if e.unsupported else "invalid_value"
         raise Refused(str(e), param=e.field, code=code) from None
-
-
-def rendered(
-    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False
-) -> str:
-    """See `hibachi.tools.history.rendered`. Raises Refused in place of NotShown."""
-    with refusing():
-        return history.rendered(render, messages, variables, open_end=open_end)

@@ -16,11 +16,11 @@ MOST = 64  # calls that may wait or run
 
 class Aside:
     """Runs calls, at most `at_once` of all tenants that have no name, and half as many of one that has. name: of the
-    threads. waiting: what waits, in the words of an error.
+    threads. waiting: what waits, in the words of an error. threads: of all tenants; None means twice `at_once`.
     """
 
-    def __init__(self, name: str, waiting: str, *, at_once: int = 4) -> None:
-        self._threads = ThreadPoolExecutor(2 * at_once, name)
+    def __init__(self, name: str, waiting: str, *, at_once: int = 4, threads: int | None = None) -> None:
+        self._threads = ThreadPoolExecutor(threads or 2 * at_once, name)
         self._waiting, self._at_once = waiting, at_once
         self._calls = Counter[str]()  # by tenant
         self._turns: dict[str, asyncio.Semaphore] = {}
@@ -32,7 +32,8 @@ class Aside:
         most = MOST // 2 if tenant else MOST
         if self._calls[tenant] >= most or self._calls.total() >= MOST:
             raise QueueFull(f"{most} {self._waiting}. Try again later.")
-        turns = self._turns.setdefault(tenant, asyncio.Semaphore(self._at_once // 2 if tenant else self._at_once))
+        at_once = max(self._at_once // 2, 1) if tenant else self._at_once
+        turns = self._turns.setdefault(tenant, asyncio.Semaphore(at_once))
         self._calls[tenant] += 1
         try:
             async with turns:

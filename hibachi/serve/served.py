@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
-from hibachi.api.asking import Asked as Chat
+from hibachi.api.asking import Asked
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused, unsupported
 from hibachi.api.forms import OURS, refused
@@ -21,7 +21,8 @@ from hibachi.api.responses.store import Stores
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
-from hibachi.api.tokens.asking import Asked
+from hibachi.api.tokens.asking import AskedTokens
+from hibachi.api.weight import LIGHT, check_weight
 from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed, InvalidRequest
@@ -41,6 +42,7 @@ from hibachi.web.tenants import Tenants, salt_of
 
 T = TypeVar("T")
 SMALL = 1 << 15  # bytes of a body, of which others wait for a millisecond or two
+LARGE_FORM = 1 << 17  # bytes of tools and schemas that are checked when no other so large is: it may take long
 
 
 def smaller(a: float | None, b: float | None) -> float | None:
@@ -101,6 +103,9 @@ class Served:
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
         self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
         self._checking = Aside("hibachi-check", "forms of answers wait to be checked")
+        # One at a time, so that of the processes in which forms are checked one is always there for small ones.
+        self._checking_large = Aside("hibachi-check-large", "forms of answers wait to be checked", at_once=1, threads=1)
+        self._short = ThreadPoolExecutor(2, "hibachi-short")
         self.arrays = Tokenizing()  # where large ones are read
 
     # ---- bodies ------------------------------------------------------------------------------------------------
@@ -128,7 +133,14 @@ class Served:
                 headers={"Connection": "close"},
             ) from None
         self.gate.enter(x)
+        if json:
+            await self.weigh(found)
         return found
+
+    async def weigh(self, body: bytes) -> None:
+        """Check that reading a body of JSON does not hold up others. Raises Refused."""
+        if len(body) > LIGHT:
+            await self.apart(partial(check_weight, body))
 
     def drain(self) -> None:
         """Take no new requests from now on, nor those whose body is not complete."""
@@ -187,12 +199,13 @@ class Served:
             raise unsupported(said or OURS, "The server was started with --disable-grammar-support")
         if self.what.knows_form(params):
             return
+        assert isinstance(params.structured_outputs, StructuredOutputs)
         try:
-            await self._checking.run(partial(self.what.check_form, params), tenant)
+            await self._check(partial(self.what.check_form, params), len(params.structured_outputs.text), tenant)
         except InvalidRequest as e:
             raise refused(e, said) from e
 
-    async def form_chat(self, asked: Chat, tenant: str) -> None:
+    async def form_chat(self, asked: Asked, tenant: str) -> None:
         """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
         if asked.reader is None or (asked.toolbox is None and asked.params.structured_outputs is None):
             return
@@ -200,8 +213,12 @@ class Served:
         def check(form: StructuredOutputs) -> None:
             self.what.check_form(asked.params.with_(structured_outputs=form))
 
-        form = partial(self.reading.talk.form, asked, check, self.texts.eos_ids)
-        await self._checking.run(form, tenant)
+        await self._check(partial(self.reading.talk.form, asked, check, self.texts.eos_ids), asked.form_size, tenant)
+
+    async def _check(self, check: Callable[[], object], size: int, tenant: str) -> None:
+        """Check a form, which a client has said in so many bytes. Raises QueueFull, and what `check()` raises."""
+        checking = self._checking if size <= LARGE_FORM else self._checking_large
+        await checking.run(check, tenant)
 
     # ---- texts -------------------------------------------------------------------------------------------------
 
@@ -265,7 +282,7 @@ class Served:
 
     @contextmanager
     def submit_tokens(
-        self, prompt: HostArray, inputs: Mapping[str, HostArray | None] | None, asked: Asked, terms: Terms
+        self, prompt: HostArray, inputs: Mapping[str, HostArray | None] | None, asked: AskedTokens, terms: Terms
     ) -> Iterator[ItemStream[Any]]:
         """`submit` for tokens of any kind, also for feed-forward: one item."""
         self.check_open()
@@ -341,6 +358,10 @@ class Served:
     async def convert(self, call: Callable[[], T], tenant: str = "") -> T:
         """Run the model's own `read` or `write` in one of a few threads. Raises QueueFull."""
         return await self._converting.run(call, tenant)
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """What `work()` returns, which never takes long: beside the event loop, and refused to nobody."""
+        return await asyncio.get_running_loop().run_in_executor(self._short, work)
 
     async def ask(self, what: Callable[[], T]) -> T:
         """Ask the engine a question that may take a while, in a thread of its own."""

@@ -118,16 +118,18 @@ def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def hidden_calls(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str) -> str | None:
+def hidden_calls(
+    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str, *, open_end: bool = False
+) -> str | None:
     """The first field with calls that the template does not show to the model; None means there is none.
 
-    text: of the conversation as it is.
+    text: of the conversation as it is, `rendered` with this open_end.
     """
     for i, m in enumerate(messages):
         if m.get("tool_calls"):
             without = [*messages[:i], {k: v for k, v in m.items() if k != "tool_calls"}, *messages[i + 1 :]]
             with suppress(InvalidRequest):
-                if _rendered(render, without, variables) == text:
+                if rendered(render, without, variables, open_end=open_end, doubted=()) == text:
                     return f"messages[{i}].tool_calls"
             return None  # the template treats further messages with calls like this one
     return None

@@ -33,7 +33,7 @@ class Talk:
         self.choosing: Choosing = Choosing(self._render, parsers)
         self._forms = RecentForms()
 
-    def _render(self, messages: Messages, **variables: Any) -> str:
+    def _render(self, messages: Messages, /, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
         text: str = self._tokenizer.render_chat(messages, **{**variables, **more})
         return text
@@ -74,7 +74,7 @@ class Talk:
             given["nulls"] = True
         doubted = ("documents",) if sure else ("tools", "documents")
         text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
-        if sure or (field := hidden_calls(self._render, messages, given, text)) is None:
+        if sure or (field := hidden_calls(self._render, messages, given, text, open_end=open_end)) is None:
             return text
         if format.tools is None:
             raise NotShown(
@@ -137,14 +137,13 @@ class Talk:
         """The form of an answer that `reader` reads; see `served_form`. answer: the form of what is said. ends: tokens
         that end a text.
         """
-        parts = reader.format, reader.toolbox, reader.thinking, answer
-        content = content_of(*parts, ends)
+        content = content_of(reader, answer, ends)
         if (found := self._forms.find(content)) is not None:
             with suppress(InvalidRequest):  # below it is said in the words of the tools
                 check(found)
                 return found
         split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
-        found = served_form(*parts, split, check, ids=ids, ends=ends)
+        found = served_form(reader, answer, split, check, ids=ids, ends=ends)
         if found is not answer:
             self._forms.keep(content, found)
         return found

@@ -679,3 +679,12 @@ def test_the_size_of_a_vector():
     assert embedding(input="a", dimensions=None) == embedding(input="a", dimensions=10**9) == ["a"]
     for n in (0, -1, -(10**30)):
         assert refused(embedding, input="a", dimensions=n)[1:] == ("dimensions", "invalid_value")
+
+
+def test_how_large_the_form_of_a_chat_is():
+    tool = {"type": "function", "function": {"name": "look", "description": "a" * 500}}
+    assert chat().form_size == 0
+    assert 500 < (alone := chat(tools=[tool]).form_size) < 600
+    schema = {"type": "object", "properties": {"b" * 1000: {}}}
+    assert 1000 < chat(guided_json=schema).form_size < 1100
+    assert chat(tools=[tool], guided_json=schema).form_size > alone + 1000

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.api.conversation import check_values, conversation, rendered
+from hibachi.api.conversation import check_values, conversation, refusing
 from hibachi.api.errors import Refused
 from hibachi.model.text.chat import render_chat
+from hibachi.tools.history import rendered
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 TURNS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"
@@ -24,7 +25,8 @@ def opened(template, content, **variables):
         return render_chat(template, messages, **more)
 
     messages = [USER, {"role": "assistant", "content": content}]
-    return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
+    with refusing():
+        return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
 
 
 HEAD = "<user>\nGo on: end<end>\n<assistant>\n"
@@ -81,7 +83,8 @@ def test_what_a_template_does_not_look_at_is_refused(field):
     looks = "{% for m in messages %}{{ m.content }}{% endfor %}{{ " + field + " | tojson if " + field + " }}"
 
     def shown(template):
-        return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
+        with refusing():
+            return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
 
     assert '"text"' in shown(looks)
     with pytest.raises(Refused) as caught:
@@ -96,6 +99,13 @@ def calls(n, arguments="{}"):
         "content": None,
         "tool_calls": [{"id": f"c{i}", "function": function} for i in range(n)],
     }
+
+
+def test_as_many_messages_as_are_served_are_taken():
+    assert len(conversation([USER] * 7, 7)) == 7
+    assert len(conversation([calls(7)], 7)[0]["tool_calls"]) == 7
+    with pytest.raises(Refused, match="messages has 8 entries; at most 7 are served"):
+        conversation([USER] * 8, 7)
 
 
 def test_calls_of_all_messages_are_bounded():

@@ -200,8 +200,8 @@ def test_what_is_forgotten_is_forgotten_in_parts(clock):
 
 
 def test_items_that_many_responses_have_are_bounded():
-    store = Store("abcdefgh", limit=1 << 20)
+    store = Store("abcdefgh", limit=1 << 21)
     keep(store, "0", [said("x") for _ in range(1000)])
     for i in range(1, 100):
         keep(store, str(i), [], before=store.conversation(store.find(str(i - 1))))
-    assert 5 < len(store) < 16 and store.size <= 1 << 20
+    assert 5 < len(store) < 16 and store.size <= 1 << 21

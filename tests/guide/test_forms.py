@@ -293,7 +293,7 @@ def test_a_grammar_in_gbnf_within_another(tiny):
     for text in ("%gbnf 1TERM1", "%gbnf gbnfTERM", "1"):
         assert not tiny.fits(guide, text), text
     with pytest.raises(FormRefused, match="it is no GBNF: No 'root' rule found"):
-        tiny.check(grammar=f"start: %gbnf {json.dumps('a ::= "b"')}")
+        tiny.check(grammar="start: %gbnf " + json.dumps('a ::= "b"'))
 
 
 @pytest.mark.parametrize(

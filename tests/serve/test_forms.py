@@ -16,6 +16,7 @@ from hibachi.lm.own import open_texts
 from hibachi.lm.texts import Texts
 from hibachi.request import SamplingParams
 from hibachi.serve import aside
+from hibachi.serve.served import LARGE_FORM
 from hibachi.structured import StructuredOutputs
 
 from .conftest import CHATML, site
@@ -189,6 +190,32 @@ def test_slow_checks_of_a_tenant_are_in_nobody_s_way(here, texts, monkeypatch):
 
     asyncio.run(ask(type(here.served)(texts, ["tiny"], "tiny", 512)))
     assert running == [True] * 9
+
+
+@pytest.mark.parametrize("tenant", ["", "emma"])
+def test_large_forms_wait_for_each_other_and_small_ones_do_not(here, texts, monkeypatch, tenant):
+    let, running = threading.Event(), []
+
+    def slow(params):
+        if len(params.structured_outputs.text) > LARGE_FORM:
+            running.append(params)
+            assert let.wait(30)
+
+    monkeypatch.setattr(texts, "check_form", slow)
+    large = [SamplingParams(structured_outputs={"regex": "a" * (LARGE_FORM + n)}) for n in (1, 2, 3)]
+
+    async def ask(served):
+        names = [f"{tenant} {i}" if tenant else "" for i in range(len(large))]  # of tenants of their own
+        theirs = [asyncio.ensure_future(served.check_form(*each)) for each in zip(large, names, strict=True)]
+        async with asyncio.timeout(10):
+            for _ in range(9):
+                await served.check_form(SamplingParams(structured_outputs=REGEX), tenant)
+        assert len(running) == 1
+        let.set()
+        await asyncio.gather(*theirs)
+
+    asyncio.run(ask(type(here.served)(texts, ["tiny"], "tiny", 512)))
+    assert len(running) == 3
 
 
 def test_tgis_flag_turns_forms_off(texts, checked):

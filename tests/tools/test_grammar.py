@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,11 @@ from hibachi.guide.protocol import Grammar
 from hibachi.guide.worker import FREE
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
-from hibachi.tools.grammar.answer import checked_form, unchecked_form
+from hibachi.tools.grammar import answer as answers
+from hibachi.tools.grammar.answer import checked_form, served_form, unchecked_form
 from hibachi.tools.marks import texts
 from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.reading.whole import joined
 from hibachi.tools.templates.known import KNOWN
 from hibachi.tools.tools import Tool, Toolbox, ToolCall
@@ -258,23 +261,24 @@ def test_gbnf_behind_reasoning_and_beside_tools_is_refused_as_by_itself():
         ('{"a": "b"}', "got JSON"),
     ):
         with pytest.raises(InvalidRequest, match=rf"^structured_outputs\.grammar: .*{why}"):
-            checked_form(
-                chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar=text), special,
-                setting().guides.check, ends=(IDS["<|eos|>"],),
-            )  # fmt: skip
+            reader = AnswerReader(chat("hermes"), Toolbox(CHOSEN))
+            checked_form(reader, StructuredOutputs(grammar=text), special, setting().guides.check)
 
 
 def test_where_nothing_is_asked_for_there_is_no_form():
     answer = StructuredOutputs(json_object=True)
     for toolbox in (Toolbox(), Toolbox(CHOSEN, "none")):
         for thinking in Thinking:
-            assert unchecked_form(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking, None, special) is None
-        assert unchecked_form(chat("hermes"), toolbox, Thinking.NONE, answer, special) is answer
-    assert unchecked_form(PLAIN, Toolbox(CHOSEN), Thinking.NONE, None, special) is None
+            assert (
+                unchecked_form(AnswerReader(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking), None, special)
+                is None
+            )
+        assert unchecked_form(AnswerReader(chat("hermes"), toolbox), answer, special) is answer
+    assert unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN)), None, special) is None
     with pytest.raises(InvalidRequest, match="not known how the model writes calls"):
-        unchecked_form(PLAIN, Toolbox(CHOSEN, "required"), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN, "required")), None, special)
     with pytest.raises(InvalidRequest, match="no tool that may be called"):
-        unchecked_form(chat("hermes"), Toolbox(CHOSEN, "required", frozenset()), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN, "required", frozenset())), None, special)
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -319,7 +323,11 @@ def test_what_every_known_format_writes_may_come(name, as_tokens):
         calls = given.calls_of(random.Random(name + mode), 1 if record.tools.most == 1 else None)
         calls = [ToolCall(c.name, plain(c.arguments), c.id) for c in {c.name: c for c in calls}.values()]
         form_of = unchecked_form(
-            record, given.toolbox_of(calls, mode=mode), Thinking.NONE, None, cut, ids=range(256, end), ends=(end,)
+            AnswerReader(record, given.toolbox_of(calls, mode=mode)),
+            None,
+            cut,
+            ids=range(256, end),
+            ends=(end,),
         )
         text = written(record.tools, calls).strip().removeprefix(record.prompted.lstrip())
         guide = own.guides.compile(Grammar(f"{form_of.text}{FREE}"))  # a process that checks would take longer
@@ -352,7 +360,11 @@ def test_going_back_compiles_nothing(monkeypatch):
 def refusing(schema, name="hermes", **more):
     tools = (NOW, Tool("bad", schema, **more))
     return lambda mode: checked_form(
-        chat(name), Toolbox(tools, mode), Thinking.NONE, None, special, setting().guides.check, ends=(IDS["<|eos|>"],)
+        AnswerReader(chat(name), Toolbox(tools, mode)),
+        None,
+        special,
+        setting().guides.check,
+        ends=(IDS["<|eos|>"],),
     )
 
 
@@ -375,6 +387,19 @@ def test_a_schema_that_cannot_be_done_is_refused_by_the_name_of_its_tool(name, s
         refusing(schema, name, strict=True)("auto")
 
 
+@pytest.mark.parametrize(
+    "name, schema, why",
+    [
+        *((name, {"type": "string", "pattern": 3}, "`pattern`") for name in ("tagged", "python", "quoted")),
+        ("quoted", {"enum": ['a<|"|>b']}, 'a text with <|"|>, which the model cannot write'),
+    ],
+)
+def test_a_value_that_the_notation_cannot_say_is_refused(name, schema, why):
+    with pytest.raises(InvalidRequest) as caught:
+        refusing({"type": "object", "properties": {"x": schema}}, name)("required")
+    assert str(caught.value).startswith("tools[1].function.parameters: ") and why in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted"])
 def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
     found = refusing(BAD[0][0], name)("auto")
@@ -387,10 +412,31 @@ def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
     assert walked(found, texts[name]) == "ends"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_it_takes_no_longer_than_this_to_find_out_whose_schema_is_refused(mode, monkeypatch):
+    asked, now = [], [0.0]
+
+    def slow(found):
+        asked.append(found.kind)
+        now[0] += 3
+        if found.kind != "json_object" and len(asked) < 40:
+            raise InvalidRequest("structured_outputs.grammar: it is too complex.")
+
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    box = Toolbox(tuple(Tool(f"t{i}", {"type": "object"}) for i in range(30)), mode)
+    more = {"special": special, "check": slow, "ends": (IDS["<|eos|>"],)}
+    if mode == "auto":
+        assert served_form(AnswerReader(chat("hermes"), box), None, **more) is None
+    else:
+        with pytest.raises(InvalidRequest, match=r"^tools: their schemas are too complex: checking"):
+            served_form(AnswerReader(chat("hermes"), box), None, **more)
+    assert 4 <= len(asked) <= 6
+
+
 def test_a_form_beside_tools_is_refused_as_such():
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
         answer = StructuredOutputs(json={"not": {}})
-        checked_form(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, answer, special, setting().guides.check)
+        checked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN)), answer, special, setting().guides.check)
 
 
 def test_formats_that_say_nothing_and_references_work_in_properties():
@@ -449,6 +495,17 @@ def test_what_is_required_may_be_no_property(name):
     found = grammar(name, tools=(Tool("t", {"properties": {"a": {"type": "null"}}, "required": ["b"]}),))
     given = {"hermes": '"b": 1', "python": "b=1"}[name]
     assert walked(found, texts[name] % given) == "ends" and walked(found, texts[name] % "").startswith("refused")
+
+
+@pytest.mark.parametrize("name", ["hermes", "python"])
+def test_a_property_may_have_any_value_or_none_at_all(name):
+    texts = {
+        "hermes": '<tool_call>\n{"name": "t", "arguments": {%s}}\n</tool_call>',
+        "python": "<|calls|>[t(%s)]<|/calls|>",
+    }
+    one, other = {"hermes": ('"a": [1]', '"b": [1]'), "python": ("a=[1]", "b=[1]")}[name]
+    found = grammar(name, tools=(Tool("t", {"properties": {"a": True, "b": False}}),))
+    assert walked(found, texts[name] % one) == "ends" and walked(found, texts[name] % other).startswith("refused")
 
 
 def test_a_marker_may_come_in_any_tokens():

@@ -40,22 +40,29 @@ OTHERS = [
 ]
 
 
+def content(**others):
+    parts = {**PARTS, **others}
+    return content_of(
+        AnswerReader(parts["format"], parts["toolbox"], parts["thinking"]), parts["answer"], parts["ends"]
+    )
+
+
 def test_what_differs_in_anything_is_something_else():
-    found = [content_of(**{**PARTS, **other}) for other in ({}, *OTHERS)]
+    found = [content(**other) for other in ({}, *OTHERS)]
     assert None not in found and len({*found}) == len(found)
 
 
 def test_what_is_the_same_is_the_same():
     told = Toolbox((replace(WEATHER, description="Of a city"), NEWS), allowed=frozenset(["news", "weather"]))
     again = Toolbox((Tool("weather", dict(SCHEMA)), NEWS), allowed=frozenset(["weather", "news"]))
-    assert content_of(**{**PARTS, "toolbox": told}) == content_of(**{**PARTS, "toolbox": again, "ends": (1, 2)})
+    assert content(toolbox=told) == content(toolbox=again, ends=(1, 2))
 
 
 def test_what_is_no_json_has_no_content():
     round_ = {"type": "object", "properties": {}}
     round_["properties"]["x"] = round_
     for schema in (round_, {"type": "object", "properties": {"x": {"default": object()}}}):
-        assert content_of(**{**PARTS, "toolbox": Toolbox((Tool("x", schema),))}) is None
+        assert content(toolbox=Toolbox((Tool("x", schema),))) is None
     recent = RecentForms()
     recent.keep(None, StructuredOutputs(regex="a"))
     assert recent.find(None) is None and len(recent) == 0

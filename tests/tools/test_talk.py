@@ -10,6 +10,7 @@ from hibachi.errors import InvalidRequest
 from hibachi.model.text.chat import choose_template, render_chat
 from hibachi.tools.asked import as_shown, toolbox_of
 from hibachi.tools.history import NotShown, as_objects
+from hibachi.tools.reading.whole import Answer
 from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
 
@@ -72,8 +73,9 @@ def history(*names, content=None):
     return [as_objects(m, "m") for m in [*sent, *results]]
 
 
-def prompt(given, messages, tools=TOOLS, **more):
-    return given.prompt(messages, {"tools": as_shown(tools), "add_generation_prompt": True}, toolbox_of(tools), **more)
+def prompt(given, messages, tools=TOOLS, add_generation_prompt=True, **more):
+    variables = {"tools": as_shown(tools), "add_generation_prompt": add_generation_prompt}
+    return given.prompt(messages, variables, toolbox_of(tools), **more)
 
 
 @pytest.mark.parametrize("content", [None, "", "Well"])
@@ -105,6 +107,26 @@ def test_calls_that_a_template_drops_are_refused_by_name_or_said():
     assert (
         '[assistant]Well\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bath 0"}}\n</tool_call>[end]' in text
     )
+
+
+def test_an_answer_goes_on_behind_calls_that_are_said():
+    begun = [*history("weather"), {"role": "assistant", "content": "It is"}]
+    text, _ = prompt(talk(PLAIN, tools="hermes"), begun, open_end=True, add_generation_prompt=False)
+    assert text.endswith("[assistant]It is") and "<tool_call>" in text
+    with pytest.raises(NotShown) as caught:
+        talk(PLAIN).prompt_text(begun, {}, open_end=True)
+    assert caught.value.field == "messages[1].tool_calls"
+
+
+def test_reasoning_is_looked_for_unless_it_is_said_to_be_text():
+    thinks = "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    template = (
+        thinks + "{% endif %}{{ m.content }}[end]\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    asks = [{"role": "user", "content": "Hi"}], {"add_generation_prompt": True}
+    _, reader = talk(template).prompt(*asks)
+    assert reader.read("<think>So</think>Yes", cut=False) == Answer("So", "Yes")
+    assert talk(template, reasoning="none").prompt(*asks)[1] is None
 
 
 def test_tools_that_a_template_drops_are_refused_or_described():

@@ -11,13 +11,12 @@ import msgspec
 from msgspec import UNSET
 
 from hibachi.api.asking import check_count
-from hibachi.api.bodies import Bounds, ChatBody, refused_by
+from hibachi.api.bodies import Bounds, ChatBody
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.bodies import SAME, FunctionTool, ObjectFormat, ResponsesBody, SchemaFormat
+from hibachi.api.responses.bodies import SAME, ObjectFormat, ResponsesBody, SchemaFormat
 from hibachi.api.responses.items import (
-    PAGE,
     FunctionCall,
     FunctionCallOutput,
     Given,
@@ -27,6 +26,7 @@ from hibachi.api.responses.items import (
     RefusalText,
     given,
 )
+from hibachi.api.responses.tools import functions, joined, of_chat, placed_in
 from hibachi.errors import PromptTooLong
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -65,7 +65,7 @@ def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> Chat
     kept. Raises Refused.
     """
     _check(body)
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    tools = [of_chat(tool) for tool in functions(body.tools)]
     fields: dict[str, Any] = {name: getattr(body, name) for name in SAME}
     if not tools:
         fields["parallel_tool_calls"] = None
@@ -143,7 +143,7 @@ def _add(turn: dict[str, Any], item: Item) -> None:
         parts = item.content or item.summary
         turn.setdefault("reasoning_content", []).extend(part.text for part in parts)
     elif isinstance(item, FunctionCall):
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": joined(item.namespace or None, item.name), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, Message):
         turn["content"] = _text(item.content)
@@ -181,31 +181,6 @@ def _at(body: ResponsesBody, name: str) -> Any:
     return getattr(found, inner) if inner and found is not None else found
 
 
-def _tool(raw: dict[str, Any], place: str) -> dict[str, Any]:
-    """A tool as a chat has it."""
-    kind = raw.get("type")
-    if kind != "function":
-        raise unsupported(f"{place}.type", f"Only tools of type 'function' are served, not {str(kind)[:40]!r}")
-    if "function" in raw:
-        raise Refused(
-            f"Unknown field: {place}.function. In tools of /v1/responses name, description and parameters stand "
-            f"beside type.",
-            param=f"{place}.function",
-            code="unknown_parameter",
-        )
-    try:
-        tool = msgspec.convert(raw, FunctionTool)
-    except msgspec.ValidationError as e:
-        raise refused_by(e, PAGE, place) from None
-    for name in ("output_schema", "allowed_callers", "defer_loading"):
-        if getattr(tool, name):
-            raise unsupported(f"{place}.{name}", "It is of tools that OpenAI runs")
-    function: dict[str, Any] = {"name": tool.name}
-    more = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    function |= {name: value for name, value in more.items() if value is not None}
-    return {"type": "function", "function": function}
-
-
 def _choice(given: Any, tools: bool) -> Any:
     """tool_choice as a chat has it. tools: there are some."""
     if given is None or isinstance(given, str):
@@ -217,12 +192,20 @@ def _choice(given: Any, tools: bool) -> Any:
             "tool_choice", f"'none', 'auto', 'required' and objects of type {what} are taken, not {shown!r}"
         )
     if kind == "function":
-        return {"type": "function", "function": {k: v for k, v in given.items() if k != "type"}}
+        return _named_tool(given)
     listed = given.get("tools")
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise Refused("tool_choice.tools must be a list of tools.", param="tool_choice.tools", code="invalid_type")
-    names = [{"type": one.get("type"), "function": {"name": one.get("name")}} for one in listed]
+    names = [_named_tool(one) for one in listed]
     return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": names}}
+
+
+def _named_tool(given: dict[str, Any]) -> dict[str, Any]:
+    """One that tool_choice names. In a namespace, it is named with it."""
+    name, space = given.get("name"), given.get("namespace")
+    if isinstance(name, str) and isinstance(space, str):
+        name = joined(space, name)
+    return {"type": given.get("type"), "function": {"name": name}}
 
 
 def _format(body: ResponsesBody) -> Format | None:
@@ -275,15 +258,15 @@ def _named(param: str) -> str:
 
 
 @contextmanager
-def in_our_words() -> Iterator[None]:
-    """What refuses a chat names the fields of a response."""
+def told_as_sent(tools: Sequence[dict[str, Any]] | None = None) -> Iterator[None]:
+    """What refuses a chat names the fields of a response. tools: those of its body."""
     try:
         yield
     except Refused as e:
-        if e.param is None or (name := _named(e.param)) == e.param:
+        if e.param is None or (name := placed_in(_named(e.param), tools)) == e.param:
             raise
-        words = str(e).replace(e.param, name)
-        raise Refused(words, status=e.status, kind=e.kind, param=name, code=e.code, headers=e.headers) from e
+        words = placed_in(str(e).replace(e.param, _named(e.param)), tools)
+        raise e.about(name, words) from e
     except PromptTooLong as e:
         if "max_tokens" not in str(e):
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,8 +16,10 @@ from hibachi.tools.grammar.arguments import arguments, as_object, closed
 from hibachi.tools.grammar.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
 from hibachi.tools.grammar.schemas import moved, slashed
 from hibachi.tools.marks import marks
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Tool, Toolbox
 
+SECONDS = 10.0  # that it may take to find out whose schema is refused
 ANYTHING = {"type": "object", "additionalProperties": True}
 BARE = {
     Slot.NUMBER: "/0|[1-9][0-9]{0,3}/",
@@ -27,9 +30,7 @@ NINE = "/[A-Za-z0-9]{9}/"
 
 
 def unchecked_form(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
+    reader: AnswerReader,
     answer: StructuredOutputs | None,
     special: Special,
     *,
@@ -37,7 +38,8 @@ def unchecked_form(
     ends: Collection[int] = (),
     loose: Collection[str] = (),
 ) -> StructuredOutputs | None:
-    """The form of an answer; None where it may be anything. Whether the library can do it shows when it is checked.
+    """The form of an answer that `reader` reads; None where it may be anything. Whether the library can do it shows
+    when it is checked.
 
     Where the model must call, calls come and nothing else. Where it may, any text comes, and from the text that begins
     calls on, calls that keep to their schemas. answer: the form of what is said: then either that comes or calls.
@@ -49,23 +51,22 @@ def unchecked_form(
     Raises InvalidRequest for a schema that cannot be read or that the format cannot say, as
     `tools[2].function.parameters: ...`.
     """
+    format, toolbox = reader.format, reader.toolbox
     tools = toolbox.callable if format.tools is not None else ()
     if not tools and toolbox.mode == "required":
         raise InvalidRequest(
             "tools: a call was required, and there is no tool that may be called, or it is not known how the model "
             "writes calls. Send a tool that may be called, or tool_choice auto."
         )
-    if not tools and (answer is None or (thinking is Thinking.NONE and not format.before_said)):
+    if not tools and (answer is None or (reader.thinking is Thinking.NONE and not format.before_said)):
         return answer
     rules = Rules(special, ids, ends, marks(format, special))
-    found = AnswerRules(rules, format, toolbox, thinking, answer, loose)
+    found = AnswerRules(rules, reader, answer, loose)
     return StructuredOutputs(grammar=found.source())
 
 
 def checked_form(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
+    reader: AnswerReader,
     answer: StructuredOutputs | None,
     special: Special,
     check: Callable[[StructuredOutputs], object],
@@ -78,10 +79,10 @@ def checked_form(
 
     check: checks a form and raises InvalidRequest, such as `hibachi.engine.forms.Forms.check`.
     """
-    loose = set[str]()
+    loose, until = set[str](), time.monotonic() + SECONDS
     while True:
         try:
-            found = unchecked_form(format, toolbox, thinking, answer, special, ids=ids, ends=ends, loose=loose)
+            found = unchecked_form(reader, answer, special, ids=ids, ends=ends, loose=loose)
             if found is not None:
                 check(found)
             return found
@@ -91,10 +92,11 @@ def checked_form(
             check_any(check)
             if answer is not None:
                 check(answer)
-            errors = {each.tool: each for each in faults(toolbox, check) if each.tool not in loose}
+            errors = {each.tool: each for each in faults(reader.toolbox, check, until) if each.tool not in loose}
             if not errors:
                 raise InvalidRequest(f"tools: {words_of(e)}.") from None
             guilty, error = set(errors), next(iter(errors.values()))
+        toolbox = reader.toolbox
         strict = {tool.name for tool in toolbox.callable if tool.strict or toolbox.mode == "required"}
         if guilty & (strict | loose):
             raise error
@@ -102,9 +104,7 @@ def checked_form(
 
 
 def served_form(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
+    reader: AnswerReader,
     answer: StructuredOutputs | None,
     special: Special,
     check: Callable[[StructuredOutputs], object],
@@ -115,9 +115,10 @@ def served_form(
     """`checked_form`, or None where nothing must come and no grammar can be had: the library is missing, the model's
     tokens are no text, there are too many tools. Then calls are written as the model was trained to.
     """
+    toolbox = reader.toolbox
     must = toolbox.mode == "required" or answer is not None or any(tool.strict for tool in toolbox.callable)
     try:
-        return checked_form(format, toolbox, thinking, answer, special, check, ids=ids, ends=ends)
+        return checked_form(reader, answer, special, check, ids=ids, ends=ends)
     except (MissingExtra, UnsupportedOperation):
         if must:
             raise
@@ -143,10 +144,17 @@ class ToolRefused(InvalidRequest):
         self.tool = tool
 
 
-def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object]) -> list[ToolRefused]:
-    """The tools whose schemas are refused even by themselves."""
+def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object], until: float) -> list[ToolRefused]:
+    """The tools whose schemas are refused even by themselves. Raises InvalidRequest if that is not known by `until`, of
+    time.monotonic().
+    """
     found = []
     for place, tool in enumerate(toolbox.tools):
+        if time.monotonic() > until:
+            raise InvalidRequest(
+                f"tools: their schemas are too complex: checking them took more than {SECONDS:g} s. Make them simpler, "
+                f"or send fewer tools."
+            )
         try:
             check(StructuredOutputs(json=tool.parameters or {"type": "object"}, one_of_as_any_of=True))
         except InvalidRequest as e:
@@ -168,15 +176,14 @@ class AnswerRules:
     def __init__(
         self,
         rules: Rules,
-        format: ChatFormat,
-        toolbox: Toolbox,
-        thinking: Thinking,
+        reader: AnswerReader,
         answer: StructuredOutputs | None,
         loose: Collection[str],
     ) -> None:
+        format, toolbox = reader.format, reader.toolbox
         self._rules, self._format, self._required = rules, format, toolbox.mode == "required"
-        self._reasoning = None if thinking is Thinking.NONE else format.reasoning
-        self._open = thinking is Thinking.OPEN
+        self._reasoning = None if reader.thinking is Thinking.NONE else format.reasoning
+        self._open = reader.thinking is Thinking.OPEN
         called = format.tools is not None and bool(toolbox.callable)
         self._calls = CallRules(rules, format, toolbox, loose) if called else None
         self._answer = answer

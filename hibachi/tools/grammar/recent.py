@@ -10,27 +10,21 @@ from contextlib import suppress
 from threading import Lock
 
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.format import ChatFormat, Thinking
-from hibachi.tools.tools import Toolbox
+from hibachi.tools.reading.reader import AnswerReader
 
 MOST, MOST_BYTES = 256, 2**24
 
 
-def content_of(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
-    answer: StructuredOutputs | None,
-    ends: Collection[int],
-) -> bytes | None:
+def content_of(reader: AnswerReader, answer: StructuredOutputs | None, ends: Collection[int]) -> bytes | None:
     """A digest of all that makes a form; None where the tools are no JSON. Schemas count as they are written, since
     arguments come in their order; descriptions of tools do not.
     """
+    toolbox = reader.toolbox
     tools = [(tool.name, tool.strict, tool.parameters) for tool in toolbox.tools]
     allowed = None if toolbox.allowed is None else sorted(toolbox.allowed)
     choice = (toolbox.mode, allowed, toolbox.parallel)
     with suppress(TypeError, ValueError, RecursionError):
-        text = json.dumps([repr(format), choice, thinking.value, repr(answer), sorted(ends), tools])
+        text = json.dumps([repr(reader.format), choice, reader.thinking.value, repr(answer), sorted(ends), tools])
         return hashlib.sha256(text.encode()).digest()
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hibachi.tools.format import ChatFormat, Thinking
+from hibachi.tools.format import PLAIN, ChatFormat, Thinking
 from hibachi.tools.ids import call_id
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.whole import Answer, read
@@ -35,3 +35,7 @@ class AnswerReader:
     def call_id(self, answer: str, choice: int, number: int) -> str:
         """An id for a call that came without one; see `hibachi.tools.ids.call_id`."""
         return call_id(answer, choice, number, nine=self.format.nine)
+
+
+ALL_SAID = AnswerReader(PLAIN)
+"""Reads an answer that is all text."""

@@ -10,12 +10,17 @@ from typing import Any
 import msgspec
 
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from hibachi.api.messages.bodies import CountBody, MessagesBody
+from hibachi.api.responses.bodies import ResponsesBody
 
 from .wire import JSON
 
 ROUTES = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
@@ -53,11 +58,44 @@ OBJECTS = ({}, {"a": 1}, {"": {}}, {"type": "text"}, {"0": 1e308}, {"-1": 1}, {"
 DEEP = tuple(Raw(a * n + b * n) for a, b in (("[", "]"), ('{"a":', "}")) for n in (90, 900, 90_000))
 ODD = (None, *NUMBERS, *SPELLED, *STRINGS, *LISTS, *OBJECTS, *DEEP)
 
+AT = {"type": "object", "properties": {"at": {"type": "string", "maxLength": 8}}, "required": ["at"]}
+SCHEMAS = (
+    AT,
+    {"type": "object", "properties": {"a": {"$ref": "#"}}},
+    {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}},
+    {"type": "object", "properties": {"a": {"enum": [f"value {i}" for i in range(3000)]}}},
+    {"type": "object", "properties": {"a": {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"}}},
+    {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)"}}},
+    {"type": "object", "required": [f"p{i}" for i in range(2000)]},
+    {"type": "array"},
+)
+
+
+def tools_of(path: str) -> list[list[dict[str, Any]]]:
+    """Tools as a route has them, one or several."""
+    found = []
+    for schema in SCHEMAS:
+        if path == "/v1/chat/completions":
+            one: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": schema}}
+        elif path == "/v1/responses":
+            one = {"type": "function", "name": "look", "parameters": schema}
+        else:
+            one = {"name": "look", "input_schema": schema}
+        found.append([one])
+    return [*found, [one] * 2, [{}], []]
+
+
 FLAG, COUNT, SHARE = (True, False, None), (1, 2, 5, 20), (0, 0.0, 0.1, 0.9, 1, 2, -2)
 UNUSUAL: dict[str, tuple[Any, ...]] = {
     "model": ("tiny", "other", None),
     "prompt": (WORDS, WORDS * 30, [1, 2, 3], ["a", "b"], [[1], [2, 3]], ["a", [1]], [1, "a"], [511] * 511, ["a"] * 40),
-    "input": (WORDS, [1, 2], ["a", "b"], [[1], [2]], "a" * 9000, [1] * 600, ["a"] * 33),
+    "input": (
+        *(WORDS, [1, 2], ["a", "b"], [[1], [2]], "a" * 9000, [1] * 600, ["a"] * 33),
+        *([TURN], [TURN] * 20, [TURN] * 5000, [{"type": "item_reference", "id": "msg_abcdefgh_0_0"}]),
+        [TURN, {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{"}],
+        [{"type": "function_call_output", "call_id": "c", "output": "a"}],
+        [{"type": "reasoning", "summary": []}, TURN, TURN | {"role": "assistant"}],
+    ),
     "messages": (
         [TURN],
         [TURN] * 20,
@@ -119,14 +157,24 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {
     "json_schema": ({"type": "integer"}, {"type": "nonsense"}),
     "guided_whitespace_pattern": (" ?", "("),
     "modalities": (["text"], ["audio"]),
-    "tools": ([{"type": "function", "function": {"name": "f"}}], []),
-    "tool_choice": ("auto", "none", "required"),
+    "tool_choice": ("auto", "none", "required", {"type": "any"}, {"type": "tool", "name": "look"}),
+    "previous_response_id": ("resp_abcdefgh_0", "resp_", "a" * 9000, "\0"),
+    "instructions": ("Be brief.", "a" * 9000),
+    "system": ("Be brief.", [{"type": "text", "text": "Be brief."}], [{}]),
+    "thinking": ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {}),
+    "max_output_tokens": (0, 1, 40, 511),
+    "truncation": ("auto", "disabled", "a"),
+    "text": ({"format": {"type": "json_schema", "name": "a", "schema": AT}}, {"format": {"type": "json_object"}}, {}),
+    "include": (["message.output_text.logprobs"], ["a"]),
     "chat_template_kwargs": ({"add_generation_prompt": False}, {"messages": []}, {"tools": 1}, {"raise_exception": 1}),
     "encoding_format": ("float", "base64", "int8"),
 }
 START: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "She was", "max_tokens": 8},
     "/v1/chat/completions": {"messages": [TURN], "max_tokens": 8},
+    "/v1/responses": {"input": "Who was Emma?", "max_output_tokens": 8},
+    "/v1/messages": {"model": "tiny", "messages": [TURN], "max_tokens": 8},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [TURN]},
     "/v1/embeddings": {"input": "She was"},
     "/tokenize": {"prompt": "She was"},
     "/detokenize": {"tokens": [1, 2, 3]},
@@ -150,7 +198,7 @@ def _some(names: list[str], n: int, rng: random.Random) -> list[str]:
 
 
 def draw(rng: random.Random) -> Body:
-    path = rng.choices(list(ROUTES), (6, 4, 2, 1, 1))[0]
+    path = rng.choices(list(ROUTES), (6, 4, 4, 4, 1, 2, 1, 1))[0]
     luck = rng.random()
     if luck < 0.04:
         return Body(path, rng.randbytes(rng.choice((0, 1, 10, 1000, 100_000))))
@@ -158,7 +206,7 @@ def draw(rng: random.Random) -> Body:
         return Body(path, written(rng.choice(ODD)))
     fields = dict(START[path])
     for name in _some(FIELDS[path], rng.choice((0, 1, 2, 3, 4)), rng):
-        fields[name] = rng.choice(UNUSUAL.get(name, FLAG + SHARE))
+        fields[name] = rng.choice(tools_of(path) if name == "tools" else UNUSUAL.get(name, FLAG + SHARE))
     if rng.random() < 0.5:
         for name in _some(FIELDS[path], rng.choice((1, 1, 2)), rng):
             fields[name] = rng.choice(ODD)
@@ -196,6 +244,9 @@ def long(rng: random.Random) -> Body:
         return Body("/tokenize", b'{"prompt": "' + b"a" * (5 << 20) + b'"}')
     if luck < 0.2:
         return Body("/detokenize", written({"tokens": [5] * (size // 4)}))
+    if luck < 0.25:  # of very many values
+        path = rng.choice(("/v1/responses", "/v1/messages", "/v1/chat/completions"))
+        return Body(path, written(START[path])[:-1] + b', "metadata": [' + b"[]," * 1_200_000 + b"1]}")
     if luck < 0.3:
         large = {rng.choice(("chat_template_kwargs", "metadata")): {"a": [[1]] * (size // 10)}}
         return Body("/v1/chat/completions", written(START["/v1/chat/completions"] | large))

@@ -24,11 +24,23 @@ def _stream(rng: random.Random) -> bytes:
     much: dict[str, Any] = {"n": rng.choice((1, 2, 6)), "logprobs": rng.choice((0, 20))}
     much["timeout"] = rng.choice((8, None))
     path, more = rng.choice((("/v1/completions", {}), ("/v1/chat/completions", {"messages": [bodies.TURN]})))
+    if rng.random() < 0.4:
+        return request("POST", *_called(rng), HOSTILE)
     body = STREAM | much | more
     if more:
         del body["prompt"]
         body |= {"logprobs": True, "top_logprobs": much["logprobs"]}
     return request("POST", path, json.dumps(body).encode(), HOSTILE)
+
+
+def _called(rng: random.Random) -> tuple[str, bytes]:
+    """A stream of calls, on one of the three routes that have tools."""
+    path = rng.choice(("/v1/chat/completions", "/v1/responses", "/v1/messages"))
+    body = dict(bodies.START[path]) | {"stream": True, "tools": bodies.tools_of(path)[0], "tool_choice": "required"}
+    if path == "/v1/messages":
+        body["tool_choice"] = {"type": "any"}
+    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 300
+    return path, json.dumps(body).encode()
 
 
 async def _said(storm: Any, wire: Wire, data: bytes, said: str) -> Answer | None:

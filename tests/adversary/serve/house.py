@@ -49,7 +49,16 @@ class House:
         keys.write_text(TENANTS)
         # The same kernels in each process of the engine, however fast the machine is just now.
         words = ["tiny", "--port", "0", "--restart", "--deterministic", "--autotune", "off", "--log-format", "json"]
-        words += ["--api-keys", str(keys), "--chat-template", CHATML, "--max-num-seqs", str(ROWS)]
+        words += [
+            "--api-keys",
+            str(keys),
+            "--chat-template",
+            CHATML,
+            "--tool-call-parser",
+            "hermes",
+            "--max-num-seqs",
+            str(ROWS),
+        ]
         words += ["--max-num-queued-reqs", str(QUEUED), "--arrival-timeout", f"{ARRIVAL:g}"]
         words += ["--drain-timeout", f"{DRAIN:g}", "--pause-after", "32", "--max-body-size", "4M"]
         env = {k: v for k, v in os.environ.items() if not k.startswith("HIBACHI_") or k.endswith("NATIVE")}

@@ -120,9 +120,9 @@ class Judge:
             return None
         self.report.answers[f"{answer.status}{f' {code}' if code else ''}"] += 1
         at_fault = answer.status >= 500 or code in ("internal_error", "model_fault", "out_of_memory", *LOST)
-        if at_fault and not (answer.status in (200, 503) and self.excused(since)):
+        if at_fault and not (answer.status in (200, 503, 529) and self.excused(since)):
             self.complain(f"{said}\n  got {answer.status}, though no engine was killed: {answer.body[-300:]!r}")
-        if answer.status in (429, 503) and not answer.headers.get("retry-after", "").isdigit():
+        if answer.status in (429, 503, 529) and not answer.headers.get("retry-after", "").isdigit():
             self.complain(f"{said}\n  got {answer.status} without Retry-After")
         return code
 
@@ -131,6 +131,11 @@ class Judge:
         if answer.streamed:
             *_, last = events(answer.body)
             said = json.loads(last)
+            if said.get("type", "").startswith("response."):
+                failed = said["response"]["error"]
+                return failed and str(failed["code"])
+            if said.get("type") == "message_stop":
+                return None
             return str(_error(said)["code"]) if "error" in said else None
         if answer.status < 400 or not answer.body:
             return None
@@ -142,8 +147,12 @@ class Judge:
 
 
 def _error(said: Any) -> dict[str, Any]:
-    """Of OpenAI's shape, or it raises."""
+    """Of OpenAI's shape, or of Anthropic's, or it raises."""
     error: dict[str, Any] = said["error"]
+    if said.get("type") == "error":
+        if said.keys() - {"request_id"} != {"type", "error"} or error.keys() - {"details"} != {"type", "message"}:
+            raise ValueError("not Anthropic's error")
+        return error | {"code": error.get("details", {}).get("error_code")}
     kinds = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
     if said.keys() != {"error"} or error.keys() != kinds.keys() or not error["message"]:
         raise ValueError("not OpenAI's error")

@@ -184,9 +184,18 @@ class Wire:
 def events(body: bytes) -> list[bytes]:
     """Of a stream that is over. Raises Broken."""
     *whole, rest = body.split(b"\n\n")
+    if whole and whole[-1].startswith(b"event: ") and not rest:  # of responses and messages: named, and with no mark
+        return [_named(event) for event in whole if not event.startswith(b":")]
     if rest or not whole or whole[-1] != b"data: [DONE]" or not all(e.startswith(b"data: ") for e in whole):
         raise Broken(f"a stream that ends with {body[-80:]!r}")
     return [event.removeprefix(b"data: ") for event in whole[:-1]]
+
+
+def _named(event: bytes) -> bytes:
+    name, _, data = event.partition(b"\ndata: ")
+    if not name.startswith(b"event: ") or not data.startswith(b'{"type":"%s"' % name.removeprefix(b"event: ")):
+        raise Broken(f"an event that is named otherwise than its type: {event[:80]!r}")
+    return data
 
 
 async def ask(port: int, data: bytes, *, head: bool = False) -> Answer:

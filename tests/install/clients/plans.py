@@ -86,7 +86,7 @@ class Bytes:
 
 
 class Plans:
-    vocab_size, max_model_len, eos_ids = 256, 65536, (0,)
+    vocab_size, max_model_len, eos_ids = 256, 2**18, (0,)  # agents describe many tools, at length
     tokenizer = Bytes()
     turn = TURN.encode()  # what the prompt ends with
 
