@@ -557,12 +557,15 @@ IN_TAGS = {
     "tagged": "<tool_call>\n<function=t>\n<parameter=x>\n%s\n</parameter>\n</function>\n</tool_call>",
     "keyed": "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
     "cdata": '<function name="t"><param name="x">%s</param></function>',
+    "nested": '<|mini|><tool_call>\n<|mini|><invoke name="t"><|mini|><x>%s<|mini|></x>'
+    "<|mini|></invoke>\n<|mini|></tool_call>",
 }
 LISTED = [  # what a value between tags is read as, or None where it may not come
     ("keyed", {"enum": ["true", False]}, {"true": None, "false": False}),
     ("keyed", {"anyOf": [{"type": "string"}, {"const": False}]}, {"true": None, "false": False, "truth": "truth"}),
     ("keyed", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5}),
     ("keyed", {"enum": ["1", 2.5]}, {"1": None, "2.5": 2.5}),
+    ("keyed", {"enum": ["-1.5", -3]}, {"-1.5": None, "-3": -3}),
     ("keyed", {"anyOf": [{"enum": ["{}"]}, {"type": "object", "required": ["a"]}]}, {"{}": None, '{"a":1}': {"a": 1}}),
     ("tagged", {"enum": ["a", "</parameter>"]}, {"a": "a", "</parameter>": None}),
     ("cdata", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5, "<![CDATA[1]]>": "1"}),
@@ -573,7 +576,9 @@ LISTED = [  # what a value between tags is read as, or None where it may not com
     ("tagged", {"type": "object"}, {'{"a": "</parameter>"}': {"a": "</parameter>"}}),
     ("cdata", {"type": "array"}, {'["]]>","\\\\","</param>"]': ["]]>", "\\", "</param>"]}),
     ("python", {"type": "array", "maxItems": 1}, {"[]": [], "[1]": [1], "[1, 2]": None}),
-    ("nested", {"type": "array", "maxItems": 1, "items": {"type": "integer"}}, {}),
+    ("nested", {"type": "array", "maxItems": 1, "items": {"type": "integer"}}, {"": []}),
+    ("nested", {"anyOf": [{"type": "object", "required": ["a"]}, {"type": "array"}]}, {"": None}),
+    ("nested", {"anyOf": [{"type": "object", "properties": {}}, {"type": "array", "maxItems": 0}]}, {"": {}}),
 ]
 
 
