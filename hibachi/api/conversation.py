@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from hibachi.api.errors import Refused
-from hibachi.errors import shown
-from hibachi.tools.history import NotShown, as_object
+from hibachi.errors import InvalidRequest, shown
+from hibachi.tools.history import NotShown, as_objects
 
 MOST_VALUES = 1 << 18  # of the arguments of a call; commas and brackets count them
 MOST_OF_ALL = 1 << 19  # of all calls, or of all tools
@@ -33,7 +33,8 @@ def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, A
             f"messages has {calls} tool_calls; at most {most} are served.", param="messages", code="invalid_value"
         )
     _check_arguments(given)
-    return _answered([message(m, i) for i, m in enumerate(given)])
+    with by_name():
+        return _answered([message(m, i) for i, m in enumerate(given)])
 
 
 def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,10 +45,8 @@ def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     open_ = Counter[Any]()  # calls of the last message with calls that have no result, in their order
     found = []
     for i, m in enumerate(messages):
-        calls = m.get("tool_calls")
-        if isinstance(calls, list) and calls:
-            ids = [c.get("id") if isinstance(c, dict) else None for c in calls]
-            open_ = Counter(id if isinstance(id, str) else None for id in ids)
+        if calls := m.get("tool_calls"):
+            open_ = Counter(call.get("id") for call in calls)
             made.update(open_)
         if m["role"] == "tool":
             m = _result(m, f"messages[{i}].tool_call_id", made, open_)
@@ -69,8 +68,7 @@ def _result(m: dict[str, Any], place: str, made: set[Any], open_: Counter[Any]) 
         )
     if not isinstance(given, str) or (given not in made and None not in made):
         raise Refused(
-            f"{place} names a call that was not made: expected the id of one of the tool_calls in front of it; got "
-            f"{shown(given)}.",
+            f"{place} names a call that was not made: expected the id of a call in front of it; got {shown(given)}.",
             param=place,
             code="invalid_value",
         )
@@ -87,12 +85,13 @@ def _take(open_: Counter[Any], id: Any) -> Any:
 
 
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:
-    """A message with its content as one text, or null, and the arguments of its calls as objects. Raises Refused."""
+    """A message with its content as one text, or null, and the arguments of its calls as objects. Raises Refused, and
+    InvalidRequest, which begins with the place.
+    """
     if not isinstance(given.get("role"), str):
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
-    if (calls := given.get("tool_calls")) is not None:
-        given = {**given, "tool_calls": _calls(calls, f"messages[{i}].tool_calls")}
+    given = dict(as_objects(given, f"messages[{i}]"))
     if content is None or isinstance(content, str):
         return given
     place = f"messages[{i}].content"
@@ -107,22 +106,6 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
             )
         texts.append(part[kind])
     return {**given, "content": "\n".join(texts)}
-
-
-def _calls(given: Any, place: str) -> list[Any]:
-    """Calls with their arguments as objects. Raises Refused for what are none."""
-    if not isinstance(given, list):
-        raise Refused(f"{place} must be a list of calls; got {shown(given)}.", param=place, code="invalid_type")
-    for j, call in enumerate(given):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(
-                f'{place}[{j}] must be a call, {{"id": ..., "type": "function", "function": {{"name": ..., '
-                f'"arguments": ...}}}}; got {shown(call)}.',
-                param=f"{place}[{j}]",
-                code="invalid_value",
-            )
-    return [as_object(call) for call in given]
 
 
 def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
@@ -144,7 +127,7 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def check_values(tools: Any) -> int:
-    """The same of tools. Returns their bytes as JSON. Raises Refused."""
+    """`_check_arguments` for the tools of a request. Returns their bytes as JSON. Raises Refused."""
     from msgspec.json import encode  # which rows of plain text do without
 
     text = encode(tools)
@@ -153,6 +136,16 @@ def check_values(tools: Any) -> int:
             f"tools has more than {MOST_OF_ALL} commas and brackets. Shorten it.", param="tools", code="invalid_value"
         )
     return len(text)
+
+
+@contextmanager
+def by_name() -> Iterator[None]:
+    """Where a message begins with the field that it is about, the refusal names it."""
+    try:
+        yield
+    except InvalidRequest as e:
+        code = "unsupported_parameter" if " is not supported" in str(e) else "invalid_value"
+        raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
 
 
 @contextmanager

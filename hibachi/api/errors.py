@@ -67,6 +67,10 @@ class Refused(HibachiError):
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.headers: dict[str, str] = headers or {}
 
+    def about(self, param: str | None, words: str) -> Refused:
+        """The same, about another field, in other words."""
+        return Refused(words, status=self.status, kind=self.kind, param=param, code=self.code, headers=self.headers)
+
 
 def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
     """The answer to any exception. retry_after: seconds, where trying again may help."""

@@ -27,8 +27,8 @@ from hibachi.remote.opening import check_template, template_of
 from hibachi.request import Finish, SamplingParams
 from hibachi.streams.textstream import cut_off
 from hibachi.tools.format import Reasoned, Said
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.talk import NO_TOOLS, Talk
+from hibachi.tools.reading.reader import ALL_SAID
+from hibachi.tools.talk import Talk
 
 FETCHED = ".smollm2"
 """Where in a checkout `make chat` puts its model."""
@@ -166,10 +166,10 @@ def _answer(
     talking: Talk, llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, terminal: bool
 ) -> dict[str, Any]:
     """The answer, shown as it comes; what there is of it if it was interrupted after it had said something."""
-    spoken, shown = talking.spoken(messages, {}), Shown()
-    ids = llm.tokenizer.encode(spoken.prompt, add_special_tokens=False)
-    parser = Parser(spoken.format, NO_TOOLS, spoken.thinking)
-    [stream] = llm.submit([ids], params, shown=spoken.shown)
+    (prompt, reader), shown = talking.prompt(messages, {}), Shown()
+    reader = reader or ALL_SAID
+    ids, parser = llm.tokenizer.encode(prompt, add_special_tokens=False), reader.parser()
+    [stream] = llm.submit([ids], params, shown=reader.shown)
     with stream:
         try:
             for piece in told(stream):

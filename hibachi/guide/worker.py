@@ -181,8 +181,13 @@ _ESCAPE = rf"\\x{_CODE}|\\u00{_CODE}|\\U000000{_CODE}|\\[xuU]\{{0*(?:{_CODE}|[0-
 UNWRITTEN_ESCAPE = re.compile(rf"\\\\|{_CLASS}|(?P<found>{_ESCAPE}|{UNWRITTEN.pattern})")
 
 
+MOST_WHOLE = 2**53
+
+
 def check_characters(schema: Any) -> None:
-    """Refuse texts that cannot be written, in `const`, `enum` and patterns. What only looks like one counts as well."""
+    """Refuse texts that cannot be written, in `const`, `enum` and patterns. What only looks like one counts as well.
+    So are whole numbers that the library would write as others.
+    """
     waiting: list[tuple[Any, str]] = [(schema, "")]
     while waiting:
         value, inside = waiting.pop()
@@ -197,6 +202,8 @@ def check_characters(schema: Any) -> None:
             given = inside in ("const", "enum")
             if UNWRITTEN.search(value) if given else any(m["found"] for m in UNWRITTEN_ESCAPE.finditer(value)):
                 raise Refused(f"the keyword `{inside}` has a control character, which answers do not contain", inside)
+        elif isinstance(value, int) and inside in ("const", "enum") and abs(value) > MOST_WHOLE:
+            raise Refused(f"the keyword `{inside}` has a whole number of more than 53 bits", inside)
 
 
 def json_blanks(pattern: str) -> str:
@@ -213,9 +220,13 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 WITHIN = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 
 
+NO_URI = re.compile(r"[^!#-;=?-Z_a-z~]")
+TINY = 1e-9
+
+
 def without_notes(schema: Any) -> Any:
-    """A schema without what says nothing, and the library refuses: formats that JSON Schema does not know, and that
-    names of properties are strings.
+    """A schema as the library takes it. Without what says nothing, and the library refuses: formats that JSON Schema
+    does not know, and that names of properties are strings. References are URIs, and bounds are such as it keeps.
     """
     if not isinstance(schema, dict):
         return schema
@@ -225,8 +236,45 @@ def without_notes(schema: Any) -> Any:
             value = {name: without_notes(each) for name, each in value.items()}
         elif key in WITHIN:
             value = [without_notes(each) for each in value] if isinstance(value, list) else without_notes(value)
+        if key == "$ref" and isinstance(value, str):
+            value = NO_URI.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode(errors="surrogatepass")), value)
+        if key == "pattern" and isinstance(value, str):
+            value = kept_classes(value)
         if not says_nothing(key, value):
             found[key] = value
+    return found | kept_bounds(found)
+
+
+def kept_classes(pattern: str) -> str:
+    r"""A pattern whose classes such as [^"] leave out \x01 as well, which no answer contains. Of other classes of all
+    but a quote or a backslash the library takes these too.
+    """
+    inside = False
+
+    def kept(found: re.Match[str]) -> str:
+        nonlocal inside
+        part = found[0]
+        begins, inside = part.startswith("[") and not inside, part[0] == "[" or (inside and part != "]")
+        return f"{part}\\x01" if begins and part == "[^" else part
+
+    return re.sub(r"\\.|\[\^(?!\])|\[|\]", kept, pattern, flags=re.DOTALL)
+
+
+def kept_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Of a range of numbers that begins or ends at a whole number and is shorter than 1, without this number: the
+    library would take it nevertheless, so the range begins or ends beside it.
+    """
+    low: Any = schema.get("exclusiveMinimum", schema.get("minimum"))
+    high: Any = schema.get("exclusiveMaximum", schema.get("maximum"))
+    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) and abs(n) < 1e6 for n in (low, high)):
+        return {}
+    if not 2 * TINY < high - low < 1:
+        return {}
+    found = {}
+    if schema.get("exclusiveMinimum") == low == int(low):
+        found["exclusiveMinimum"] = low + TINY
+    if schema.get("exclusiveMaximum") == high == int(high):
+        found["exclusiveMaximum"] = high - TINY
     return found
 
 
@@ -252,26 +300,53 @@ def choice_source(choices: Sequence[str]) -> str:
     return f"{FREE}start: CHOICE\nCHOICE: {' | '.join(quoted)}\n"
 
 
+GBNF = re.compile(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=")
+_SKIPPED = r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/'
+WITHIN_LARK = re.compile(rf'%gbnf\s+(?P<gbnf>"(?:\\.|[^"\\])*")|{_SKIPPED}')
+NAMES = re.compile(rf"{_SKIPPED}|(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
+
+
 def grammar_source(text: str, texts: bool) -> str:
     if text.lstrip().startswith("{"):  # which the library would read as grammars in JSON
         raise Refused("it must be in Lark's notation or in GBNF; got JSON")
-    if re.search(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=", text):
+    if GBNF.search(text):
         if not texts:
             raise Refused("it needs token_bytes: the tokens of this model are no text, and GBNF is about text")
-        return from_gbnf(text)
+        return f"{from_gbnf(text)}\n{FREE}"
     if not texts and (part := next(text_parts(text), None)):
         raise Refused(
             f"it needs token_bytes: the tokens of this model are no text, so only `<[..]>` can be used; got {part}"
         )
-    return f"{text}\n{FREE}"  # behind it, so that numbers of lines stay
+    return f"{with_gbnf(text)}\n{FREE}"  # behind it, so that numbers of lines stay
+
+
+def with_gbnf(lark: str) -> str:
+    """A grammar in which each `%gbnf "..."`, a grammar in GBNF within one string of JSON, is a rule."""
+    found = list[str]()
+
+    def as_rule(part: re.Match[str]) -> str:
+        if part["gbnf"] is None:
+            return part[0]
+        prefix = f"gbnf_{len(found)}_"
+        rules = from_gbnf(json.loads(part["gbnf"])).replace("%llguidance {}", "", 1)
+        found.append(NAMES.sub(lambda m: m[0] if m["name"] is None else own_name(prefix, m["name"]), rules))
+        return f"{prefix}start"
+
+    return "\n".join([WITHIN_LARK.sub(as_rule, lark), *found]) if "%gbnf" in lark else lark
+
+
+def own_name(prefix: str, name: str) -> str:
+    """Names of terminals are in capitals."""
+    return f"{prefix.upper() if name.isupper() else prefix}{name}"
 
 
 def from_gbnf(text: str) -> str:
+    """The same in Lark's notation. Raises Refused."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         lark: str = gbnf_to_lark(text)
-        return f"{lark}\n{FREE}"
+        return lark
     except RecursionError:
         raise Refused("it is nested too deep. Make it flatter") from None
     except Exception as e:  # the library raises Exception itself

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,9 @@ from hibachi.streams.textstream import Choice, Completion, cut_off
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
 from hibachi.tools.history import as_objects
-from hibachi.tools.ids import call_id
-from hibachi.tools.reading.whole import read
-from hibachi.tools.talk import NO_TOOLS, Spoken, Talk
+from hibachi.tools.reading.reader import AnswerReader
+from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
-from hibachi.tools.tools import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +31,10 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that is ready to be answered."""
+    """A conversation that is ready to be answered. reader: None means that the answer is all text."""
 
-    spoken: Spoken
-    box: Toolbox | None
+    prompt: str
+    reader: AnswerReader | None
     params: SamplingParams
 
 
@@ -49,7 +47,7 @@ class Ready:
 
     @property
     def prompts(self) -> list[str]:
-        return [chat.spoken.prompt for chat in self.chats]
+        return [chat.prompt for chat in self.chats]
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -58,7 +56,7 @@ class Ready:
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens that the texts of answers show."""
-        return frozenset[int]().union(*(chat.spoken.shown for chat in self.chats))
+        return frozenset[int]().union(*(chat.reader.shown for chat in self.chats if chat.reader is not None))
 
     def told(self, done: Sequence[Completion], ids: Sequence[str] | None = None) -> list[Completion]:
         """Completions whose texts are what is said, beside calls and reasoning. ids: of each answer, of which those of
@@ -69,9 +67,9 @@ class Ready:
 
 
 class Chats:
-    """The chats of one model. checks: checks parameters whose form is new. ends: tokens that end a text."""
+    """The chats of one model. checks: raises InvalidRequest where a form cannot be had. ends: tokens that end a text."""
 
-    def __init__(self, prompts: Prompts, checks: Any, ends: Sequence[int]) -> None:
+    def __init__(self, prompts: Prompts, checks: Callable[[SamplingParams], object], ends: Sequence[int]) -> None:
         self._prompts, self._checks, self._ends = prompts, checks, ends
         self._talks: dict[tuple[Parsers, str | None], Talk] = {}
 
@@ -85,7 +83,7 @@ class Chats:
         """Conversations that may be queued, with parameters for each. Raises InvalidRequest or PromptTooLong."""
         chats = [self._chat(m, p, asking, variables) for m, p in zip(conversations, params, strict=True)]
         encode = self._prompts.tokenizer.encode
-        return Ready(chats, [encode(c.spoken.prompt, add_special_tokens=False) for c in chats])
+        return Ready(chats, [encode(c.prompt, add_special_tokens=False) for c in chats])
 
     def _chat(
         self,
@@ -97,13 +95,14 @@ class Chats:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
-        spoken = talk.spoken([as_objects(m) for m in messages], given, box, effort=asking.effort)
-        self._prompts.check_text(spoken.prompt)
+        objects = [as_objects(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        prompt, reader = talk.prompt(objects, given, box, effort=asking.effort)
+        self._prompts.check_text(prompt)
         answer = params.structured_outputs
-        if spoken.special:
+        if reader is not None:
             assert answer is None or isinstance(answer, StructuredOutputs)
-            answer = talk.form(spoken.format, spoken.thinking, box, answer, partial(self._check, params), self._ends)
-        return Chat(spoken, box, params.with_(structured_outputs=answer))
+            answer = talk.form(reader, answer, partial(self._check, params), self._ends)
+        return Chat(prompt, reader, params.with_(structured_outputs=answer))
 
     def _talk(self, parsers: Parsers, template: str | None) -> Talk:
         found = self._talks.get((parsers, template))
@@ -116,16 +115,13 @@ class Chats:
 
 
 def _completion(chat: Chat, done: Completion, id: str) -> Completion:
-    if not chat.spoken.special:
+    reader = chat.reader
+    if reader is None:
         return done
-    return replace(done, choices=[_told(chat, id, choice) for choice in done.choices])
+    return replace(done, choices=[_told(reader, id, choice) for choice in done.choices])
 
 
-def _told(chat: Chat, id: str, choice: Choice) -> Choice:
-    spoken = chat.spoken
-    found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut_off(choice))
-    calls = [
-        replace(call, id=call.id or call_id(id, choice.index, i, nine=spoken.format.nine))
-        for i, call in enumerate(found.calls)
-    ]
+def _told(reader: AnswerReader, id: str, choice: Choice) -> Choice:
+    found = reader.read(choice.text, cut_off(choice))
+    calls = [replace(call, id=call.id or reader.call_id(id, choice.index, i)) for i, call in enumerate(found.calls)]
     return replace(choice, text=found.content, tool_calls=tuple(calls), reasoning=found.reasoning or "")

@@ -14,7 +14,7 @@ from hibachi.api.forms import said_by
 from hibachi.api.openapi import BINARY, Error
 from hibachi.api.tokens.accept import Accept, media_type, refused
 from hibachi.api.tokens.arrays import DTYPES
-from hibachi.api.tokens.asking import Asked, asked_of, check_room
+from hibachi.api.tokens.asking import AskedTokens, asked_of, check_room
 from hibachi.api.tokens.bodies import BYTES, JSON, MSGPACK, MSGPACKS, NPY, TYPES, Given, Parameters, TokensBody, is_json
 from hibachi.api.tokens.writing import (
     NDJSON,
@@ -99,7 +99,7 @@ async def _answer(
     said: Parameters,
     prompt: HostArray,
     inputs: dict[str, HostArray | None] | None,
-    asked: Asked,
+    asked: AskedTokens,
     accept: Accept,
     form: str | None,
     name: str,
@@ -147,7 +147,7 @@ class _Answer:
         served: Served,
         x: Exchange,
         writer: TokenWriter,
-        asked: Asked,
+        asked: AskedTokens,
         stream: ItemStream[Any],
         record: Record,
         n: int,

@@ -7,9 +7,9 @@ from functools import partial
 from hibachi.api.bodies import read
 from hibachi.api.dialects import ANTHROPIC
 from hibachi.api.messages.answers import EVENTS, MessageAnswer, TokenCount
-from hibachi.api.messages.asking import chat_of
+from hibachi.api.messages.asking import chat_of, told_as_sent
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
-from hibachi.api.messages.preparing import fit, prepared, told_in_its_words
+from hibachi.api.messages.preparing import fit, prepared
 from hibachi.api.messages.writing import MessagesWriter
 from hibachi.serve.conversing import prepare
 from hibachi.serve.openai import MESSAGES
@@ -23,7 +23,7 @@ async def messages(served: Served, x: Exchange) -> None:
     """Answer a conversation, as Anthropic's API does."""
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    with told_in_its_words():
+    with told_as_sent():
         chat = await served.beside(x, partial(chat_of, body))
         asked, ids = await prepared(partial(prepare, served, x), chat)
         full = fit(asked, len(ids), served.reading.prompts.context)
@@ -35,7 +35,7 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     """Number of tokens of a conversation that would be sent to /v1/messages."""
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
-    with told_in_its_words():
+    with told_as_sent():
         chat = await served.beside(x, partial(chat_of, body))
         _, ids = await prepared(partial(prepare, served, x), chat)
     await x.json(TokenCount(len(ids)))

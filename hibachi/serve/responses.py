@@ -10,7 +10,7 @@ from hibachi.api.asking import check_count
 from hibachi.api.bodies import read
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.responses.answers import EVENTS, Deleted, ItemList, Response, listed
-from hibachi.api.responses.asking import as_chat, in_our_words, own_items
+from hibachi.api.responses.asking import as_chat, own_items, told_as_sent
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import PAGE, Item
 from hibachi.api.responses.preparing import prepared
@@ -35,9 +35,9 @@ async def create(served: Served, x: Exchange) -> None:
     def keep(done: Response) -> None:
         served.responses.of(x.tenant).keep(done.id, encode(done), before, own, done.output)
 
-    with in_our_words():
+    with told_as_sent(body.tools):
         more = sum(len(data) for _, data in before.each)
-        chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own]), more)
+        chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own], len(before.each)), more)
         asked, ids = await prepared(
             partial(prepare, served, x), served.reading.check_length, chat, shortens=body.truncation == "auto"
         )

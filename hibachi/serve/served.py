@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
-from hibachi.api.asking import Asked as Chat
+from hibachi.api.asking import Asked
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused, unsupported
 from hibachi.api.forms import OURS, refused
@@ -21,7 +21,7 @@ from hibachi.api.responses.store import Stores
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
-from hibachi.api.tokens.asking import Asked
+from hibachi.api.tokens.asking import AskedTokens
 from hibachi.api.weight import LIGHT, check_weight
 from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
@@ -205,9 +205,9 @@ class Served:
         except InvalidRequest as e:
             raise refused(e, said) from e
 
-    async def form_chat(self, asked: Chat, tenant: str) -> None:
+    async def form_chat(self, asked: Asked, tenant: str) -> None:
         """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
-        if asked.turns is None or (asked.toolbox is None and asked.params.structured_outputs is None):
+        if asked.reader is None or (asked.toolbox is None and asked.params.structured_outputs is None):
             return
 
         def check(form: StructuredOutputs) -> None:
@@ -282,7 +282,7 @@ class Served:
 
     @contextmanager
     def submit_tokens(
-        self, prompt: HostArray, inputs: Mapping[str, HostArray | None] | None, asked: Asked, terms: Terms
+        self, prompt: HostArray, inputs: Mapping[str, HostArray | None] | None, asked: AskedTokens, terms: Terms
     ) -> Iterator[ItemStream[Any]]:
         """`submit` for tokens of any kind, also for feed-forward: one item."""
         self.check_open()

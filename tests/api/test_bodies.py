@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from hibachi.api.bodies import (
     IGNORED,
@@ -39,6 +41,7 @@ from hibachi.api.forms import (
     TextFormat,
 )
 
+NAMES = ("bodies", "forms", "messages.bodies", "responses.bodies", "responses.items", "tgi.bodies", "tokens.bodies")
 SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
 OPTIONS = StreamOptions(include_usage=True, continuous_usage_stats=True, include_obfuscation=False)
 # What is read of JSON texts; and JSON texts that are of another type, with where in the field, and what was found.
@@ -350,6 +353,15 @@ def each(what):
         for kind, fields in FIELDS.items()
         for field, about in fields.items()
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_record_takes_a_field_that_it_does_not_know(name):
+    """A misspelt field is an error wherever it stands."""
+    module = import_module(f"hibachi.api.{name}")
+    records = [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Struct)]
+    own = [c for c in records if c.__module__ == module.__name__ and not c.__name__.startswith("_")]
+    assert own and not [c.__name__ for c in own if not c.__struct_config__.forbid_unknown_fields]
 
 
 @pytest.mark.parametrize("kind", FIELDS)

@@ -12,7 +12,7 @@ from hibachi.api.bodies import read
 from hibachi.api.dialects import ANTHROPIC, key_of, spoken
 from hibachi.api.errors import Refused, as_refused
 from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
-from hibachi.api.messages.asking import SWITCHES, chat_of, in_its_words
+from hibachi.api.messages.asking import SWITCHES, chat_of, told_as_sent
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.api.messages.writing import Blocks, joined, named
 from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
@@ -171,6 +171,7 @@ def test_the_form_of_an_answer(field):
         ({"type": "enabled", "budget_tokens": 1024}, ON, True),
         ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, ON, False),
         ({"type": "adaptive"}, None, True),
+        ({"type": "adaptive", "display": "updates"}, None, True),  # of Claude Code
     ],
 )
 def test_reasoning_is_off_unless_it_is_asked_for(thinking, variables, told):
@@ -203,6 +204,11 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "messages[0].role"),
     ({"messages": [{**HELLO, "name": "x"}]}, "messages[0].name", "Unknown field: messages[0].name"),
     ({"n": 2}, "n", "Unknown field: n"),
+    (
+        {"messages": [{"role": "user", "content": [{**text("a"), "x": 1}]}]},
+        "messages[0].content[0].x",
+        "Unknown field: messages[0].content[0].x",
+    ),
     ({"container": "c"}, "container", "container is not supported: Nothing runs code here"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "mcp_servers is not supported"),
     ({"context_management": {"a": 1}}, "context_management", "context_management is not supported"),
@@ -297,15 +303,27 @@ def test_refusals_are_in_the_words_of_the_sender():
         ("the stop is", "the stop is"),
         ("reasoning_effort is", "output_config.effort is"),
     ):
-        told = in_its_words(Refused(ours, param=ours.partition(" ")[0], code="invalid_value"))
-        assert (str(told), told.param, told.code) == (theirs, theirs.partition(" ")[0], "invalid_value")
+        with pytest.raises(Refused) as told, told_as_sent():
+            raise Refused(ours, param=ours.partition(" ")[0], code="invalid_value")
+        assert (str(told.value), told.value.param, told.value.code) == (theirs, theirs.split()[0], "invalid_value")
+
+
+def test_what_else_is_told_of_a_refusal_stays():
+    with pytest.raises(Refused) as told, told_as_sent():
+        raise Refused("stop is too long", status=429, kind="k", param="stop", code="c", headers={"Retry-After": "5"})
+    found = told.value
+    assert (found.status, found.kind, found.param, found.code) == (429, "k", "stop_sequences", "c")
+    assert found.headers == {"Retry-After": "5"}
+    with pytest.raises(Refused, match=r"^stop_sequences is") as told, told_as_sent():
+        raise InvalidRequest("stop is too long")
+    assert (told.value.status, told.value.param) == (400, None)
 
 
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
 def parts_of(events, *, reasoning=True):
-    blocks = Blocks(lambda number: f"toolu_{number}", reasoning=reasoning)
+    blocks = Blocks(lambda given, number: given or f"toolu_{number}", reasoning=reasoning)
     parts = [part for event in events for part in blocks.add([event])]
     return blocks, [*parts, *blocks.end()]
 

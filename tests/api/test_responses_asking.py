@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 from hibachi.api.bodies import Bounds, read
 from hibachi.api.errors import Refused
 from hibachi.api.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.asking import LOGPROBS, as_chat, in_our_words, messages, own_items
+from hibachi.api.responses.asking import LOGPROBS, as_chat, own_items, told_as_sent, turns
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import as_kept, kept
 from hibachi.errors import PromptTooLong
@@ -141,11 +141,19 @@ ITEMS = {  # items of an input, and the messages that they stand for
 }
 
 
+def as_sent(messages):
+    """Messages with the arguments of their calls as JSON in a text."""
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        function["arguments"] = json.dumps(function["arguments"])
+    return messages
+
+
 @pytest.mark.parametrize("name", ITEMS)
 def test_items_are_messages(name):
     given, wanted = ITEMS[name]
-    assert messages(own_items(body_of(given), BOUNDS)) == wanted
-    assert chat_of(given, instructions="Be brief.").messages == [{"role": "system", "content": "Be brief."}, *wanted]
+    assert [message for message, _ in turns(own_items(body_of(given), BOUNDS))] == wanted
+    chat = chat_of(given, instructions="Be brief.")
+    assert as_sent(chat.messages) == [{"role": "system", "content": "Be brief."}, *wanted]
 
 
 @pytest.mark.parametrize("name", ITEMS)
@@ -157,7 +165,7 @@ def test_items_that_were_kept_are_the_same_messages_and_as_openai_describes_them
     data = [as_kept(item, f"x_{i}") for i, item in enumerate(own_items(body_of(given), BOUNDS))]
     for one in data:
         described.validate(json.loads(one))
-    assert messages(kept(one) for one in data) == wanted
+    assert [message for message, _ in turns(kept(one) for one in data)] == wanted
 
 
 IMAGE = {"type": "input_image", "image_url": "data:,"}
@@ -177,7 +185,8 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         (user([{"type": "input_file", "file_id": "f"}]), "input[1].content[0].type", "unsupported_parameter"),
         (user([{"type": "input_text", "text": 7}]), "input[1].content[0].text", "invalid_type"),
         ({**user("a"), "weight": 1}, "input[1].weight", "unknown_parameter"),
-        (call(1, namespace="n"), "input[1].namespace", "unsupported_parameter"),
+        (call(1, namespace=7), "input[1].namespace", "invalid_type"),
+        (call(1, caller="n"), "input[1].caller", "unsupported_parameter"),
         ({**call(1), "call_id": ""}, "input[1].call_id", "invalid_value"),
         ({**call(1), "arguments": {}}, "input[1].arguments", "invalid_type"),
         (result(1, [IMAGE]), "input[1].output[0].type", "unsupported_parameter"),
@@ -239,6 +248,7 @@ def test_what_says_nothing_asks_for_nothing():
         store=True,
         user="u",
         service_tier="auto",
+        client_metadata={"session": "s"},
         prompt_cache_key="k",
         safety_identifier="s",
         conversation=None,
@@ -257,6 +267,60 @@ def test_some_of_the_tools():
     named = [{"type": "function", "function": {"name": "weather"}}]
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
     assert chat_of(tools=[FUNCTION], tool_choice=choice).tool_choice == allowed
+
+
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [{**FUNCTION, "description": "W."}]}
+INNER = {"type": "function", "name": "find"}
+
+
+def test_tools_in_a_namespace_are_called_by_its_name_and_theirs():
+    inner = {**SPACE, "tools": [*SPACE["tools"], INNER]}
+    chat = chat_of([user("a"), call(1, name="find", namespace="crm"), result(1, "b")], tools=[FUNCTION, inner])
+    functions = [tool["function"] for tool in chat.tools]
+    assert [(f["name"], f.get("description")) for f in functions] == [
+        ("weather", None), ("crm__weather", "W."), ("crm__find", "Customers.")
+    ]  # fmt: skip
+    assert functions[1]["parameters"] == {"type": "object"} and functions[1]["strict"] is True
+    assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "crm__find"
+
+
+@pytest.mark.parametrize("named", [{"name": "weather", "namespace": "crm"}, {"name": "crm__weather"}])
+def test_a_tool_in_a_namespace_is_demanded(named):
+    wanted = {"type": "function", "function": {"name": "crm__weather"}}
+    assert chat_of(tools=[SPACE], tool_choice={"type": "function", **named}).tool_choice == wanted
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", **named}]}
+    assert chat_of(tools=[SPACE], tool_choice=some).tool_choice["allowed_tools"]["tools"] == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("space", "param", "code"),
+    [
+        ({**SPACE, "name": ""}, "tools[1].name", "invalid_value"),
+        ({**SPACE, "tools": None}, "tools[1].tools", "invalid_type"),
+        ({**SPACE, "weight": 1}, "tools[1].weight", "unknown_parameter"),
+        ({**SPACE, "tools": [FUNCTION, {"type": "custom", "name": "c"}]}, "tools[1].tools[1].type",
+         "unsupported_parameter"),
+        ({**SPACE, "tools": [SPACE]}, "tools[1].tools[0].type", "unsupported_parameter"),
+        ({**SPACE, "tools": [{**INNER, "strict": 7}]}, "tools[1].tools[0].strict", "invalid_type"),
+    ],
+)  # fmt: skip
+def test_namespaces_that_are_wrong(space, param, code):
+    found = refused(chat_of, tools=[FUNCTION, space])
+    assert (found.param, found.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("chat", "ours"), [("tools[0]", "tools[0]"), ("tools[2]", "tools[1].tools[1]"), ("tools[3]", "tools[2]")]
+)
+def test_what_refuses_a_tool_of_a_chat_names_where_it_stands(chat, ours):
+    tools = [FUNCTION, {**SPACE, "tools": [FUNCTION, INNER]}, FUNCTION]
+
+    def refuse():
+        with told_as_sent(tools):
+            raise Refused(f"{chat}.function.name is that of tools[1].", param=f"{chat}.function.name")
+
+    found = refused(refuse)
+    assert (str(found), found.param) == (f"{ours}.name is that of tools[1].tools[0].", f"{ours}.name")
 
 
 REFUSED = {
@@ -287,7 +351,7 @@ def test_what_is_refused_by_name(name):
 
 BUILT_IN = (
     *("web_search", "web_search_preview", "file_search", "computer", "computer_use_preview", "code_interpreter"),
-    *("mcp", "image_generation", "local_shell", "shell", "custom", "apply_patch", "namespace", "tool_search"),
+    *("mcp", "image_generation", "local_shell", "shell", "custom", "apply_patch", "tool_search"),
 )
 
 
@@ -340,6 +404,30 @@ def test_no_input():
     assert (found.param, found.code) == ("input", "missing_required_parameter")
 
 
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+@pytest.mark.parametrize(
+    ("items", "param", "words"),
+    [
+        ([result(1)], "call_id", "names a call that was not made"),
+        ([call(1, status="incomplete"), result(1)], "call_id", "names a call that was not made"),
+        ([thought("I"), spoke("a"), call(1), call(2, arguments='{"n": ')], "arguments", "is no JSON"),
+        ([call(2, arguments="[]")], "arguments", "must be a JSON object"),
+        ([call(2, name="")], "name", "must be the name"),
+    ],
+)
+def test_what_is_wrong_with_an_item_is_said_of_its_place(items, param, words, instructions, before):
+    """before: items that are kept."""
+    given = [user("a"), spoke("b"), thought("c"), user("d"), *items]
+    body = body_of(given, instructions=instructions)
+    found = refused(lambda: as_chat(body, own_items(body, BOUNDS), before))
+    place = f"input[{len(given) - 1 - before}].{param}"
+    assert found.param == place and str(found).startswith(f"{place} ") and words in str(found), str(found)
+    assert found.code == "invalid_value"
+    kept = refused(lambda: as_chat(body, own_items(body, BOUNDS), len(given)))
+    assert kept.param == "input"  # what a client does not send has no place
+
+
 @pytest.mark.parametrize(
     ("chat", "name"),
     [
@@ -355,7 +443,7 @@ def test_no_input():
 )
 def test_what_refuses_a_chat_names_the_fields_of_a_response(chat, name):
     def refuse():
-        with in_our_words():
+        with told_as_sent():
             raise Refused(f"{chat} is wrong.", status=404, param=chat, code="c", headers={"A": "b"})
 
     found = refused(refuse)
@@ -364,7 +452,7 @@ def test_what_refuses_a_chat_names_the_fields_of_a_response(chat, name):
 
 
 def test_a_prompt_that_is_too_long():
-    with pytest.raises(PromptTooLong, match="max_output_tokens is 7"), in_our_words():
+    with pytest.raises(PromptTooLong, match="max_output_tokens is 7"), told_as_sent():
         raise PromptTooLong("max_tokens is 7")
 
 

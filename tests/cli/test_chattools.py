@@ -10,7 +10,7 @@ from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.request import Finish, SamplingParams
 from hibachi.streams.textstream import Choice, Completion
 from hibachi.tools.asked import toolbox_of
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import ToolCall
 
 FILE = '''
 from json import dumps

@@ -1,13 +1,14 @@
 """Foreign agents against servers that run: each in an environment of its own, by a script in clients/NAME_tools.
 
-They talk to the model in clients/plans.py, which calls the tools that it is shown in Hermes' form, so their loops run
-to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The scripts
-print as JSON what came. With pytest's -s it is shown, and which routes were asked.
+They talk to the model `Plans` in clients/plans.py, which calls the tools that it is shown in Hermes' form, so their
+loops run to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The
+scripts print as JSON what came. With pytest's -s it is shown, and which routes were asked.
 """
 
 import json
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -83,9 +84,10 @@ PYTHON = [
     ("instructor anthropic", "instructor", CHAT + RESPONSES + MESSAGES_),
     ("pydantic-ai-slim[openai,anthropic]", "pydantic_ai", CHAT + RESPONSES + MESSAGES_),
     ("openai-agents", "agents", CHAT + RESPONSES),
-    ("llama-index-llms-openai-like", "llama_index", CHAT),
+    ("llama-index-llms-openai-like", "llama_index", CHAT + RESPONSES),
     ("haystack-ai", "haystack", CHAT + RESPONSES),
     ("dspy", "dspy", CHAT + RESPONSES),
+    ("litellm", "litellm", CHAT + RESPONSES + MESSAGES_),
     ("langchain langchain-openai langchain-anthropic", "langchain", CHAT + RESPONSES + MESSAGES_),
 ]
 NODE = [
@@ -100,6 +102,30 @@ NODE = [
         CHAT + RESPONSES + MESSAGES_,
     ),
 ]
+
+
+TWO, NEXT = "What is the weather in Paris and Oslo?", "And in Lima?"
+THINK, WHO = "Please think: what is the weather in Paris?", "Who are you?"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "mood": {"enum": ["good", "bad"]}, "age": {"type": "integer"}},
+    "required": ["name", "mood", "age"],
+    "additionalProperties": False,
+}
+CODEX = """
+model = "tiny"
+model_provider = "hibachi"
+web_search = "disabled"
+[model_providers.hibachi]
+name = "hibachi"
+base_url = "{url}/v1"
+wire_api = "responses"
+[mcp_servers.weather]
+command = {command}
+args = {args}
+required = true
+default_tools_approval_mode = "approve"
+"""
 
 
 def each(clients):
@@ -120,6 +146,62 @@ def test_an_agent_for_node(home, asked, packages, name, routes):
     for script in CLIENTS.glob("*.mjs"):  # node looks for packages beside it
         shutil.copy(script, home)
     check(run("node", f"{name}_tools.mjs", told, cwd=home), routes)
+
+
+def test_claude_code(plans, asked, home):
+    """With all of its own tools besides one of a server of MCP: two calls at once, a second turn, reasoning, a type."""
+    strangers_for_node(home, "@anthropic-ai/claude-code")
+    claude = [home / "node_modules" / ".bin" / "claude", "--mcp-config", _weather(home, asked), "--strict-mcp-config"]
+    claude += ["--allowedTools", "mcp__weather__get_weather"]
+    own = {"ANTHROPIC_BASE_URL": plans, "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": "tiny"}
+    own |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "ENABLE_TOOL_SEARCH": "false", "HOME": str(home)}
+
+    def ask(question, *more):
+        told = run(*claude, *more, "-p", question, cwd=home, **own).strip()
+        print(f"Claude Code, {question} {told[-2000:]}")
+        return told
+
+    assert ask(TWO) == "It is sunny in Paris, rainy in Oslo."
+    assert ask(NEXT, "--continue") == "It is sunny in Paris, rainy in Oslo, windy in Lima."
+    events = [json.loads(line) for line in ask(THINK, "--verbose", "--output-format", "stream-json").splitlines()]
+    blocks = [block for event in events if event["type"] == "assistant" for block in event["message"]["content"]]
+    assert [block["thinking"] for block in blocks if block["type"] == "thinking"][:1] == [THOUGHT]
+    assert events[-1]["result"] == "As I thought, it is sunny in Paris."
+    typed = ask(WHO, "--output-format", "json", "--json-schema", json.dumps(SCHEMA))
+    assert json.loads(typed)["structured_output"] == PERSON
+
+
+def test_codex(plans, asked, home):
+    """The same."""
+    strangers_for_node(home, "@openai/codex")
+    (home / "codex").mkdir()
+    weather = json.loads(_weather(home, asked).read_text())["mcpServers"]["weather"]
+    (home / "codex" / "config.toml").write_text(
+        CODEX.format(url=plans, **{k: json.dumps(v) for k, v in weather.items()})
+    )
+    (home / "schema.json").write_text(json.dumps(SCHEMA))
+    codex = [home / "node_modules" / ".bin" / "codex", "exec", "--skip-git-repo-check"]
+
+    def ask(*words):
+        told = run(*codex, *words, cwd=home, HOME=str(home), CODEX_HOME=str(home / "codex"))
+        print(f"Codex, {words[-1]} {told[-2000:]}")
+        return told.strip()
+
+    assert {"sunny in Paris", "rainy in Oslo"} <= set(re.findall(r"\w+ in \w+", ask(TWO)))
+    assert "windy in Lima" in ask("resume", "--last", NEXT)
+    events = [json.loads(line) for line in ask("--json", THINK).splitlines()]
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    assert [item["text"] for item in items if item["type"] == "reasoning"][:1] == [THOUGHT]
+    assert [item["arguments"] for item in items if item["type"] == "mcp_tool_call"] == [{"city": "Paris"}]
+    assert json.loads(ask("--output-schema", "schema.json", WHO)) == PERSON
+
+
+def _weather(home, asked):
+    """A file that names the server of MCP in clients/weather_mcp.py."""
+    told, _ = asked
+    server = {"command": sys.executable, "args": [str(CLIENTS / "weather_mcp.py"), told]}
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"weather": server}}))
+    return home / "mcp.json"
 
 
 def test_promptfoo(plans, home):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -185,3 +186,17 @@ def gated(request: Any, tmp_path: Path) -> Iterator[tuple[Gate, Site]]:
         yield gate, here
         gate.open()
     gate.close()
+
+
+@pytest.fixture(scope="session")
+def described():
+    """described(name, data): checks that OpenAI's document of responses describes it by this name."""
+    jsonschema = pytest.importorskip("jsonschema")
+    spec = Path(__file__).parents[1] / "data" / "openai-responses.json"
+    components = json.loads(spec.read_text())["components"]
+
+    def check(name, data):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
+        jsonschema.Draft202012Validator(schema).validate(data)
+
+    return check

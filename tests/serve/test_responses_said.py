@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from .saying import CALL, OTHER, THOUGHT, saying
 
-SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 URL = "/v1/responses"
 LOOK = {
     "type": "function",
@@ -23,18 +21,6 @@ LOOK = {
 def here(tmp_path_factory):
     with saying(tmp_path_factory.mktemp("says")) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def described():
-    jsonschema = pytest.importorskip("jsonschema")
-    components = json.loads(SPEC.read_text())["components"]
-
-    def check(name, data):
-        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
-        jsonschema.Draft202012Validator(schema).validate(data)
-
-    return check
 
 
 def say(text):

@@ -18,6 +18,7 @@ from hibachi.tools.templates.derive import derive
 from hibachi.tools.templates.known import KNOWN
 from hibachi.tools.templates.probes import MOST, USER, Template
 from hibachi.tools.templates.trial import heard
+from hibachi.tools.tools import Tool
 
 ROOT = Path(__file__).parents[2]
 OURS = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
@@ -122,6 +123,16 @@ def test_numbers_of_calls():
     for name, number, parts in (("action", 0, 7), ("typed", 1, 7), ("numbered", 0, 7)):
         tools = derive(rendering(ours(name))).tools
         assert tools.first_number == number and Slot.NUMBER in tools.call and len(tools.call) == parts
+
+
+def test_a_header_of_the_prompt_that_comes_again_before_each_call():
+    again = ours("channels").replace("{{- '<|tool_calls|>' }}", "").replace("{{- '<|calls|>' }}", "")
+    again = again.replace("{{- '<|call|>'", "{{- ('<|begin|>assistant' if loop.index0 else '') + '<|call|>'")
+    found, call = derive(rendering(again)), "<|call|>a<|name|>f<|args|>{}<|call_end|>"
+    assert found.tools.marker == "<|begin|>assistant<|call|>" and found.prompted == "<|begin|>assistant"
+    for front, times in (("", 1), ("<|think|>Hm<|end|><|begin|>assistant", 2)):
+        answer = heard(found, front + "<|begin|>assistant".join([call] * times), (Tool("f", {}),))
+        assert [(c.name, c.id, c.complete) for c in answer.calls] == [("f", "a", True)] * times and not answer.content
 
 
 def test_what_is_around_an_answer_of_text():

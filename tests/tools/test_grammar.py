@@ -14,11 +14,14 @@ from hibachi.guide.worker import FREE
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
 from hibachi.tools.grammar import answer as answers
-from hibachi.tools.grammar.answer import form, formed, guided
+from hibachi.tools.grammar.answer import checked_form, served_form, unchecked_form
 from hibachi.tools.marks import texts
+from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.reader import AnswerReader
+from hibachi.tools.reading.whole import joined
 from hibachi.tools.templates.known import KNOWN
-from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import Tool, Toolbox, ToolCall
+from hibachi.tools.write import written
 
 from ..guide import made
 from . import made as given
@@ -221,11 +224,19 @@ ANSWERS = [
     (StructuredOutputs(regex="[0-9]{2}/[0-9]"), "12/3", "1a"),
     (StructuredOutputs(choice=["yes", "no"]), "no", "nope"),
     (StructuredOutputs(grammar='start: "a" x | start_not\nx: "start"\nstart_not: "b"'), "astart", "c"),
+    (
+        StructuredOutputs(
+            grammar='root ::= call json-1 | "\\"root ::= %gbnf \\"b" # start\ncall ::= "a" [/"a-c] call?\n'
+            'json-1 ::= "LEAD" | "(" json-1 ")"'
+        ),
+        'aaa/a"(LEAD)',
+        "(",
+    ),
 ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("answer", ANSWERS, ids=[answer.kind for answer, *_ in ANSWERS])
+@pytest.mark.parametrize("answer", ANSWERS, ids=[f"{answer.kind} {i}" for i, (answer, *_) in enumerate(ANSWERS)])
 def test_beside_a_form_a_call_or_the_form_comes(name, answer):
     form, right, wrong = answer
     found = grammar(name, "auto", answer=form, tools=CHOSEN)
@@ -239,17 +250,35 @@ def test_beside_a_form_a_call_or_the_form_comes(name, answer):
     assert walked(required, right).startswith("refused")
 
 
+def test_gbnf_behind_reasoning_and_beside_tools_is_refused_as_by_itself():
+    answer = StructuredOutputs(grammar='root ::= "a"+')
+    found = grammar("hermes", "none", Thinking.OPEN, answer, reasoning=REASONING["text"])
+    assert walked(found, "So b.</think>\n\naa") == "ends"
+    assert walked(found, "So b.</think>\n\nb").startswith("refused: b")
+    for text, why in (
+        ("root ::= (", "it is no GBNF"),
+        ("root ::= x", "Rule 'x' not found"),
+        ('{"a": "b"}', "got JSON"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"^structured_outputs\.grammar: .*{why}"):
+            reader = AnswerReader(chat("hermes"), Toolbox(CHOSEN))
+            checked_form(reader, StructuredOutputs(grammar=text), special, setting().guides.check)
+
+
 def test_where_nothing_is_asked_for_there_is_no_form():
     answer = StructuredOutputs(json_object=True)
     for toolbox in (Toolbox(), Toolbox(CHOSEN, "none")):
         for thinking in Thinking:
-            assert form(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking, None, special) is None
-        assert form(chat("hermes"), toolbox, Thinking.NONE, answer, special) is answer
-    assert form(PLAIN, Toolbox(CHOSEN), Thinking.NONE, None, special) is None
+            assert (
+                unchecked_form(AnswerReader(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking), None, special)
+                is None
+            )
+        assert unchecked_form(AnswerReader(chat("hermes"), toolbox), answer, special) is answer
+    assert unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN)), None, special) is None
     with pytest.raises(InvalidRequest, match="not known how the model writes calls"):
-        form(PLAIN, Toolbox(CHOSEN, "required"), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN, "required")), None, special)
     with pytest.raises(InvalidRequest, match="no tool that may be called"):
-        form(chat("hermes"), Toolbox(CHOSEN, "required", frozenset()), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN, "required", frozenset())), None, special)
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -293,8 +322,12 @@ def test_what_every_known_format_writes_may_come(name, as_tokens):
     for mode in ("required", "auto"):
         calls = given.calls_of(random.Random(name + mode), 1 if record.tools.most == 1 else None)
         calls = [ToolCall(c.name, plain(c.arguments), c.id) for c in {c.name: c for c in calls}.values()]
-        form_of = form(
-            record, given.toolbox_of(calls, mode=mode), Thinking.NONE, None, cut, ids=range(256, end), ends=(end,)
+        form_of = unchecked_form(
+            AnswerReader(record, given.toolbox_of(calls, mode=mode)),
+            None,
+            cut,
+            ids=range(256, end),
+            ends=(end,),
         )
         text = written(record.tools, calls).strip().removeprefix(record.prompted.lstrip())
         guide = own.guides.compile(Grammar(f"{form_of.text}{FREE}"))  # a process that checks would take longer
@@ -326,8 +359,12 @@ def test_going_back_compiles_nothing(monkeypatch):
 
 def refusing(schema, name="hermes", **more):
     tools = (NOW, Tool("bad", schema, **more))
-    return lambda mode: guided(
-        chat(name), Toolbox(tools, mode), Thinking.NONE, None, special, setting().guides.check, ends=(IDS["<|eos|>"],)
+    return lambda mode: checked_form(
+        AnswerReader(chat(name), Toolbox(tools, mode)),
+        None,
+        special,
+        setting().guides.check,
+        ends=(IDS["<|eos|>"],),
     )
 
 
@@ -337,6 +374,7 @@ BAD = [
     ({"type": "object", "properties": {"x": {"$ref": "#/$defs/nowhere"}}}, "`\\$ref`"),
     ({"type": "array"}, "its `type` must be"),
     ({"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}, "`pattern`"),
+    ({"type": "object", "properties": {"x": {}, "y": {}}, "minProperties": 1}, "(`minP|min/maxP)roperties"),
 ]
 
 
@@ -347,6 +385,19 @@ def test_a_schema_that_cannot_be_done_is_refused_by_the_name_of_its_tool(name, s
         refusing(schema, name)("required")
     with pytest.raises(InvalidRequest, match=r"^tools\[1\]\.function\.parameters: "):
         refusing(schema, name, strict=True)("auto")
+
+
+@pytest.mark.parametrize(
+    "name, schema, why",
+    [
+        *((name, {"type": "string", "pattern": 3}, "`pattern`") for name in ("tagged", "python", "quoted")),
+        ("quoted", {"enum": ['a<|"|>b']}, 'a text with <|"|>, which the model cannot write'),
+    ],
+)
+def test_a_value_that_the_notation_cannot_say_is_refused(name, schema, why):
+    with pytest.raises(InvalidRequest) as caught:
+        refusing({"type": "object", "properties": {"x": schema}}, name)("required")
+    assert str(caught.value).startswith("tools[1].function.parameters: ") and why in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted"])
@@ -375,19 +426,17 @@ def test_it_takes_no_longer_than_this_to_find_out_whose_schema_is_refused(mode, 
     box = Toolbox(tuple(Tool(f"t{i}", {"type": "object"}) for i in range(30)), mode)
     more = {"special": special, "check": slow, "ends": (IDS["<|eos|>"],)}
     if mode == "auto":
-        assert formed(chat("hermes"), box, Thinking.NONE, None, **more) is None
+        assert served_form(AnswerReader(chat("hermes"), box), None, **more) is None
     else:
         with pytest.raises(InvalidRequest, match=r"^tools: their schemas are too complex: checking"):
-            formed(chat("hermes"), box, Thinking.NONE, None, **more)
+            served_form(AnswerReader(chat("hermes"), box), None, **more)
     assert 4 <= len(asked) <= 6
 
 
 def test_a_form_beside_tools_is_refused_as_such():
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
         answer = StructuredOutputs(json={"not": {}})
-        guided(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, answer, special, setting().guides.check)
-    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.grammar: beside tools .* Lark"):
-        form(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar='root ::= "a"'), special)
+        checked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN)), answer, special, setting().guides.check)
 
 
 def test_formats_that_say_nothing_and_references_work_in_properties():
@@ -448,6 +497,17 @@ def test_what_is_required_may_be_no_property(name):
     assert walked(found, texts[name] % given) == "ends" and walked(found, texts[name] % "").startswith("refused")
 
 
+@pytest.mark.parametrize("name", ["hermes", "python"])
+def test_a_property_may_have_any_value_or_none_at_all(name):
+    texts = {
+        "hermes": '<tool_call>\n{"name": "t", "arguments": {%s}}\n</tool_call>',
+        "python": "<|calls|>[t(%s)]<|/calls|>",
+    }
+    one, other = {"hermes": ('"a": [1]', '"b": [1]'), "python": ("a=[1]", "b=[1]")}[name]
+    found = grammar(name, tools=(Tool("t", {"properties": {"a": True, "b": False}}),))
+    assert walked(found, texts[name] % one) == "ends" and walked(found, texts[name] % other).startswith("refused")
+
+
 def test_a_marker_may_come_in_any_tokens():
     """`<tool_call>` is a token here, and letters are, too."""
     found, text = grammar("hermes", tools=CHOSEN), call("hermes")
@@ -487,6 +547,79 @@ def test_a_raw_text_does_not_look_like_another_value_that_the_schema_bounds():
     either = {"type": ["string", "integer", "null"]}
     found = grammar("keyed", tools=(Tool("t", {"properties": {"x": either}, "required": ["x"]}),))
     assert walked(found, text % "12") == walked(found, text % "null") == walked(found, text % "-x") == "ends"
+
+
+def one(schema, name="x", needed=True):
+    return (Tool("t", {"type": "object", "properties": {name: schema}, "required": [name] if needed else []}),)
+
+
+IN_TAGS = {
+    "tagged": "<tool_call>\n<function=t>\n<parameter=x>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "keyed": "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "cdata": '<function name="t"><param name="x">%s</param></function>',
+    "nested": '<|mini|><tool_call>\n<|mini|><invoke name="t"><|mini|><x>%s<|mini|></x>'
+    "<|mini|></invoke>\n<|mini|></tool_call>",
+}
+LISTED = [  # what a value between tags is read as, or None where it may not come
+    ("keyed", {"enum": ["true", False]}, {"true": None, "false": False}),
+    ("keyed", {"anyOf": [{"type": "string"}, {"const": False}]}, {"true": None, "false": False, "truth": "truth"}),
+    ("keyed", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5}),
+    ("keyed", {"enum": ["1", 2.5]}, {"1": None, "2.5": 2.5}),
+    ("keyed", {"enum": ["-1.5", -3]}, {"-1.5": None, "-3": -3}),
+    ("keyed", {"anyOf": [{"enum": ["{}"]}, {"type": "object", "required": ["a"]}]}, {"{}": None, '{"a":1}': {"a": 1}}),
+    ("tagged", {"enum": ["a", "</parameter>"]}, {"a": "a", "</parameter>": None}),
+    ("cdata", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5, "<![CDATA[1]]>": "1"}),
+    ("cdata", {"enum": ["]]>", "<"]}, {"]]>": "]]>", "<": None, "<![CDATA[<]]>": "<", "<![CDATA[]]>": None}),
+    ("cdata", {"enum": ["]]>"]}, {"]]>": "]]>", "<![CDATA[": None}),
+    ("keyed", {"type": "string", "pattern": r"^\d\w$"}, {"1a": "1a", "1é": None, "\u0663a": None}),
+    ("keyed", {"type": "string", "pattern": r"^[\d-]\W$"}, {"-é": "-é", "-a": None, "\u0663-": None}),
+    ("tagged", {"type": "object"}, {'{"a": "</parameter>"}': {"a": "</parameter>"}}),
+    ("cdata", {"type": "array"}, {'["]]>","\\\\","</param>"]': ["]]>", "\\", "</param>"]}),
+    ("python", {"type": "array", "maxItems": 1}, {"[]": [], "[1]": [1], "[1, 2]": None}),
+    ("nested", {"type": "array", "maxItems": 1, "items": {"type": "integer"}}, {"": []}),
+    ("nested", {"anyOf": [{"type": "object", "required": ["a"]}, {"type": "array"}]}, {"": None}),
+    ("nested", {"anyOf": [{"type": "object", "properties": {}}, {"type": "array", "maxItems": 0}]}, {"": {}}),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "values"), LISTED)
+def test_what_is_listed_comes_where_it_is_read_as_what_it_is(name, schema, values):
+    tools = one(schema)
+    found = grammar(name, tools=tools)
+    setting().check(grammar=found.text)  # there is a way on
+    around = IN_TAGS.get(name, "<|calls|>[t(x=%s)]<|/calls|>")
+    for text, value in values.items():
+        became = walked(found, around % text)
+        assert became == "ends" if value is not None else became != "ends", (text, became)
+        if value is not None:
+            for pieces in ([around % text], around % text):
+                parser = Parser(chat(name), Toolbox(tools, "required"), Thinking.NONE)
+                events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+                [call] = joined(events).calls
+                assert call.complete and json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [("tagged", "a>b"), ("tagged", " a"), ("cdata", 'a">'), ("cdata", ""), ("python", "a b"), ("python", "a'")],
+)
+def test_names_that_would_be_read_as_others_do_not_come(name, odd):
+    optional = grammar(name, tools=one({"type": "integer"}, odd, needed=False))
+    assert {a for _, a in Read(name, drawn(optional, 1), tools=one({}, odd, needed=False)).calls} == {"{}"}
+    with pytest.raises(InvalidRequest, match=r"^tools\[0\].function.parameters: .* in `required` is no name"):
+        grammar(name, tools=one({"type": "integer"}, odd))
+
+
+@pytest.mark.parametrize("known", [("ns:do",), ("ns:do", "ns"), ("ns", "ns:do:it", "ns:do")])
+def test_the_name_of_a_tool_may_hold_what_stands_behind_names(known):
+    tools = tuple(Tool(name, {"type": "object"}) for name in known)
+    for name in known:
+        text = f"<|calls|><|call|>functions.{name}:0<|args|>{{}}<|/call|><|/calls|>"
+        assert walked(grammar("numbered", tools=tools), text) == "ends"
+        for pieces in ([text], text):
+            parser = Parser(chat("numbered"), Toolbox(tools, "required"), Thinking.NONE)
+            events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+            assert [(call.name, call.complete) for call in joined(events).calls] == [(name, True)]
 
 
 def test_the_pattern_of_a_raw_text_may_stand_anywhere_unless_it_says_so():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from msgspec import UNSET
 from msgspec.json import encode
 
 from hibachi.api.bodies import ChatBody, taken
-from hibachi.api.errors import Refused, unsupported
+from hibachi.api.errors import Refused, as_refused, unsupported
 from hibachi.api.forms import JsonSchemaFormat, NamedSchema
 from hibachi.api.messages.bodies import (
     OF_SERVER,
@@ -27,7 +28,7 @@ from hibachi.api.messages.bodies import (
     ToolUse,
     Turn,
 )
-from hibachi.errors import shown
+from hibachi.errors import InvalidRequest, shown
 
 Placed: TypeAlias = tuple[str, Block]  # where a block stands in the body, such as "messages[0].content[1]"
 Message: TypeAlias = dict[str, Any]  # in OpenAI's form
@@ -161,7 +162,7 @@ def _tool(given: dict[str, Any], place: str) -> dict[str, Any]:
     except Refused as e:
         at = place if e.param is None else f"{place}.{e.param}"
         words = str(e) if e.param is None else str(e).replace(e.param, at, 1)
-        raise Refused(words, param=at, code=e.code) from None
+        raise e.about(at, words) from None
     for name, (values, why) in TOOL_DEFAULTS.items():
         if getattr(tool, name) not in values:
             raise unsupported(f"{place}.{name}", f"{why}, so only {encode(values[-1]).decode()} is")
@@ -297,19 +298,17 @@ def _elsewhere(place: str, kind: str, role: str) -> Refused:
 # ---- in its sender's words ---------------------------------------------------------------------------------------
 
 
-def in_its_words(refused: Refused) -> Refused:
-    """The same about the fields that were sent, where it is about the chat that was made of them."""
+@contextmanager
+def told_as_sent() -> Iterator[None]:
+    """What is refused of the chat that is made of a body, is told of the fields that were sent."""
+    try:
+        yield
+    except (Refused, InvalidRequest) as e:
+        refused = as_refused(e)
+        raise refused.about(None if refused.param is None else _as_sent(refused.param), _as_sent(str(refused))) from e
 
-    def told(text: str) -> str:
-        for ours, theirs in _OURS:
-            text = ours.sub(theirs, text)
-        return text
 
-    return Refused(
-        told(str(refused)),
-        status=refused.status,
-        kind=refused.kind,
-        param=None if refused.param is None else told(refused.param),
-        code=refused.code,
-        headers=refused.headers,
-    )
+def _as_sent(text: str) -> str:
+    for ours, theirs in _OURS:
+        text = ours.sub(theirs, text)
+    return text

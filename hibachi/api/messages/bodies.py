@@ -109,7 +109,7 @@ class Thoughts(Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class JsonOutput(Struct, kw_only=True, forbid_unknown_fields=True):

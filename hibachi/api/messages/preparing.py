@@ -1,16 +1,11 @@
-"""Prepares messages: their chats, their limits, and what is refused of them in the words of their route."""
+"""Prepares messages: their chats and their limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from hibachi.api.asking import Asked
 from hibachi.api.bodies import ChatBody
-from hibachi.api.errors import Refused, as_refused
-from hibachi.api.messages.asking import in_its_words
+from hibachi.api.errors import Refused
 from hibachi.api.preparing import Prepare
-from hibachi.errors import InvalidRequest
 
 
 async def prepared(prepare: Prepare, chat: ChatBody) -> tuple[Asked, list[int]]:
@@ -34,12 +29,3 @@ def fit(asked: Asked, prompt: int, context: int) -> bool:
         return False
     asked.params, asked.limit = asked.params.with_(max_tokens=room), room
     return True
-
-
-@contextmanager
-def told_in_its_words() -> Iterator[None]:
-    """What is refused of the chat that is made of a body, is told of the body."""
-    try:
-        yield
-    except (Refused, InvalidRequest) as e:
-        raise in_its_words(as_refused(e)) from e

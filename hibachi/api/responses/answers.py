@@ -55,6 +55,12 @@ class ResponseTool(Struct, tag="function", kw_only=True):
     strict: bool | None
 
 
+class ResponseNamespace(Struct, tag="namespace"):
+    name: str
+    description: str
+    tools: list[ResponseTool]
+
+
 class ResponseText(Struct):
     format: dict[str, Any]
 
@@ -87,7 +93,7 @@ class Response(Struct, kw_only=True):
     temperature: float
     text: ResponseText
     tool_choice: Any
-    tools: list[ResponseTool]
+    tools: list[ResponseTool | ResponseNamespace]
     top_logprobs: int
     top_p: float
     truncation: str

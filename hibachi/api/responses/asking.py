@@ -11,12 +11,12 @@ import msgspec
 from msgspec import UNSET
 
 from hibachi.api.asking import check_count
-from hibachi.api.bodies import Bounds, ChatBody, refused_by
+from hibachi.api.bodies import Bounds, ChatBody
+from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.bodies import SAME, FunctionTool, ObjectFormat, ResponsesBody, SchemaFormat
+from hibachi.api.responses.bodies import SAME, ObjectFormat, ResponsesBody, SchemaFormat
 from hibachi.api.responses.items import (
-    PAGE,
     FunctionCall,
     FunctionCallOutput,
     Given,
@@ -26,6 +26,7 @@ from hibachi.api.responses.items import (
     RefusalText,
     given,
 )
+from hibachi.api.responses.tools import functions, joined, of_chat, placed_in
 from hibachi.errors import PromptTooLong
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -59,17 +60,19 @@ def own_items(body: ResponsesBody, bounds: Bounds) -> list[Given]:
     return [given(raw, f"input[{i}]") for i, raw in enumerate(body.input)]
 
 
-def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
-    """The chat that a body asks for. items: the whole conversation, references resolved. Raises Refused."""
+def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> ChatBody:
+    """The chat that a body asks for. items: the whole conversation, references resolved; the first `before` of them are
+    kept. Raises Refused.
+    """
     _check(body)
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    tools = [of_chat(tool) for tool in functions(body.tools)]
     fields: dict[str, Any] = {name: getattr(body, name) for name in SAME}
     if not tools:
         fields["parallel_tool_calls"] = None
     include = body.include or ()
     return ChatBody(
         **fields,
-        messages=messages(items, body.instructions),
+        messages=_checked(items, body.instructions, before),
         max_completion_tokens=body.max_output_tokens,
         logprobs=True if LOGPROBS in include else None,
         top_logprobs=body.top_logprobs if LOGPROBS in include else None,
@@ -80,25 +83,47 @@ def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     )
 
 
-def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The messages that items stand for. Reasoning, the text and the calls of one turn are one message. A call that
-    was cut off is left out, as nothing can answer it.
+def _checked(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
+    """The messages that items stand for, with what can be wrong in them refused by its item. Raises Refused."""
+    found = turns(items, instructions)
+    try:
+        return conversation([message for message, _ in found], len(found) + len(items))
+    except Refused as e:
+        at = _IN_MESSAGES.match(e.param or "")
+        if at is None:
+            raise
+        own = [k for k in found[int(at[1])][1] if at[2] is None or isinstance(items[k], FunctionCall)]
+        k = own[int(at[2] or 0)]
+        place = f"input[{k - before}]{_OF_ITEMS.get(at[3], at[3])}" if k >= before else "input"
+        raise Refused(str(e).replace(at[0], place), param=place, code=e.code) from None
+
+
+_IN_MESSAGES = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?(.*)")
+_OF_ITEMS = {".id": ".call_id", ".tool_call_id": ".call_id"}
+
+
+def turns(items: Iterable[Item], instructions: str | None = None) -> list[tuple[dict[str, Any], list[int]]]:
+    """The messages that items stand for, and the places of the items of each. Reasoning, the text and the calls of one
+    turn are one message. A call that was cut off is left out, as nothing can answer it.
     """
-    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    found = list[tuple[dict[str, Any], list[int]]]()
+    if instructions is not None:
+        found.append(({"role": "system", "content": instructions}, []))
     turn: dict[str, Any] | None = None  # the model's, which may go on
-    for item in items:
+    for k, item in enumerate(items):
         if isinstance(item, FunctionCallOutput):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            found.append(({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}, [k]))
             turn = None
         elif isinstance(item, Message) and item.role != "assistant":
-            found.append({"role": item.role, "content": _text(item.content)})
+            found.append(({"role": item.role, "content": _text(item.content)}, [k]))
             turn = None
         elif not isinstance(item, FunctionCall) or item.status != "incomplete":
             if turn is None or not _goes_on(turn, item):
                 turn = {"role": "assistant", "content": None}
-                found.append(turn)
+                found.append((turn, []))
             _add(turn, item)
-    for message in found:
+            found[-1][1].append(k)
+    for message, _ in found:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
         if "reasoning_content" in message:
@@ -118,7 +143,7 @@ def _add(turn: dict[str, Any], item: Item) -> None:
         parts = item.content or item.summary
         turn.setdefault("reasoning_content", []).extend(part.text for part in parts)
     elif isinstance(item, FunctionCall):
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": joined(item.namespace or None, item.name), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, Message):
         turn["content"] = _text(item.content)
@@ -156,31 +181,6 @@ def _at(body: ResponsesBody, name: str) -> Any:
     return getattr(found, inner) if inner and found is not None else found
 
 
-def _tool(raw: dict[str, Any], place: str) -> dict[str, Any]:
-    """A tool as a chat has it."""
-    kind = raw.get("type")
-    if kind != "function":
-        raise unsupported(f"{place}.type", f"Only tools of type 'function' are served, not {str(kind)[:40]!r}")
-    if "function" in raw:
-        raise Refused(
-            f"Unknown field: {place}.function. In tools of /v1/responses name, description and parameters stand "
-            f"beside type.",
-            param=f"{place}.function",
-            code="unknown_parameter",
-        )
-    try:
-        tool = msgspec.convert(raw, FunctionTool)
-    except msgspec.ValidationError as e:
-        raise refused_by(e, PAGE, place) from None
-    for name in ("output_schema", "allowed_callers", "defer_loading"):
-        if getattr(tool, name):
-            raise unsupported(f"{place}.{name}", "It is of tools that OpenAI runs")
-    function: dict[str, Any] = {"name": tool.name}
-    more = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    function |= {name: value for name, value in more.items() if value is not None}
-    return {"type": "function", "function": function}
-
-
 def _choice(given: Any, tools: bool) -> Any:
     """tool_choice as a chat has it. tools: there are some."""
     if given is None or isinstance(given, str):
@@ -192,12 +192,20 @@ def _choice(given: Any, tools: bool) -> Any:
             "tool_choice", f"'none', 'auto', 'required' and objects of type {what} are taken, not {shown!r}"
         )
     if kind == "function":
-        return {"type": "function", "function": {k: v for k, v in given.items() if k != "type"}}
+        return _named_tool(given)
     listed = given.get("tools")
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise Refused("tool_choice.tools must be a list of tools.", param="tool_choice.tools", code="invalid_type")
-    names = [{"type": one.get("type"), "function": {"name": one.get("name")}} for one in listed]
+    names = [_named_tool(one) for one in listed]
     return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": names}}
+
+
+def _named_tool(given: dict[str, Any]) -> dict[str, Any]:
+    """One that tool_choice names. In a namespace, it is named with it."""
+    name, space = given.get("name"), given.get("namespace")
+    if isinstance(name, str) and isinstance(space, str):
+        name = joined(space, name)
+    return {"type": given.get("type"), "function": {"name": name}}
 
 
 def _format(body: ResponsesBody) -> Format | None:
@@ -250,15 +258,15 @@ def _named(param: str) -> str:
 
 
 @contextmanager
-def in_our_words() -> Iterator[None]:
-    """What refuses a chat names the fields of a response."""
+def told_as_sent(tools: Sequence[dict[str, Any]] | None = None) -> Iterator[None]:
+    """What refuses a chat names the fields of a response. tools: those of its body."""
     try:
         yield
     except Refused as e:
-        if e.param is None or (name := _named(e.param)) == e.param:
+        if e.param is None or (name := placed_in(_named(e.param), tools)) == e.param:
             raise
-        words = str(e).replace(e.param, name)
-        raise Refused(words, status=e.status, kind=e.kind, param=name, code=e.code, headers=e.headers) from e
+        words = placed_in(str(e).replace(e.param, _named(e.param)), tools)
+        raise e.about(name, words) from e
     except PromptTooLong as e:
         if "max_tokens" not in str(e):
             raise

@@ -66,6 +66,14 @@ class FunctionTool(Struct, tag="function", kw_only=True, forbid_unknown_fields=T
     allowed_callers: Any = None  # null only
 
 
+class Namespace(Struct, tag="namespace", kw_only=True, forbid_unknown_fields=True):
+    """Functions that belong together. tools: as those of the body."""
+
+    name: str
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
 class StreamAsked(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # it changes nothing
 
@@ -100,6 +108,7 @@ class ResponsesBody(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Anything = UNSET
     prompt_cache_retention: Anything = UNSET
     prompt_cache_options: Anything = UNSET
+    client_metadata: Anything = UNSET
     background: bool | None = None  # false only
     # As in /v1/chat/completions.
     seed: int | None = None

@@ -69,8 +69,8 @@ class FunctionCall(_Strict, tag="function_call", kw_only=True):
     name: str
     arguments: str
     status: Status | None = "completed"
-    namespace: Any | UnsetType = UNSET  # null only, as the next one
-    caller: Any | UnsetType = UNSET
+    namespace: str | UnsetType | None = UNSET
+    caller: Any | UnsetType = UNSET  # null only
 
 
 class FunctionCallOutput(_Strict, tag="function_call_output", kw_only=True):
@@ -80,9 +80,9 @@ class FunctionCallOutput(_Strict, tag="function_call_output", kw_only=True):
     call_id: str
     output: str | list[InputText]
     status: Status | None = "completed"
-    name: str | UnsetType | None = UNSET  # of the function; it changes nothing
-    namespace: Any | UnsetType = UNSET
-    caller: Any | UnsetType = UNSET
+    name: str | UnsetType | None = UNSET  # of the function; it changes nothing, nor does the next one
+    namespace: str | UnsetType | None = UNSET
+    caller: Any | UnsetType = UNSET  # null only
 
 
 class ItemReference(_Strict, tag="item_reference"):
@@ -103,7 +103,7 @@ _KINDS: Mapping[str, type[Any]] = {
     "function_call_output": FunctionCallOutput,
     "item_reference": ItemReference,
 }
-_NULL = ("encrypted_content", "namespace", "caller")
+_NULL = ("encrypted_content", "caller")
 _READ = ("parsed_arguments", "parsed")
 """Fields that OpenAI's clients add to our items, and send back with them: what they have read in a text."""
 _decoder = msgspec.json.Decoder(Item)

@@ -19,8 +19,9 @@ from hibachi.api.dialects import OPENAI
 from hibachi.api.errors import Refused
 from hibachi.api.responses import answers
 from hibachi.api.responses.answers import Failure, Incomplete, Output, Response
-from hibachi.api.responses.bodies import FunctionTool, ResponsesBody
+from hibachi.api.responses.bodies import FunctionTool, Namespace, ResponsesBody
 from hibachi.api.responses.items import FunctionCall, Message, OutputText, Reasoning, ReasoningText, SummaryText
+from hibachi.api.responses.tools import functions, split
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
@@ -69,9 +70,9 @@ class ResponsesWriter(Writer):
         self.id, self._ended = f"resp_{self._suffix}", created
         self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
-        self._parser = None if asked.turns is None else asked.turns.parser()
+        self._parser = None if asked.reader is None else asked.reader.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
-        self._echoed = _echo(body, asked)
+        self._spaces, self._echoed = split(functions(body.tools)), _echo(body, asked)
         self._output: list[Output] = []
         self._open: _Open | None = None
         self._scores: list[TokenLogprob] = []  # of tokens whose text has not come out of the parser
@@ -137,20 +138,19 @@ class ResponsesWriter(Writer):
     # ---- items -------------------------------------------------------------------------------------------------
 
     def _take(self, event: Event, told: list[Any]) -> None:
-        if isinstance(event, Said):
-            if event.text:
-                self._said(event.text, told)
-            return
-        self._scores.clear()
-        if isinstance(event, Reasoned):
-            if event.text:
-                self._think(event.text, told)
-        elif isinstance(event, CallBegun):
-            self._begin_call(event, told)
-        elif isinstance(event, CallArguments):
-            self._argue(event.text, told)
-        elif isinstance(event, CallEnded):
-            self._close(told, "completed" if event.complete else "incomplete")
+        if not isinstance(event, Said):
+            self._scores.clear()
+        match event:
+            case Said(text) if text:
+                self._said(text, told)
+            case Reasoned(text) if text:
+                self._think(text, told)
+            case CallBegun():
+                self._begin_call(event, told)
+            case CallArguments(_, text):
+                self._argue(text, told)
+            case CallEnded(_, complete):
+                self._close(told, "completed" if complete else "incomplete")
 
     def _said(self, text: str, told: list[Any]) -> None:
         now = self._open
@@ -194,9 +194,15 @@ class ResponsesWriter(Writer):
             told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
-        assert self.asked.turns is not None
-        id = event.id or self.asked.turns.call_id(self.id, 0, event.number)
-        call = FunctionCall(id=self._id("fc"), call_id=id, name=event.name, arguments="", status="in_progress")
+        space, name = self._spaces.get(event.name, (UNSET, event.name))
+        call = FunctionCall(
+            id=self._id("fc"),
+            call_id=self.call_id(event.id, event.number),
+            name=name,
+            arguments="",
+            status="in_progress",
+            namespace=space,
+        )
         self._begin(call, told)
 
     def _argue(self, text: str, told: list[Any]) -> None:
@@ -276,12 +282,11 @@ class ResponsesWriter(Writer):
 
     def _used(self) -> answers.ResponseUsage:
         used = self.usage()
-        cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
         return answers.ResponseUsage(
             used.prompt_tokens,
-            answers.InputDetails(cached),
+            answers.InputDetails(used.cached),
             used.completion_tokens,
-            answers.OutputDetails((used.completion_tokens_details or {}).get("reasoning_tokens", 0)),
+            answers.OutputDetails(used.reasoning or 0),
             used.total_tokens,
         )
 
@@ -292,7 +297,6 @@ def _as_piece(choice: Choice) -> Piece:
 
 def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
     """The fields of a response that repeat what was asked for, or tell of defaults."""
-    tools = [msgspec.convert(tool, FunctionTool) for tool in body.tools or ()]
     reasoning, form = body.reasoning, None if body.text is None else body.text.format
     told = {"type": "text"} if form is None else msgspec.to_builtins(form)
     return {
@@ -305,13 +309,19 @@ def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
         "temperature": asked.params.temperature,
         "text": answers.ResponseText({name: value for name, value in told.items() if value is not None}),
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [
-            answers.ResponseTool(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict)
-            for t in tools
-        ],
+        "tools": list(map(_told, body.tools or ())),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": asked.params.top_p,
         "truncation": body.truncation or "disabled",
         "user": UNSET if body.user is None else body.user,
         "metadata": body.metadata or {},
     }
+
+
+def _told(raw: dict[str, Any]) -> Any:
+    """A tool as a response repeats it."""
+    if raw["type"] == "namespace":
+        space = msgspec.convert(raw, Namespace)
+        return answers.ResponseNamespace(space.name, space.description or "", list(map(_told, space.tools)))
+    f = msgspec.convert(raw, FunctionTool)
+    return answers.ResponseTool(name=f.name, description=f.description, parameters=f.parameters, strict=f.strict)

@@ -35,7 +35,7 @@ _GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
 
 
 @dataclass(slots=True)
-class Asked:
+class AskedTokens:
     """params: None where the model samples by itself. limit: of new tokens; None means any number. ids: that end it."""
 
     params: SamplingParams | None
@@ -60,7 +60,7 @@ def asked_of(
     bounds: Bounds,
     seeded: bool = False,
     codebooks: int | None = None,
-) -> Asked:
+) -> AskedTokens:
     """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
     the model. seeded: it draws itself, from a request's seed. codebooks: ids of a token; None means it is one. Raises
     Refused, which names the field.
@@ -81,7 +81,7 @@ def asked_of(
     if bounds.new is not None and not feedforward:
         limit = bounds.new if limit is None else min(limit, bounds.new)
     try:
-        asked = Asked(None, limit, None, said.include_stop is not False, terms_of(said))
+        asked = AskedTokens(None, limit, None, said.include_stop is not False, terms_of(said))
         if defaults is not None:
             asked.ids = () if codebooks else _ids(stop, bounds.token_ids)
             if said.codebooks and codebooks is None:

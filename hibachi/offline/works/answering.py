@@ -14,14 +14,14 @@ from hibachi.api.asking import Asked
 from hibachi.api.bodies import PAGE as CHATS_PAGE
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, taken
 from hibachi.api.chatwriting import ChatWriter
+from hibachi.api.messages import asking as of_messages
 from hibachi.api.messages import preparing as messages
-from hibachi.api.messages.asking import chat_of
 from hibachi.api.messages.bodies import MessagesBody
 from hibachi.api.messages.writing import MessagesWriter
 from hibachi.api.preparing import at_once
 from hibachi.api.reading import Reading
+from hibachi.api.responses import asking as of_responses
 from hibachi.api.responses import preparing as responses
-from hibachi.api.responses.asking import as_chat, in_our_words, own_items
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import PAGE, Item, ItemReference
 from hibachi.api.responses.writing import ResponsesWriter
@@ -38,11 +38,11 @@ BODIES: dict[str, Any] = {
     MESSAGES: MessagesBody,
 }
 """By url."""
-WORDS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    RESPONSES: in_our_words,
-    MESSAGES: messages.told_in_its_words,
+WORDS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    RESPONSES: lambda body: of_responses.told_as_sent(body.tools),
+    MESSAGES: lambda body: of_messages.told_as_sent(),
 }
-"""By url: within it, what is refused of a chat is told of the body that the chat was made of."""
+"""By url, of a body: within it, what is refused of a chat is told of the body that the chat was made of."""
 
 
 def body_of(url: str, given: Mapping[str, Any], name: str) -> Any:
@@ -52,17 +52,19 @@ def body_of(url: str, given: Mapping[str, Any], name: str) -> Any:
     return taken(BODIES[url], given, PAGE if url in WORDS else CHATS_PAGE)
 
 
-def words(url: str) -> AbstractContextManager[None]:
-    return WORDS.get(url, nullcontext)()
+def words(url: str, body: Any) -> AbstractContextManager[None]:
+    return WORDS[url](body) if url in WORDS else nullcontext()
 
 
 def chat_for(body: Any, bounds: Bounds) -> ChatBody:
     """The chat that a body asks for. Raises Refused."""
     if isinstance(body, ResponsesBody):
-        items: list[Item] = [item for item in own_items(body, bounds) if not isinstance(item, ItemReference)]
-        return as_chat(body, items)  # references were refused with the line
+        items: list[Item] = [
+            item for item in of_responses.own_items(body, bounds) if not isinstance(item, ItemReference)
+        ]
+        return of_responses.as_chat(body, items)  # references were refused with the line
     if isinstance(body, MessagesBody):
-        return chat_of(body)
+        return of_messages.chat_of(body)
     assert isinstance(body, ChatBody)
     return body
 
@@ -72,7 +74,7 @@ def check(url: str, body: Any, bounds: Bounds) -> None:
     if isinstance(body, CompletionBody):
         asking.completion(body, SamplingParams(), bounds)
         return
-    with words(url):
+    with words(url, body):
         asking.chat(chat_for(body, bounds), SamplingParams(), bounds)
 
 
@@ -91,7 +93,7 @@ class Answering:
         """What writes the answer to a body, and the token ids of its prompts. name: of the model. id_of: makes an id
         of one kind. Raises Refused, InvalidRequest or PromptTooLong.
         """
-        with words(url):
+        with words(url, body):
             if url == COMPLETIONS:
                 writer, ids = self._completion(body, name, id_of("text"))
             elif url == RESPONSES:

@@ -42,6 +42,7 @@ class _Ready:
     ids: list[list[int]]
     writer: Writer | None  # None means vectors are wanted
     name: str
+    given: Any = None  # the body
     packed: bool = False
     dimensions: int | None = None
     items: Sequence[Item[HostArray]] = ()
@@ -142,7 +143,7 @@ class OpenAIWork(Watching[Texts]):
         asked = writer.asked
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
-        return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens, asked.params.runs)
+        return self._placed(row, _Ready(values, ids, writer, name, given), asked.params.max_tokens, asked.params.runs)
 
     def _check_name(self, name: str | None) -> str:
         if name is not None and name not in self._names:
@@ -179,7 +180,7 @@ class OpenAIWork(Watching[Texts]):
             else:
                 asked = ready.writer.asked
                 terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
-                with words(ready.values["url"]), said_by(asked.form):
+                with words(ready.values["url"], ready.given), said_by(asked.form):
                     ready.writer.streams = self.texts.submit(
                         ready.ids, asked.params, terms=terms, prediction=asked.prediction, shown=asked.shown
                     )

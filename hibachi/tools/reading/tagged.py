@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ _CDATA = ("<![CDATA[", "]]>")
 _WORDS = ("true", "false", "null", "none")  # that are no strings, in some case
 _LONG = 6  # letters that are more than a word has
 _LETTERS = "tfnTFN"
+_MARKS = re.compile(r"[\"'\\]")
 
 
 @dataclass(slots=True)
@@ -27,19 +29,19 @@ class _Level:
 
 
 class TaggedArguments:
-    """The arguments of one call as they come, see `values.Arguments`. Strings are given on in pieces, other values at
+    """The arguments of one call as they come, see `ArgumentsReader`. Strings are given on in pieces, other values at
     their end.
 
     tail: the first word behind all arguments. typed: the schema of the arguments.
     """
 
-    def __init__(self, form: Tagged, tail: str, typed: Typed) -> None:
+    def __init__(self, dialect: Tagged, tail: str, typed: Typed) -> None:
         self.done = self.broken = False
         self.rest, self.closing = "", "{}"
-        self._form, self._closes = form, _closes(form)
+        self._dialect, self._closes = dialect, _closes(dialect)
         self._firsts = BLANKS + "".join(close[0] for close in self._closes)
         self._seen = 0  # letters behind the place that are no end of a name
-        self._begins = beginning(form, tail)
+        self._begins = beginning(dialect, tail)
         self._levels = [_Level(typed)]
         self._out: list[str] = []
         self._text, self._at = "", 0
@@ -51,6 +53,8 @@ class TaggedArguments:
         self._is_string = False
         self._undecided, self._begun = False, ""  # whether it may be one; what it begins with
         self._end = self._word = self._lead = ""  # of the value; its first word; the blanks before it
+        self._quotes: bool | None = False  # whether strings may be within the value; None: its first letter will say
+        self._within = ""  # the quote that is open
 
     def feed(self, text: str) -> str:
         """The JSON text that `text` gives."""
@@ -112,12 +116,12 @@ class TaggedArguments:
             at += 1
         level = self._levels[-1]
         if level.array is None:
-            level.array = key == self._form.item and ("object" not in level.typed.types or self._arrays(level.typed))
+            level.array = key == self._dialect.item and ("object" not in level.typed.types or self._arrays(level.typed))
             self._out.append("[" if level.array else "{")
         self._typed = level.typed.item() if level.array else level.typed.property(key)
         self._allowed = self._typed.types if types is None else types
         self._is_string = set(self._allowed) == STRING
-        end = self._form.end.replace("{key}", key)
+        end = self._dialect.end.replace("{key}", key)
         self._end, self._word, self._lead = bare(end), end.split()[0], end[: len(end) - len(end.lstrip())]
         name = "" if level.array else f'"{escaped(key)}": '
         self._out.append(("{" if len(self._levels) == 1 and level.empty else "" if level.empty else ", ") + name)
@@ -131,17 +135,17 @@ class TaggedArguments:
 
     def _look(self) -> bool:
         """At what a value begins with: entries of its own, a string between brackets of XML, or itself."""
-        text, form = self._text, self._form
-        if form.item is not None and {"object", "array"} & set(self._allowed):
+        text, dialect = self._text, self._dialect
+        if dialect.item is not None and {"object", "array"} & set(self._allowed):
             end = match(self._end, text, self._at)
-            at = match(bare(form.open), text, self._at) if end == NO else end
+            at = match(bare(dialect.open), text, self._at) if end == NO else end
             if at == WAIT:
                 return False
             if at >= 0 and end == NO:
                 self._levels.append(_Level(self._typed, self._end, None))
                 self._at, self._step, self._seen = at, self._key, 0
                 return True
-        if form.cdata:
+        if dialect.cdata:
             at = match(_CDATA[0], text, self._at)
             if at == WAIT:
                 return False
@@ -152,6 +156,7 @@ class TaggedArguments:
         if self._is_string:
             self._out.append('"')
         self._undecided, self._begun = not self._is_string and "string" in self._allowed, ""
+        self._quotes, self._within = False if "string" in self._allowed else None, ""
         self._step = self._read
         return True
 
@@ -159,9 +164,14 @@ class TaggedArguments:
         """Reads a value up to its end."""
         text, start = self._text, self._at
         at = text.find(self._word, start)
+        seen, within = start, self._within
+        if self._quotes is None and (first := text[start:].lstrip()[:1]):
+            self._quotes = first in "{[("
         while at >= 0:
             end = match(self._end, text, at)
-            if end == NO:
+            if self._quotes:
+                within, seen = quote_open(text[seen:at], within), at
+            if end == NO or within:  # within a string of the value it does not end
                 at = text.find(self._word, at + 1)
                 continue
             stop = at - len(self._lead) if text.endswith(self._lead, start, at) else at
@@ -178,6 +188,8 @@ class TaggedArguments:
             self._out.append(escaped(text))
         elif text:
             self._value.append(text)
+            if self._quotes:
+                self._within = quote_open(text, self._within)
             if self._undecided and (begun := (self._begun + (text if self._begun else text.lstrip()))[:_LONG]):
                 self._begun, self._undecided = begun, begun[0] in _LETTERS and len(begun) < _LONG
                 if not _may_be_other(begun):
@@ -190,10 +202,10 @@ class TaggedArguments:
             self._out.append('"')
         else:
             text, types = "".join(self._value), self._allowed
-            if self._form.item is not None and not text.strip() and "string" not in types:
+            if self._dialect.item is not None and not text.strip() and "string" not in types:
                 self._out.append("{}" if "object" in types else "[]" if "array" in types else "null")
             else:
-                self._out.append(value_of(text, types, self._form.python))
+                self._out.append(value_of(text, types, self._dialect.python))
             self._value = []
         self._at, self._step = at, self._between
         return True
@@ -204,6 +216,25 @@ class TaggedArguments:
         return True
 
 
+def quote_open(text: str, within: str) -> str:
+    """The quote of the string that is open behind a text, with a backslash if that escapes what comes next; "" for
+    none. within: the same of what was before the text.
+    """
+    at = 1 if len(within) > 1 and text else 0
+    within = within[:1] if text else within
+    while found := _MARKS.search(text, at):
+        sign, at = found[0], found.end()
+        if not within:
+            within = sign if sign != "\\" else ""
+        elif sign == "\\":
+            if at == len(text):
+                return within + sign
+            at += 1
+        elif sign == within:
+            within = ""
+    return within
+
+
 def _may_be_other(text: str) -> bool:
     """Whether a value that begins like this may be something else than a string."""
     if text[0] in _LETTERS:
@@ -211,10 +242,10 @@ def _may_be_other(text: str) -> bool:
     return text[0] in "0123456789-{[("
 
 
-def beginning(form: Tagged, tail: str) -> Finder:
+def beginning(dialect: Tagged, tail: str) -> Finder:
     """A finder of the text before a name: it gives the place behind it, or the place itself if the call ends there."""
     ends = bare(tail)
-    beginnings = [bare(form.between + form.open), bare(form.open)]
+    beginnings = [bare(dialect.between + dialect.open), bare(dialect.open)]
 
     def find(text: str, at: int) -> int:
         end = match(ends, text, at) if ends else NO
@@ -227,16 +258,16 @@ def beginning(form: Tagged, tail: str) -> Finder:
     return find
 
 
-def _closes(form: Tagged) -> dict[str, tuple[str, frozenset[str] | None]]:
+def _closes(dialect: Tagged) -> dict[str, tuple[str, frozenset[str] | None]]:
     """By each text that may stand between a name and its value, without blanks: the blanks at its end, and the types
     of the value that it tells.
     """
     out: dict[str, tuple[str, frozenset[str] | None]] = {}
-    for close in (form.close, *form.kinds.values()):
+    for close in (dialect.close, *dialect.kinds.values()):
         if bare(close):
-            types = frozenset(kind for kind, text in form.kinds.items() if text == close)
-            if form.kinds and not types:
-                types = ALL - form.kinds.keys() - {"integer"}
+            types = frozenset(kind for kind, text in dialect.kinds.items() if text == close)
+            if dialect.kinds and not types:
+                types = ALL - dialect.kinds.keys() - {"integer"}
             types |= {"integer"} if "number" in types else frozenset()
             out[bare(close)] = (close[len(close.rstrip()) :], types or None)
     return out

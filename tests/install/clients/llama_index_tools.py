@@ -1,5 +1,5 @@
-"""llama-index's OpenAILike as a model that calls functions: its agent, whole and streamed, predict_and_call, and
-as_structured_llm, which demands a call.
+"""llama-index's OpenAILike and OpenAILikeResponses as models that call functions: their agent, whole and streamed,
+predict_and_call, and as_structured_llm, which demands a call or a form.
 """
 
 import asyncio
@@ -10,13 +10,12 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from llama_index.llms.openai_like import OpenAILike
+from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 from person import Person, fields
 from weather import NEXT, ONE, SYSTEM, TWO, WHO, done, get_weather, tiny
 
 own = {"model": "tiny", "api_key": "none", "max_retries": 0, "context_window": 4096, "temperature": 0}
-calling = {"is_chat_model": True, "is_function_calling_model": True}
-model = OpenAILike(api_base=base, **own, **calling)
+calling = {"is_function_calling_model": True}
 said = {}
 
 
@@ -28,30 +27,35 @@ async def ask(agent, question, memory):
     return done(str(found))
 
 
-async def main():
+async def run(model, way):
     for name, streaming in (("", False), ("_streamed", True)):
         agent = FunctionAgent(tools=[get_weather], llm=model, system_prompt=SYSTEM, streaming=streaming)
         memory = ChatMemoryBuffer.from_defaults()
-        said["tool" + name] = await ask(agent, ONE, memory)
-        said["turn" + name] = await ask(agent, NEXT, memory)
-        said["parallel" + name] = await ask(agent, TWO, ChatMemoryBuffer.from_defaults())
+        said[f"tool{way}{name}"] = await ask(agent, ONE, memory)
+        said[f"turn{way}{name}"] = await ask(agent, NEXT, memory)
+        said[f"parallel{way}{name}"] = await ask(agent, TWO, ChatMemoryBuffer.from_defaults())
 
 
 def tell(name, model, question):
     messages = [ChatMessage(role="user", content=question)]
     typed = model.as_structured_llm(Person)
     said[name] = fields(typed.chat(messages).raw)
-    *_, last = typed.stream_chat(messages)
-    said[("partly" if name == "demanded" else name) + "_streamed"] = last.raw.model_dump()
+    if isinstance(model, OpenAILike):  # the other makes nothing of the calls in a stream
+        *_, last = typed.stream_chat(messages)
+        said[name.replace("demanded", "partly") + "_streamed"] = last.raw.model_dump()
     said[f"{name} predicted"] = fields(model.structured_predict(Person, PromptTemplate(question)))
 
 
-asyncio.run(main())
-tool = FunctionTool.from_defaults(get_weather)
-model.predict_and_call([tool], ONE)
-said["called"] = done(None)
-tell("typed", model, WHO)
-# Of a model that knows nothing of tools: what comes is what the schema says.
-model = OpenAILike(api_base=tiny, max_tokens=greedy["max_tokens"], **own, **calling)
-tell("demanded", model, asked["messages"][1]["content"])
+for way, kind, more in (
+    ("", OpenAILike, {"is_chat_model": True, "max_tokens": greedy["max_tokens"]}),
+    (" responses", OpenAILikeResponses, {"max_output_tokens": greedy["max_tokens"]}),
+):
+    model = kind(api_base=base, **own, **calling, **more)
+    asyncio.run(run(model, way))
+    tool = FunctionTool.from_defaults(get_weather)
+    model.predict_and_call([tool], ONE)
+    said["called" + way] = done(None)
+    tell("typed" + way, model, WHO)
+    # Of a model that knows nothing of tools: what comes is what the schema says.
+    tell("demanded" + way, kind(api_base=tiny, **own, **calling, **more), asked["messages"][1]["content"])
 say(**said)

@@ -22,7 +22,7 @@ KINDS = {  # of unions
         *("InputMessageResource", "OutputMessage", "FunctionToolCallResource", "FunctionToolCallOutputResource"),
         "ReasoningItem",
     ),
-    "Tool": ("FunctionTool",),
+    "Tool": ("FunctionTool", "NamespaceToolParam"),
     "ToolChoiceParam": ("ToolChoiceOptions", "ToolChoiceAllowed", "ToolChoiceFunction"),
     "InputItem": ("EasyInputMessage", "Item", "ItemReferenceParam"),
     "Item": (
@@ -104,6 +104,8 @@ def _schema(name: str, schemas: dict[str, Any]) -> Any:
     if name == "ModelResponseProperties":
         schemas[name]["properties"]["temperature"] = {"type": ["number", "null"]}
     found = plain(_without_words(schemas[name]))
+    if name == "NamespaceToolParam":  # of functions
+        found["properties"]["tools"]["items"] = {"$ref": f"{PREFIX}schemas/FunctionToolParam"}
     if name in KINDS:
         key = next(key for key in ("oneOf", "anyOf") if key in found)
         found[key] = [{"$ref": f"{PREFIX}schemas/{kind}"} for kind in KINDS[name]]
