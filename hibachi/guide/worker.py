@@ -181,8 +181,13 @@ _ESCAPE = rf"\\x{_CODE}|\\u00{_CODE}|\\U000000{_CODE}|\\[xuU]\{{0*(?:{_CODE}|[0-
 UNWRITTEN_ESCAPE = re.compile(rf"\\\\|{_CLASS}|(?P<found>{_ESCAPE}|{UNWRITTEN.pattern})")
 
 
+MOST_WHOLE = 2**53
+
+
 def check_characters(schema: Any) -> None:
-    """Refuse texts that cannot be written, in `const`, `enum` and patterns. What only looks like one counts as well."""
+    """Refuse texts that cannot be written, in `const`, `enum` and patterns. What only looks like one counts as well.
+    So are whole numbers that the library would write as others.
+    """
     waiting: list[tuple[Any, str]] = [(schema, "")]
     while waiting:
         value, inside = waiting.pop()
@@ -197,6 +202,8 @@ def check_characters(schema: Any) -> None:
             given = inside in ("const", "enum")
             if UNWRITTEN.search(value) if given else any(m["found"] for m in UNWRITTEN_ESCAPE.finditer(value)):
                 raise Refused(f"the keyword `{inside}` has a control character, which answers do not contain", inside)
+        elif isinstance(value, int) and inside in ("const", "enum") and abs(value) > MOST_WHOLE:
+            raise Refused(f"the keyword `{inside}` has a whole number of more than 53 bits", inside)
 
 
 def json_blanks(pattern: str) -> str:
@@ -213,9 +220,13 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 WITHIN = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 
 
+NO_URI = re.compile(r"[^!#-;=?-Z_a-z~]")
+TINY = 1e-9
+
+
 def without_notes(schema: Any) -> Any:
-    """A schema without what says nothing, and the library refuses: formats that JSON Schema does not know, and that
-    names of properties are strings.
+    """A schema as the library takes it. Without what says nothing, and the library refuses: formats that JSON Schema
+    does not know, and that names of properties are strings. References are URIs, and bounds are such as it keeps.
     """
     if not isinstance(schema, dict):
         return schema
@@ -225,8 +236,45 @@ def without_notes(schema: Any) -> Any:
             value = {name: without_notes(each) for name, each in value.items()}
         elif key in WITHIN:
             value = [without_notes(each) for each in value] if isinstance(value, list) else without_notes(value)
+        if key == "$ref" and isinstance(value, str):
+            value = NO_URI.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode(errors="surrogatepass")), value)
+        if key == "pattern" and isinstance(value, str):
+            value = kept_classes(value)
         if not says_nothing(key, value):
             found[key] = value
+    return found | kept_bounds(found)
+
+
+def kept_classes(pattern: str) -> str:
+    r"""A pattern whose classes such as [^"] leave out \x01 as well, which no answer contains. Of other classes of all
+    but a quote or a backslash the library takes these too.
+    """
+    inside = False
+
+    def kept(found: re.Match[str]) -> str:
+        nonlocal inside
+        part = found[0]
+        begins, inside = part.startswith("[") and not inside, part[0] == "[" or (inside and part != "]")
+        return f"{part}\\x01" if begins and part == "[^" else part
+
+    return re.sub(r"\\.|\[\^(?!\])|\[|\]", kept, pattern, flags=re.DOTALL)
+
+
+def kept_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Of a range of numbers that begins or ends at a whole number and is shorter than 1, without this number: the
+    library would take it nevertheless, so the range begins or ends beside it.
+    """
+    low: Any = schema.get("exclusiveMinimum", schema.get("minimum"))
+    high: Any = schema.get("exclusiveMaximum", schema.get("maximum"))
+    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) and abs(n) < 1e6 for n in (low, high)):
+        return {}
+    if not 2 * TINY < high - low < 1:
+        return {}
+    found = {}
+    if schema.get("exclusiveMinimum") == low == int(low):
+        found["exclusiveMinimum"] = low + TINY
+    if schema.get("exclusiveMaximum") == high == int(high):
+        found["exclusiveMaximum"] = high - TINY
     return found
 
 

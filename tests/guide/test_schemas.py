@@ -70,3 +70,31 @@ def test_the_suite_of_json_schema(tiny, keyword):
         missed += [text for valid, accepted, text in found if valid and not accepted]
     assert (taken == 0) == (keyword in REFUSED), taken
     assert len(missed) == NOT_WRITTEN.get(keyword, 0), missed
+
+
+WRONG = [  # what the library by itself takes, or refuses, against the schema
+    ({"pattern": '^[^"]+$'}, ["a", "\\", "é"], ['"', 'a"']),
+    ({"pattern": r"^[^\\]$"}, ['"', "\n"], ["\\"]),
+    ({"pattern": r"^\[\^\"a[^b]$"}, ['[^"ac', '[^"a"'], ['[^"ab', '[^"c']),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, [0.5, 0.001], [0, 0.6]),
+    ({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, [1.25], [1, 1.5]),
+    ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, [-1.5, -1.1], [-1]),
+    ({"$ref": "#/$defs/名", "$defs": {"名": {"const": 1}}}, [1], [2]),
+    ({"$ref": "#/$defs/a b[c]", "$defs": {"a b[c]": {"const": 1}}}, [1], [2]),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), WRONG, ids=[str(schema) for schema, *_ in WRONG])
+def test_what_the_library_takes_wrongly_is_mended(tiny, schema, valid, invalid):
+    guide = tiny.guide(json=json.dumps({"type": "string", **schema} if "pattern" in schema else schema))
+    assert [v for v in valid if not tiny.fits(guide, written(v))] == []
+    assert [v for v in invalid if tiny.fits(guide, written(v))] == []
+
+
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**63), 10**20])
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_whole_numbers_that_would_be_written_as_others_are_refused(tiny, value, keyword):
+    given = value if keyword == "const" else [1, value]
+    with pytest.raises(FormRefused, match=f"`{keyword}` has a whole number of more than 53 bits"):
+        tiny.check(json={"type": "object", "properties": {"a": {keyword: given}}})
+    assert tiny.fits(tiny.guide(json={"const": 2**53}), str(2**53))

@@ -16,7 +16,9 @@ from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
 from hibachi.tools.grammar import answer as answers
 from hibachi.tools.grammar.answer import checked_form, served_form, unchecked_form
 from hibachi.tools.marks import texts
+from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.reader import AnswerReader
+from hibachi.tools.reading.whole import joined
 from hibachi.tools.templates.known import KNOWN
 from hibachi.tools.tools import Tool, Toolbox, ToolCall
 from hibachi.tools.write import written
@@ -349,6 +351,7 @@ BAD = [
     ({"type": "object", "properties": {"x": {"$ref": "#/$defs/nowhere"}}}, "`\\$ref`"),
     ({"type": "array"}, "its `type` must be"),
     ({"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}, "`pattern`"),
+    ({"type": "object", "properties": {"x": {}, "y": {}}, "minProperties": 1}, "(`minP|min/maxP)roperties"),
 ]
 
 
@@ -527,6 +530,74 @@ def test_a_raw_text_does_not_look_like_another_value_that_the_schema_bounds():
     either = {"type": ["string", "integer", "null"]}
     found = grammar("keyed", tools=(Tool("t", {"properties": {"x": either}, "required": ["x"]}),))
     assert walked(found, text % "12") == walked(found, text % "null") == walked(found, text % "-x") == "ends"
+
+
+def one(schema, name="x", needed=True):
+    return (Tool("t", {"type": "object", "properties": {name: schema}, "required": [name] if needed else []}),)
+
+
+IN_TAGS = {
+    "tagged": "<tool_call>\n<function=t>\n<parameter=x>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "keyed": "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "cdata": '<function name="t"><param name="x">%s</param></function>',
+}
+LISTED = [  # what a value between tags is read as, or None where it may not come
+    ("keyed", {"enum": ["true", False]}, {"true": None, "false": False}),
+    ("keyed", {"anyOf": [{"type": "string"}, {"const": False}]}, {"true": None, "false": False, "truth": "truth"}),
+    ("keyed", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5}),
+    ("keyed", {"enum": ["1", 2.5]}, {"1": None, "2.5": 2.5}),
+    ("keyed", {"anyOf": [{"enum": ["{}"]}, {"type": "object", "required": ["a"]}]}, {"{}": None, '{"a":1}': {"a": 1}}),
+    ("tagged", {"enum": ["a", "</parameter>"]}, {"a": "a", "</parameter>": None}),
+    ("cdata", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5, "<![CDATA[1]]>": "1"}),
+    ("cdata", {"enum": ["]]>", "<"]}, {"]]>": "]]>", "<": None, "<![CDATA[<]]>": "<", "<![CDATA[]]>": None}),
+    ("cdata", {"enum": ["]]>"]}, {"]]>": "]]>", "<![CDATA[": None}),
+    ("keyed", {"type": "string", "pattern": r"^\d\w$"}, {"1a": "1a", "1é": None, "\u0663a": None}),
+    ("keyed", {"type": "string", "pattern": r"^[\d-]\W$"}, {"-é": "-é", "-a": None, "\u0663-": None}),
+    ("tagged", {"type": "object"}, {'{"a": "</parameter>"}': {"a": "</parameter>"}}),
+    ("cdata", {"type": "array"}, {'["]]>","\\\\","</param>"]': ["]]>", "\\", "</param>"]}),
+    ("python", {"type": "array", "maxItems": 1}, {"[]": [], "[1]": [1], "[1, 2]": None}),
+    ("nested", {"type": "array", "maxItems": 1, "items": {"type": "integer"}}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "values"), LISTED)
+def test_what_is_listed_comes_where_it_is_read_as_what_it_is(name, schema, values):
+    tools = one(schema)
+    found = grammar(name, tools=tools)
+    setting().check(grammar=found.text)  # there is a way on
+    around = IN_TAGS.get(name, "<|calls|>[t(x=%s)]<|/calls|>")
+    for text, value in values.items():
+        became = walked(found, around % text)
+        assert became == "ends" if value is not None else became != "ends", (text, became)
+        if value is not None:
+            for pieces in ([around % text], around % text):
+                parser = Parser(chat(name), Toolbox(tools, "required"), Thinking.NONE)
+                events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+                [call] = joined(events).calls
+                assert call.complete and json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [("tagged", "a>b"), ("tagged", " a"), ("cdata", 'a">'), ("cdata", ""), ("python", "a b"), ("python", "a'")],
+)
+def test_names_that_would_be_read_as_others_do_not_come(name, odd):
+    optional = grammar(name, tools=one({"type": "integer"}, odd, needed=False))
+    assert {a for _, a in Read(name, drawn(optional, 1), tools=one({}, odd, needed=False)).calls} == {"{}"}
+    with pytest.raises(InvalidRequest, match=r"^tools\[0\].function.parameters: .* in `required` is no name"):
+        grammar(name, tools=one({"type": "integer"}, odd))
+
+
+@pytest.mark.parametrize("known", [("ns:do",), ("ns:do", "ns"), ("ns", "ns:do:it", "ns:do")])
+def test_the_name_of_a_tool_may_hold_what_stands_behind_names(known):
+    tools = tuple(Tool(name, {"type": "object"}) for name in known)
+    for name in known:
+        text = f"<|calls|><|call|>functions.{name}:0<|args|>{{}}<|/call|><|/calls|>"
+        assert walked(grammar("numbered", tools=tools), text) == "ends"
+        for pieces in ([text], text):
+            parser = Parser(chat("numbered"), Toolbox(tools, "required"), Thinking.NONE)
+            events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+            assert [(call.name, call.complete) for call in joined(events).calls] == [(name, True)]
 
 
 def test_the_pattern_of_a_raw_text_may_stand_anywhere_unless_it_says_so():

@@ -167,6 +167,43 @@ def test_spellings_that_are_never_asked_for_are_read():
     assert answer == Answer(None, "Now", [ToolCall("f", '{"a": 1}'), ToolCall("f", "{}")])
 
 
+ONE = '"name": "get_weather", "arguments": {"city": "Paris"}'
+SLIPS = [  # what models write where nothing guides them
+    CALL.replace("arguments", "parameters"),
+    CALL.replace("\n{", "\n```json\n{").replace("}\n", "}\n```\n"),
+    CALL.replace("\n{", " ```json {").replace("}\n", "} ``` "),
+    CALL.replace("\n", ""),
+    CALL.removesuffix("\n</tool_call>"),
+    CALL.removesuffix("}\n</tool_call>"),
+    CALL.replace('": "g', '" :  "g').replace('": {', '"\n:{'),
+]
+SAID = [  # what is no call for sure is shown as it came
+    '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>',
+    '<tool_call>\n{"name": "get_weather", "arguments": "{}"}\n</tool_call>',
+    f'<tool_call>\n{{"type": "function", "function": {{{ONE}}}}}\n</tool_call>',
+    f"<tool_call>\n[{{{ONE}}}]\n</tool_call>",
+    f"<tool_call>\n{{{ONE}}}\n</tool_call>".replace('"', "'"),
+    f"```json\n{{{ONE}}}\n```",
+]
+
+
+@pytest.mark.parametrize("text", SLIPS)
+def test_harmless_slips_are_read(text):
+    assert parsed("Look. " + text) == [Said("Look."), *PARIS]
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_what_may_be_no_call_is_said(text):
+    assert joined(parsed("Look. " + text)) == Answer(None, "Look. " + text, [])
+
+
+def test_a_format_without_a_mark_is_read_as_it_is_alone():
+    """Its calls look like an answer in JSON."""
+    call = ('{"name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}")
+    alone = ChatFormat(replace(HERMES, call=call, marker='{"name": "', alone=True, most=1))
+    assert read(alone, BOX, Thinking.NONE, f"{{{ONE}}}").content == f"{{{ONE}}}"
+
+
 def test_a_list_that_is_another_spelling_holds_any_number_of_calls():
     call = ('[CALL][{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}]")
     format = ChatFormat(replace(FORMATS["header"].tools, spellings=(call,)))

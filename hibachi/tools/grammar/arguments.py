@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,15 @@ from hibachi.tools.grammar.schemas import (
     alone,
     alternatives,
     as_json,
+    check_keywords,
+    no_name,
     number,
     properties,
     resolved,
     string_body,
 )
+from hibachi.tools.reading.schema_types import ALL, value_of
+from hibachi.tools.reading.values import escaped
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties", "propertyNames")
 NOTES = ("title", "description", "default", "examples")
@@ -32,6 +37,7 @@ def arguments(rules: Rules, dialect: Arguments, parameters: Schema) -> str:
     if isinstance(dialect, Json):
         return quoted("{}") if is_empty(schema) else rules.json(closed(schema))
     top = resolved(schema, schema)
+    check_keywords(top)
     if isinstance(dialect, Tagged):
         return TaggedWords(rules, dialect, schema).entries(top)
     if isinstance(dialect, Python):
@@ -83,7 +89,15 @@ class TaggedWords:
         more = schema.get("additionalProperties", False)
         if not found and more is not False:
             return self._rules.rule(repeated(*self._entry("", more), 0, ""), "entries")
-        return chain(self._rules, [(*self._entry(name, each), needed) for name, each, needed in found])
+        if odd := [name for name, _, needed in found if needed and not self._can_be_read(name)]:
+            raise no_name(odd[0])
+        written = [each for each in found if self._can_be_read(each[0])]
+        return chain(self._rules, [(*self._entry(name, each), needed) for name, each, needed in written])
+
+    def _can_be_read(self, name: str) -> bool:
+        """Whether a name ends where it does, and not before: it holds none of the texts behind it."""
+        closes = ("".join(text.split()) for text in (self._dialect.close, *self._dialect.kinds.values()))
+        return bool(name) and name == name.strip() and not any(text in "".join(name.split()) for text in closes)
 
     def _entry(self, name: str, schema: Any) -> tuple[str, str]:
         """One argument as the first, and as it is behind another. name: "" means any."""
@@ -116,23 +130,36 @@ class TaggedWords:
 
     def _value(self, kinds: list[Schema], end: str) -> str:
         """A value and the text that ends it. Where it may be a string it is any text, or else one of what is listed."""
-        texts = [kind for kind in kinds if kind.get("type", "string") == "string"]
-        if not texts:
-            return self._rules.rule(" | ".join(self._other(kind, end) for kind in kinds), "value")
-        bodies = [self._rules.either(kind["enum"]) if "enum" in kind else string_body(kind) for kind in texts]
-        if any(map(is_bounded, kinds)):  # a text that looks like a value of these would be read as one
-            bodies = [f"({body}) & ~/[ \\t\\r\\n]*[-0-9{{\\[(](?s:.)*/" for body in bodies]
-        others = [body for kind in kinds for body in plain(kind)]
-        return self._raw(either(bodies), either([*bodies, *others]), end)
+        strings = [kind for kind in kinds if kind.get("type", "string") == "string"]
+        others = [kind for kind in kinds if kind.get("type", "string") != "string"]
+        listed = [text for kind in strings for text in kind.get("enum", ())]
+        free = [string_body(kind) for kind in strings if "enum" not in kind]
+        # A text that looks like another value would be read as that.
+        apart = [" & ~".join([f"({body})", *looks(others)]) for body in free]
+        plain_ = [text for text in listed if self._is_read(text, kinds, end)]
+        bodies = [*apart, *map(quoted, plain_), *(body for kind in others for body in plain(kind))]
+        found = [self._bare(either(bodies), end)] if free or plain_ else [self._other(kind, end) for kind in others]
+        within = [*free, *(quoted(text) for text in listed if "]]>" not in text)]
+        if self._dialect.cdata and within:
+            found.append(f"{quoted('<![CDATA[')} {self._rules.before(']]>', either(within), ']]>' + end)}")
+        if not found:
+            raise Refused("the keyword `enum` has no text that this model can write as a value", "enum")
+        return self._rules.rule(" | ".join(found), "value")
 
-    def _raw(self, text: str, body: str, end: str) -> str:
-        """A value that is any text of `body`, or between brackets of XML, where the format has them, of `text`."""
+    def _is_read(self, text: str, kinds: list[Schema], end: str) -> bool:
+        """Whether a string that is written as it is will be read as this string."""
+        if (self._dialect.cdata and re.search(r"[<&\n]", text)) or end.split()[0] in text:
+            return False
+        types = ALL if any("type" not in kind for kind in kinds) else {kind["type"] for kind in kinds}
+        return value_of(text, types, self._dialect.python) == f'"{escaped(text)}"'
+
+    def _bare(self, body: str, end: str) -> str:
+        """A text and what ends it; no more than a line where others stand between brackets of XML."""
         rules = self._rules
         if not self._dialect.cdata:
             return rules.before(end.split()[0], body, end)
-        bare = rules.terminal(f"({body}) & /[^<&\\n]*/", "BARE")
-        within = rules.before("]]>", text, "]]>" + end)
-        return rules.rule(f"{bare} {rules.fixed(end)} | {quoted('<![CDATA[')} {within}", "raw")
+        line = rules.terminal(f"({body}) & /[^<&\\n]*/", "BARE")
+        return f"{line} {rules.fixed(end)}"
 
     def _other(self, kind: Schema, end: str) -> str:
         """A value that is no string, and the end."""
@@ -157,9 +184,11 @@ def either(bodies: list[str]) -> str:
     return " | ".join(f"({body})" for body in bodies)
 
 
-def is_bounded(kind: Schema) -> bool:
-    """Not any number, object or array, but some."""
-    return kind.get("type") in ("number", "integer", "object", "array") and bool(set(kind) - {"type", *NOTES})
+def looks(kinds: list[Schema]) -> list[str]:
+    """What values look like of which not any will do, but some: numbers, objects and arrays; words."""
+    bounded = {kind.get("type") for kind in kinds if set(kind) - {"type", *NOTES}}
+    found = ["/[ \\t\\r\\n]*[-0-9{\\[(](?s:.)*/"] if bounded & {"number", "integer", "object", "array"} else []
+    return [*found, "/(?i:[ \\t\\r\\n]*(true|false)[ \\t\\r\\n]*)/"] if "boolean" in bounded else found
 
 
 def plain(kind: Schema) -> list[str]:

@@ -259,5 +259,5 @@ def repeated(each: str, later: str, least: Any, most: Any) -> str:
         raise Refused("the keyword `minItems` or `maxItems` has a value that is not supported", "minItems")
     if most == 0:
         return EMPTY
-    further = f"({later}){{{max(0, least - 1)},{'' if most == '' else most - 1}}}"
+    further = "" if most == 1 else f"({later}){{{max(0, least - 1)},{'' if most == '' else most - 1}}}"
     return f"{each} {further}" if least else f"({each} {further})?"

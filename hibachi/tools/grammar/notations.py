@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from hibachi.guide.worker import Refused
 from hibachi.tools.grammar.lark import Rules, chain, joined, quoted, repeated
-from hibachi.tools.grammar.schemas import Schema, alternatives, number, properties, string_body
+from hibachi.tools.grammar.schemas import Schema, alternatives, no_name, number, properties, string_body
 
 BARE = re.compile(r"[\w.-]+")
+KEYWORD = re.compile(r"""[^\s,=()\[\]{}"']{1,256}""")
 IDENTIFIER = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
@@ -116,10 +117,13 @@ class Literals:
             word = self._rules.terminal(f'{IDENTIFIER} "="', "WORD")
             each = self._rules.rule(f"{word} {self.any() if more is True else self.value(more)}", "argument")
             return repeated(each, f"{self._words.comma} {each}", 0, "")
+        if odd := [name for name, _, needed in found if needed and not KEYWORD.fullmatch(name)]:
+            raise no_name(odd[0])
         return self._chain(
             [
                 (self._rules.rule(f"{quoted(name + '=')} {self.value(each)}", "argument"), needed)
                 for name, each, needed in found
+                if KEYWORD.fullmatch(name)
             ]
         )
 

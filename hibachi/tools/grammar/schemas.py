@@ -113,8 +113,7 @@ def _alternatives(schema: Any, root: Schema, seen: list[None]) -> list[Schema]:
     if len(seen) > MOST:
         raise Refused(f"it has more than {MOST} alternatives in one place")
     schema = resolved(schema, root)
-    if beyond := next((k for k in BEYOND if k in schema), None):
-        raise Refused(f"the keyword `{beyond}` is not supported in the form in which this model writes calls", beyond)
+    check_keywords(schema)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             rest = without(schema, key)
@@ -144,6 +143,12 @@ def _implied(schema: Schema) -> list[str]:
     if any(k in schema for k in ("pattern", "minLength", "maxLength", "format")):
         return ["string"]
     return ["number"] if any(k in schema for k in NUMERIC) else []
+
+
+def check_keywords(schema: Schema) -> None:
+    """Raises Refused for what grammars over other notations than JSON cannot do."""
+    if beyond := next((k for k in BEYOND if k in schema), None):
+        raise Refused(f"the keyword `{beyond}` is not supported in the form in which this model writes calls", beyond)
 
 
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -195,6 +200,11 @@ def properties(schema: Schema) -> list[tuple[str, Any, bool]]:
     ]
 
 
+def no_name(name: str) -> Refused:
+    """For a property that must come, whose name would be read as another."""
+    return Refused(f"{name[:80]!r} in `required` is no name of an argument as this model writes them", "required")
+
+
 # ---- strings ---------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +225,25 @@ def pattern_body(pattern: Any) -> str:
     """A schema's pattern, which may stand anywhere in the text unless it says so, as the body of a terminal."""
     if not isinstance(pattern, str):
         raise Refused("the keyword `pattern` has a value that is not supported", "pattern")
-    return " | ".join(map(_anchored, top_level(pattern)))
+    return " | ".join(map(_anchored, top_level(_as_ecma(pattern))))
+
+
+def _as_ecma(pattern: str) -> str:
+    r"""A pattern in which \d and \w are of ASCII, as JSON Schema has it; in the library's notation they are not."""
+    found, inside, at = list[str](), False, 0
+    while at < len(pattern):
+        part = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
+        letters = ASCII.get(part[1:].lower()) if len(part) == 2 else None
+        if letters is None or (inside and part[1].isupper()):
+            found.append(part)
+        else:
+            found.append(letters if inside else f"[{'^' if part[1].isupper() else ''}{letters}]")
+        inside = part == "[" or (inside and part != "]")
+        at += len(part)
+    return "".join(found)
+
+
+ASCII = {"d": "0-9", "w": "A-Za-z0-9_"}
 
 
 def _anchored(pattern: str) -> str:

@@ -60,11 +60,10 @@ class CallReader:
         self._format, self._toolbox = format, toolbox
         self._names = frozenset(toolbox.schemas)
         self.alone = format.alone or not format.marker.strip()
-        self._spellings = [self._spelling(format.call), *map(self._other, format.spellings)]
+        others = (*format.spellings, *(() if self.alone else _slips(format.call)))
+        self._spellings = [self._spelling(format.call), *map(self._other, others)]
         marks = {"" if self.alone else format.marker.strip()}
-        marks |= {
-            _text(call, 0) for call, one in zip(format.spellings, self._spellings[1:], strict=True) if not one.unmarked
-        }
+        marks |= {_text(call, 0) for call, one in zip(others, self._spellings[1:], strict=True) if not one.unmarked}
         self.markers = tuple(sorted(filter(None, marks), key=len, reverse=True))
 
     def first(self, text: str, at: int) -> Begun | int:
@@ -140,6 +139,25 @@ class CallReader:
             elif found == WAIT:
                 wait = WAIT
         return wait
+
+
+_ARGUMENTS = {'"arguments"': '"parameters"', '"parameters"': '"arguments"'}
+
+
+def _slips(call: Call) -> list[Call]:
+    """What models write in the place of a call in JSON where nothing guides them: arguments by their other name, and a
+    fence of Markdown within the marks.
+    """
+    name = next((name for name in _ARGUMENTS for part in call if isinstance(part, str) and name in part), None)
+    if name is None:
+        return []
+    other = _ARGUMENTS[name]
+    ways = [tuple(part if isinstance(part, Slot) else part.replace(name, other) for part in call)]
+    before, begun, first = _text(call, 0).partition("{")
+    last, closed, behind = _text(call, -1).rpartition("}")
+    if before.strip() and begun and closed and behind.strip():
+        ways.append((f"{before}```json\n{{{first}", *call[1:-1], f"{last}}}\n```{behind}"))
+    return ways
 
 
 def _around(call: Call) -> tuple[Call, Call]:

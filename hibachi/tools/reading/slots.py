@@ -102,7 +102,8 @@ def fit(
                 return at
             continue
         at = skip(text, at)
-        end = _slot(text, at, _follows(parts, i, then), names)
+        longer = _beyond(names, parts[i + 1 : i + 2]) if part is Slot.NAME else ()
+        end = _slot(text, at, _follows(parts, i, then), names, longer)
         if end < 0:
             return end
         value, at = text[at:end].strip(), end
@@ -127,8 +128,13 @@ def _follows(parts: Sequence[str | Slot], i: int, then: Finder) -> Finder:
     return lambda text, at: match(following, text, at)
 
 
-def _slot(text: str, start: int, follows: Finder, names: frozenset[str]) -> int:
+def _slot(text: str, start: int, follows: Finder, names: frozenset[str], longer: Sequence[str]) -> int:
     odd = _letters(names)
+    for name in longer:
+        if text.startswith(name, start) and follows(text, start + len(name)) != NO:
+            return start + len(name)
+        if len(text) - start < len(name) and name.startswith(text[start:]):
+            return WAIT
     for at in range(start, min(start + SLOT, len(text))):
         if follows(text, at) != NO:
             return at
@@ -136,6 +142,13 @@ def _slot(text: str, start: int, follows: Finder, names: frozenset[str]) -> int:
         if here not in BLANKS and not _WORD.match(here) and here not in odd:
             return NO
     return WAIT if len(text) - start < SLOT else NO
+
+
+@lru_cache(maxsize=64)
+def _beyond(names: frozenset[str], following: Sequence[str | Slot]) -> Sequence[str]:
+    """Names that hold the text that follows one, such as "a:b" of "a:b:0", the longest first."""
+    found = [name for name in names if any(isinstance(part, str) and part in name for part in following)]
+    return sorted(found, key=len, reverse=True)
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ _CDATA = ("<![CDATA[", "]]>")
 _WORDS = ("true", "false", "null", "none")  # that are no strings, in some case
 _LONG = 6  # letters that are more than a word has
 _LETTERS = "tfnTFN"
+_MARKS = re.compile(r"[\"'\\]")
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class TaggedArguments:
         self._is_string = False
         self._undecided, self._begun = False, ""  # whether it may be one; what it begins with
         self._end = self._word = self._lead = ""  # of the value; its first word; the blanks before it
+        self._quotes: bool | None = False  # whether strings may be within the value; None: its first letter will say
+        self._within = ""  # the quote that is open
 
     def feed(self, text: str) -> str:
         """The JSON text that `text` gives."""
@@ -152,6 +156,7 @@ class TaggedArguments:
         if self._is_string:
             self._out.append('"')
         self._undecided, self._begun = not self._is_string and "string" in self._allowed, ""
+        self._quotes, self._within = False if "string" in self._allowed else None, ""
         self._step = self._read
         return True
 
@@ -159,9 +164,14 @@ class TaggedArguments:
         """Reads a value up to its end."""
         text, start = self._text, self._at
         at = text.find(self._word, start)
+        seen, within = start, self._within
+        if self._quotes is None and (first := text[start:].lstrip()[:1]):
+            self._quotes = first in "{[("
         while at >= 0:
             end = match(self._end, text, at)
-            if end == NO:
+            if self._quotes:
+                within, seen = quote_open(text[seen:at], within), at
+            if end == NO or within:  # within a string of the value it does not end
                 at = text.find(self._word, at + 1)
                 continue
             stop = at - len(self._lead) if text.endswith(self._lead, start, at) else at
@@ -178,6 +188,8 @@ class TaggedArguments:
             self._out.append(escaped(text))
         elif text:
             self._value.append(text)
+            if self._quotes:
+                self._within = quote_open(text, self._within)
             if self._undecided and (begun := (self._begun + (text if self._begun else text.lstrip()))[:_LONG]):
                 self._begun, self._undecided = begun, begun[0] in _LETTERS and len(begun) < _LONG
                 if not _may_be_other(begun):
@@ -202,6 +214,25 @@ class TaggedArguments:
         self._out.append("]" if self._levels.pop().array else "}")
         self._at = at
         return True
+
+
+def quote_open(text: str, within: str) -> str:
+    """The quote of the string that is open behind a text, with a backslash if that escapes what comes next; "" for
+    none. within: the same of what was before the text.
+    """
+    at = 1 if len(within) > 1 and text else 0
+    within = within[:1] if text else within
+    while found := _MARKS.search(text, at):
+        sign, at = found[0], found.end()
+        if not within:
+            within = sign if sign != "\\" else ""
+        elif sign == "\\":
+            if at == len(text):
+                return within + sign
+            at += 1
+        elif sign == within:
+            within = ""
+    return within
 
 
 def _may_be_other(text: str) -> bool:
