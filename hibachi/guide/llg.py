@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from hibachi.errors import MissingExtra
 from hibachi.guide.checks import MEMORY, SECONDS, Checks
+from hibachi.guide.matchers import Matchers, Original
 from hibachi.guide.protocol import Counted, Grammar, Guide, GuideFailed, Vocabulary
 from hibachi.guide.worker import make_tokenizer
 from hibachi.structured import StructuredOutputs
@@ -46,7 +47,9 @@ class LlguidanceGuides:
         self._vocabulary = vocabulary
         self.size = len(vocabulary.tokens)
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
-        self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
+        self.others = ~mask_of(self.eos_ids or (self.size,), self.words)
+        """A mask of all but the end tokens: uint32 [words]."""
+        self._matchers = Matchers()
         self._checks = Checks(self._library, partial(set_up, vocabulary, self.eos_ids))
         self._tokenizer: Any = None
         self._by_bytes: tuple[dict[bytes, int], int] | None = None  # the longest of them
@@ -57,6 +60,7 @@ class LlguidanceGuides:
     def forget(self) -> None:
         """The threads are another's: those of the process that we were forked from."""
         self._lock = Lock()
+        self._matchers.forget()
         if self._pool is not None:
             _abandoned.append(self._pool)  # to end it would wait for threads that are not here
         self._pool = None
@@ -81,9 +85,15 @@ class LlguidanceGuides:
         self.cut(b"", 1)  # its table is made here, beside the steps
         return guide
 
-    def matcher(self, grammar: Grammar) -> Any:
+    def original(self, grammar: Grammar, user: object) -> Original:
+        """A matcher that has seen nothing, to copy; nobody else has a copy. Raises GuideFailed."""
+        return self._matchers.original(grammar.source, user, self.matcher)
+
+    def matcher(self, grammar: str, most_states: int | None = None) -> Any:
         """A new LLMatcher. Raises GuideFailed."""
-        matcher = self._library.LLMatcher(self.tokenizer, grammar.source, log_level=0, limits=self._limits)
+        few = {} if most_states is None else {"max_lexer_states": most_states}
+        limits = self._library.LLParserLimits(**(LIMITS | few), verbose_errors=False)
+        matcher = self._library.LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
         matcher.consume_tokens([])  # sees whether it may end at once
         raise_error_of(matcher)
         return matcher
@@ -115,8 +125,13 @@ class LlguidanceGuides:
         wide = self.words != words
         filled = np.empty((len(own), self.words), np.uint32) if wide else bits
         self._fill(own, filled)
+        failed: list[GuideFailed | None] = [None] * len(own)
+        for row, guide in enumerate(own):
+            if guide.alone().is_error():
+                if guide.start_alone():
+                    self._fill([guide], filled[row : row + 1])
+                failed[row] = failure_of(guide.alone())
         self._cut(bits, filled if wide else None)
-        failed = [failure_of(guide.alone()) for guide in own]
         for row in self._without_ends(own, bits):
             if failed[row] is None and not bits[row].any() and not own[row].complete:
                 failed[row] = GuideFailed(NO_WAY)
@@ -201,6 +216,14 @@ class LlguidanceGuides:
             self._pool = None
 
 
+def mask_of(tokens: Sequence[int], words: int) -> npt.NDArray[np.uint32]:
+    """The mask of these tokens alone."""
+    mask = np.zeros(words, np.uint32)
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask
+
+
 def words_of(vocabulary: Vocabulary) -> tuple[list[bytes], list[int]]:
     """The bytes of all tokens, and the ids of those that no text matches."""
     if vocabulary.texts:
@@ -235,12 +258,14 @@ class LlguidanceGuide:
         self._tokens: list[int] = []
         self._beyond = 0  # end tokens behind the end, which the library does not take
         self._slow = 0.0  # seconds, in calls that took longer than `SLOW`
-        self._matcher = guides.matcher(grammar)
+        self._open = 0  # a word of the mask that had more than end tokens
+        self._original: Original | None = guides.original(grammar, self)
+        self._matcher = self._original.copy()
         self.advance(tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens have come. Raises GuideFailed; after a token that is forbidden the guide is as before."""
-        given, before = [int(t) for t in tokens], len(self._tokens)
+        given, before = list(map(int, tokens)), len(self._tokens)
         self.known = None
         for i in range(0, len(given), AT_ONCE):
             part = given[i : i + AT_ONCE]
@@ -250,21 +275,26 @@ class LlguidanceGuide:
 
     def _take(self, tokens: list[int]) -> bool:
         """Were all of them taken?"""
-        if any(not 0 <= t < self._guides.size for t in tokens):
+        if min(tokens) < 0 or max(tokens) >= self._guides.size:
             return False
-        began = thread_time()
-        n = self._matcher.try_consume_tokens(tokens) if not self._beyond else 0
+        matcher, began = self._matcher, thread_time()
+        n = matcher.try_consume_tokens(tokens) if not self._beyond else 0
         if (took := thread_time() - began) > SLOW:
             self._slow += took
-        raise_error_of(self._matcher)
+        if matcher.is_error():
+            if self.start_alone():
+                return self._take(tokens)
+            raise_error_of(self._matcher)
         if self._slow > MOST_SLOW:
             raise GuideFailed(COMPLEX)
         self._tokens += tokens[:n]
         if self._ahead is not None and len(self._tokens) == self._ahead[1]:
             self.known = self._ahead[2]
         rest = tokens[n:]
-        if not self._matcher.is_stopped() or any(t not in self._guides.eos_ids for t in rest):
-            return not rest
+        if not rest:
+            return True
+        if not matcher.is_stopped() or any(t not in self._guides.eos_ids for t in rest):
+            return False
         self._beyond += len(rest)
         self._tokens += rest
         return True
@@ -283,9 +313,27 @@ class LlguidanceGuide:
         del self._tokens[kept:]
         if n > behind and not self._matcher.rollback(n - behind):
             # Grammars with max_tokens or stop cannot go back.
-            again, self._tokens, self._beyond = self._tokens, [], 0
-            self._matcher = self._guides.matcher(self._grammar)
-            self.advance(again)
+            self._start(self._original.copy() if self._original else self._guides.matcher(self._grammar.source))
+
+    def _start(self, matcher: Any) -> None:
+        """Go on with another matcher, which has seen nothing. Raises GuideFailed."""
+        again, self._tokens, self._beyond = self._tokens, [], 0
+        self._matcher = matcher
+        self.advance(again)
+
+    def start_alone(self) -> bool:
+        """Our matcher has failed. If it is not ours alone, go on with one that is.
+
+        Returns whether there is one that has not failed.
+        """
+        if self._original is None:
+            return False
+        self._original.worn, self._original = True, None
+        try:
+            self._start(self._guides.matcher(self._grammar.source))
+        except GuideFailed:
+            return False
+        return True
 
     @property
     def complete(self) -> bool:
@@ -295,11 +343,17 @@ class LlguidanceGuide:
             return not matcher.is_error()
         if not matcher.is_accepting():
             return False
-        if self.known is None:
-            self.known = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._guides.words]
-        ends = self._guides.eos_ids or (self._guides.size,)
-        may_end = sum(int(self.known[i >> 5]) >> (i & 31) & 1 for i in ends)
-        return not matcher.is_error() and int(np.bitwise_count(self.known).sum()) == may_end
+        try:
+            known = self.known = self.bits() if self.known is None else self.known
+        except GuideFailed:
+            return False
+        others = self._guides.others
+        if known[self._open] & others[self._open]:  # what could come a token ago mostly still can
+            return False
+        still = np.flatnonzero(known & others)
+        if len(still):
+            self._open = int(still[0])
+        return not len(still)
 
     @property
     def may_end(self) -> bool:
@@ -316,7 +370,7 @@ class LlguidanceGuide:
         found, start = list[int](), len(self._tokens)
         while not self.complete:
             if self.known is None:
-                self.known = self.bits()[: self._guides.words]
+                self.known = self.bits()
             only = only_bit(self.known)
             if only is None or only >= self._guides.size or only in self._guides.eos_ids or len(found) == most:
                 break
@@ -339,10 +393,13 @@ class LlguidanceGuide:
         return LlguidanceGuide(self._guides, self._grammar, self._tokens)
 
     def bits(self) -> npt.NDArray[np.uint32]:
-        """The mask of the library's, with the end token that stands for none. Raises GuideFailed."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        raise_error_of(self._matcher)
-        return found
+        """The mask of the library's, with the end token that stands for none: uint32 [words]. Raises GuideFailed."""
+        found = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            if self.start_alone():
+                found = self._matcher.compute_bitmask()
+            raise_error_of(self._matcher)
+        return np.frombuffer(found, np.uint32, self._guides.words)
 
     def alone(self) -> Any:
         """The matcher, for `LlguidanceGuides.masks`."""

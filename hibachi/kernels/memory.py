@@ -11,6 +11,7 @@ import numpy as np
 
 SLAB = 64 << 20  # bytes; NumPy asks the kernel for huge pages for what is this large
 ALIGNED = 64  # bytes: a cache line, and what JAX wants in order not to copy
+SMALL = 1 << 17  # bytes; below, memory of the C library costs less than to look after it
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
@@ -59,6 +60,8 @@ class Reused:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """An array that begins on a cache line."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size < SMALL:
+            return _cut(np.empty(size + ALIGNED, np.uint8), shape, dtype)
         try:
             memory = self._free.pop()
         except IndexError:
@@ -67,13 +70,18 @@ class Reused:
             memory = np.empty(size + ALIGNED, np.uint8)
         owner = _Owner(memory)
         weakref.finalize(owner, self._take_back, memory).atexit = False
-        at = -memory.ctypes.data % ALIGNED
-        found: HostArray = np.asarray(owner)[at : at + size].view(dtype).reshape(shape)
-        return found
+        return _cut(np.asarray(owner), shape, dtype)
 
     def _take_back(self, memory: HostArray) -> None:
         if not self._free:  # one is enough, as steps follow each other
             self._free.append(memory)
+
+
+def _cut(memory: HostArray, shape: tuple[int, ...], dtype: Any) -> HostArray:
+    """An array in a piece of memory, from the first cache line on."""
+    at, size = -memory.ctypes.data % ALIGNED, math.prod(shape) * np.dtype(dtype).itemsize
+    found: HostArray = memory[at : at + size].view(dtype).reshape(shape)
+    return found
 
 
 class _Owner:

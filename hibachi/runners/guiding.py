@@ -55,6 +55,9 @@ def allowed(
     ready = []
     for i, (job, row, position) in enumerate(zip(jobs, rows.tolist(), positions.tolist(), strict=True)):
         first = job.seq.prompt_len
+        if job.guided.seen == position - first:
+            ready.append(i)
+            continue
 
         def read(start: int, end: int, row: int = row, first: int = first) -> HostArray:
             return table.read(row, first + start, first + end)
@@ -76,7 +79,8 @@ def allowed(
             if failure is not None:
                 bits[i] = ALL
                 faults[i] = stuck(failure)
-            forbid(bits[i], jobs[i].guided.closed)
+            if closed := jobs[i].guided.closed:
+                forbid(bits[i], closed)
     return bits, faults
 
 

@@ -151,6 +151,8 @@ class RowEdits:
         x, finite = self.backend.kept_rows(
             logits, np.asarray(at, np.int32), self._bits(jobs, rows, positions, m, faults)
         )
+        if not self.wanted_at_once(rows[: len(jobs)], positions).any():
+            return x, finite, faults
         if any(len(each.bias) for each in changes):
             ids, bias = _side_by_side([each.bias for each in changes], m, shapes)
             for i, job in enumerate(jobs):
@@ -179,6 +181,10 @@ class RowEdits:
         listed = [i for i, job in enumerate(jobs) if job.changes.kept is not None]
         if not guided and not listed:
             return None
+        if len(guided) == m and not listed:
+            bits, failed = allowed(jobs, rows, positions, self.table, self.vocab_size)
+            faults |= failed
+            return bits
         bits = np.full((m, masks.words(self.vocab_size)), ~np.uint32(0))
         if guided:
             at = np.array(guided)

@@ -134,7 +134,7 @@ class RowSampler:
         Returns their tokens, which rows can be drawn from, and which were finite, [m >= n] each; and errors by place.
         """
         padded = self._padded(at)
-        filled = np.pad(rows, (0, len(padded) - len(at)), mode="edge")
+        filled = _longer(rows, len(padded))
         changed, before, faults = self._edits.apply(logits, padded, jobs, filled, positions)
         ids, ok = self.begin(changed, rows, positions)
         return ids, ok, before, faults
@@ -183,10 +183,8 @@ class RowSampler:
     ) -> tuple[HostArray, HostArray, dict[int, HibachiError]]:
         """`choose` for rows `at` of the logits, after their logit changes; and errors by place in `jobs`."""
         padded = self._padded(at)
-        fill = len(padded) - len(at)
-        changed, before, faults = self._edits.apply(
-            logits, padded, [jobs[i] for i in at.tolist()], np.pad(rows, (0, fill), mode="edge"), positions
-        )
+        chosen = [jobs[i] for i in at.tolist()]
+        changed, before, faults = self._edits.apply(logits, padded, chosen, _longer(rows, len(padded)), positions)
         tokens, ok = self.choose(changed, rows, positions)
         before = self.backend.get(before)[: len(at)]
         for i in np.flatnonzero(before & ~ok).tolist():
@@ -236,8 +234,7 @@ class RowSampler:
             typical_p=self._typical_p[rows],
             u=uniforms(self._seed[rows], positions),
         )
-        fill = m - len(rows)
-        return sampling.How(*(self.backend.put(np.pad(c, (0, fill), mode="edge") if fill else c) for c in columns))
+        return sampling.How(*(self.backend.put(_longer(c, m)) for c in columns))
 
     def rows(self, logits: Array, at: Any) -> Array:
         """Rows `at` of the logits; padded with more rows if the backend wants few shapes."""
@@ -248,7 +245,12 @@ class RowSampler:
             return at
         one = self.backend.draw_rows
         fill = -len(at) % one if one is not None else (1 << (len(at) - 1).bit_length()) - len(at)
-        return np.pad(at, (0, fill), mode="edge")
+        return _longer(at, len(at) + fill)
+
+
+def _longer(a: HostArray, size: int) -> HostArray:
+    """Filled up with its last element."""
+    return np.pad(a, (0, size - len(a)), mode="edge") if size > len(a) else a
 
 
 _NOTHING_LEFT = (
