@@ -21,7 +21,7 @@ from hibachi.tools.format import ChatFormat, Python, Quoted, Tagged, Thinking
 from hibachi.tools.templates.choosing import Formats
 from hibachi.tools.templates.probes import SAID, THINKING, THOUGHT, Called, Template, user
 from hibachi.tools.templates.reasoning import without_end
-from hibachi.tools.templates.trial import called, heard, written
+from hibachi.tools.templates.trial import by_the_model, called, heard
 from hibachi.tools.tools import Tool
 
 LISTS = 25
@@ -121,7 +121,7 @@ def row(name: str, text: str, formats: Formats, lists: int = LISTS) -> Row:
         if sent is None:
             found.wrong.append(f"refused: {calls}")
             continue
-        answer = heard(form, written(template, form, without_end(template, sent)), TOOLS)
+        answer = heard(form, by_the_model(template, form, without_end(template, sent)), TOOLS)
         got, said = called(answer), answer.content
         if got != wanted or [list(a) for _, a in got] != [list(_sorted(a, form)) for _, a in wanted]:
             found.wrong.append(f"{sent!r}\n     gave {got!r}\n   wanted {wanted!r}")

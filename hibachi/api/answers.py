@@ -35,6 +35,16 @@ class Usage(Struct, omit_defaults=True):
     prompt_tokens_details: dict[str, int] | None = None
     completion_tokens_details: dict[str, int] | None = None
 
+    @property
+    def cached(self) -> int:
+        """Of the prompt, tokens that were found in the cache, if that is reported."""
+        return (self.prompt_tokens_details or {}).get("cached_tokens", 0)
+
+    @property
+    def reasoning(self) -> int | None:
+        """Of the new tokens, those of the reasoning; None means it is not told from the text."""
+        return (self.completion_tokens_details or {}).get("reasoning_tokens")
+
 
 def usage(
     prompt: int,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +11,14 @@ from msgspec import UNSET
 from msgspec.json import encode
 
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
-from hibachi.api.conversation import check_values, conversation
+from hibachi.api.conversation import by_name, check_values, conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
-from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
 from hibachi.tools.asked import as_shown, toolbox_of
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Toolbox
 
 _DIGITS = re.compile(r"-?[0-9]{1,18}")
@@ -109,12 +108,13 @@ class Asked:
     toolbox: Toolbox | None = None  # of a chat: tools that may be called
     effort: str | None = None  # of reasoning, if one was asked for
     include_reasoning: bool = True
-    turns: Turns | None = None  # how the answer to a chat is read; None means it is all text
+    reasoning_fields: tuple[str, ...] = ()  # names under which reasoning is told in OpenAI's chats; () means it is not
+    reader: AnswerReader | None = None  # of the answer to a chat; None means it is all text
 
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens that its text shows."""
-        return frozenset() if self.turns is None else self.turns.shown
+        return frozenset() if self.reader is None else self.reader.shown
 
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
@@ -138,12 +138,7 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
 
 def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     """Read the body of a chat. Raises Refused or InvalidRequest."""
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise Refused(
-            "max_tokens is the old name of max_completion_tokens; they say different things. Send one of them.",
-            param="max_tokens",
-            code="invalid_value",
-        )
+    limit = _limit(body)
     if body.modalities not in (UNSET, None, ["text"]):
         raise unsupported("modalities", "Only text is served")
     if body.top_logprobs is not None and not body.logprobs:
@@ -151,15 +146,6 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     check_values(body.tools)
     with by_name():
         toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
-    named, limit = "max_tokens", body.max_tokens
-    if body.max_completion_tokens is not None:
-        named, limit = "max_completion_tokens", body.max_completion_tokens
-    if limit is not None and limit < 1:
-        raise Refused(
-            f"{named} must be an integer >= 1 (or None: no limit); got {shown(limit)}.",
-            param=named,
-            code="invalid_value",
-        )
     _check_most("top_logprobs", body.top_logprobs, bounds.logprobs)
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
     _check_rows(asked.params, 1, bounds)
@@ -180,14 +166,23 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     return asked
 
 
-@contextmanager
-def by_name() -> Iterator[None]:
-    """Where a message begins with the field that it is about, the refusal names it."""
-    try:
-        yield
-    except InvalidRequest as e:
-        code = "unsupported_parameter" if " is not supported " in str(e) else "invalid_value"
-        raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
+def _limit(body: ChatBody) -> int | None:
+    """The most new tokens of a chat. Raises Refused."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new not in (None, old):
+        raise Refused(
+            "max_tokens is the old name of max_completion_tokens; they say different things. Send one of them.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    named, limit = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    if limit is not None and limit < 1:
+        raise Refused(
+            f"{named} must be an integer >= 1 (or None: no limit); got {shown(limit)}.",
+            param=named,
+            code="invalid_value",
+        )
+    return limit
 
 
 def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:
@@ -257,54 +252,23 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
 
 
 def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None) -> Asked:
-    for name, why in REFUSED.items():
-        if getattr(body, name, UNSET) not in (UNSET, None):
-            raise unsupported(name, why)
-    for name, (default, why) in DEFAULTS.items():
-        if getattr(body, name, None) not in (None, default):
-            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
-    _check_most("n", body.n, bounds.n)
-    _check_most("best_of", body.best_of, bounds.n)
-    for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
-        _check_most(name, count, bounds.logprobs)
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop
-    check_count("stop", stops, bounds.stop)
-    check_count("bad_words", body.bad_words, bounds.stop)
-    for name in ("stop", "bad_words"):
-        for text in (stops if name == "stop" else body.bad_words) or ():
-            check_count(name, text, bounds.stop_length, "characters")
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        check_count(name, getattr(body, name), bounds.token_ids)
-    check_count("logit_bias", body.logit_bias, bounds.bias)
-    if body.stream_options is not None and not body.stream:
+    """What completions and chats say alike. limit: of new tokens. logprobs: how many beside each token."""
+    _check_served(body)
+    _check_bounds(body, bounds, logprobs)
+    options = body.stream_options
+    if options is not None and not body.stream:
         raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
     if body.return_tokens_as_token_ids and logprobs is None:
         raise Refused(
             "return_tokens_as_token_ids needs logprobs.", param="return_tokens_as_token_ids", code="invalid_value"
         )
-    changes = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    most = [n for n in (limit, bounds.new) if n is not None]
-    changes["max_tokens"] = min(most, default=None)
-    if body.include_stop_str_in_output is not None:
-        changes["include_stop"] = body.include_stop_str_in_output
-    if body.seed is not None:
-        changes["seed"] = body.seed % 2**64  # OpenAI's may be negative
-    if body.logit_bias is not None:
-        changes["logit_bias"] = _bias(body.logit_bias)
+    form, most = form_of(body), [n for n in (limit, bounds.new) if n is not None]
+    more: dict[str, Any] = {"max_tokens": min(most, default=None)}
     if logprobs is not None:
-        changes["logprobs"] = logprobs
-    form = form_of(body)
+        more["logprobs"] = logprobs
     if form is not None:
-        changes["structured_outputs"] = form[1]
-    try:
-        params = replace(defaults, **changes)
-    except InvalidRequest as e:
-        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
-    if body.stream and params.runs > params.n:
-        raise Refused(
-            "best_of cannot be streamed: which are the best is known at the end.", param="best_of", code="invalid_value"
-        )
-    options = body.stream_options
+        more["structured_outputs"] = form[1]
+    params = _params(body, defaults, more)
     return Asked(
         params,
         terms_of(body),
@@ -318,6 +282,53 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         prediction=None if body.prediction is None else body.prediction.text,
         form=None if form is None else form[0],
     )
+
+
+def _check_served(body: Any) -> None:
+    """Raises Refused for fields that are known and not served."""
+    for name, why in REFUSED.items():
+        if getattr(body, name, UNSET) not in (UNSET, None):
+            raise unsupported(name, why)
+    for name, (default, why) in DEFAULTS.items():
+        if getattr(body, name, None) not in (None, default):
+            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
+
+
+def _check_bounds(body: Any, bounds: Bounds, logprobs: int | None) -> None:
+    """Raises Refused."""
+    _check_most("n", body.n, bounds.n)
+    _check_most("best_of", body.best_of, bounds.n)
+    for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        _check_most(name, count, bounds.logprobs)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
+    check_count("stop", stops, bounds.stop)
+    check_count("bad_words", body.bad_words, bounds.stop)
+    for name in ("stop", "bad_words"):
+        for text in (stops if name == "stop" else body.bad_words) or ():
+            check_count(name, text, bounds.stop_length, "characters")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_count(name, getattr(body, name), bounds.token_ids)
+    check_count("logit_bias", body.logit_bias, bounds.bias)
+
+
+def _params(body: Any, defaults: SamplingParams, more: dict[str, Any]) -> SamplingParams:
+    """The defaults with what a body says. more: what it says by other names. Raises Refused."""
+    changes = more | {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.include_stop_str_in_output is not None:
+        changes["include_stop"] = body.include_stop_str_in_output
+    if body.seed is not None:
+        changes["seed"] = body.seed % 2**64  # OpenAI's may be negative
+    if body.logit_bias is not None:
+        changes["logit_bias"] = _bias(body.logit_bias)
+    try:
+        params = replace(defaults, **changes)
+    except InvalidRequest as e:
+        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+    if body.stream and params.runs > params.n:
+        raise Refused(
+            "best_of cannot be streamed: which are the best is known at the end.", param="best_of", code="invalid_value"
+        )
+    return params
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.api.errors import Refused
 from hibachi.api.forms import Backend, Format, Schema, Structured
+from hibachi.api.weight import at_once
 from hibachi.errors import MOST_SHOWN
 
 T = TypeVar("T")
@@ -302,7 +303,8 @@ _NONE = re.compile(r"Invalid value ('.*')", re.DOTALL)  # of the field that tell
 def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
     """Read a body from JSON. page: the page that lists the fields. Raises Refused, which names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        with at_once(len(body)):
+            return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
         raise refused_by(e, page) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
@@ -21,11 +22,11 @@ from hibachi.api.answers import (
     ToolCallDelta,
     Usage,
 )
-from hibachi.api.turns import Turns
 from hibachi.api.writing import Writer, reason_of
 from hibachi.streams.textstream import Choice, Piece, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
 from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.reading.whole import Answer
 
 
@@ -36,8 +37,12 @@ class ChatWriter(Writer):
     def opening(self) -> list[Any]:
         firsts = [Delta("assistant", "")] + [Delta(None, front) for front in [self.asked.front] if front]
         choices = [c.index for s in self.streams for c in s.choices]
-        self._telling = {} if self.asked.turns is None else {i: _Telling(self.asked.turns, self.id, i) for i in choices}
+        reader = self.asked.reader
+        self._telling = {} if reader is None else {i: self._teller(reader, i) for i in choices}
         return [self._chunk([ChatPiece(index, delta, None, None)]) for delta in firsts for index in choices]
+
+    def _teller(self, reader: AnswerReader, index: int) -> _Telling:
+        return _Telling(reader.parser(), self.asked.reasoning_fields, partial(self.call_id, choice=index))
 
     def piece(self, p: Piece) -> Any:
         found, most = None, self.asked.logprobs
@@ -79,34 +84,32 @@ class ChatWriter(Writer):
         return answer
 
     def _choice(self, c: Choice) -> ChatChoice:
-        most, turns = self.asked.logprobs, self.asked.turns
-        scores = c.logprobs if most is not None else None
-        found = None if scores is None else self._scores(c.token_ids, scores, most or 0)
+        most, reader = self.asked.logprobs, self.asked.reader
+        scores = None if most is None or c.logprobs is None else self._scores(c.token_ids, c.logprobs, most)
         reason, ids = reason_of(c.finish_reason), self._told(c.token_ids)
-        if turns is None:
+        if reader is None:
             message = ChatMessage("assistant", self.asked.front + c.text)
         else:
-            turn = turns.read(c)
-            complete = bool(turn.calls) and all(call.complete for call in turn.calls)
-            message, reason = self._message(turns, turn, c.index), _finish(reason, complete)
-        return ChatChoice(c.index, message, found, reason, ids, c.stop_reason)
+            answer = reader.read(c.text, cut_off(c))
+            message, reason = self._message(answer, c.index), _finish(reason, answer.called)
+        return ChatChoice(c.index, message, scores, reason, ids, c.stop_reason)
 
-    def _message(self, turns: Turns, turn: Answer, index: int) -> ChatMessage:
-        said = self.asked.front + turn.content
-        message = ChatMessage("assistant", said if said or not turn.calls else None)
-        if turn.calls:
+    def _message(self, answer: Answer, index: int) -> ChatMessage:
+        said, fields = self.asked.front + answer.content, self.asked.reasoning_fields
+        message = ChatMessage("assistant", said if said or not answer.calls else None)
+        if answer.calls:
             message.tool_calls = [
                 ToolCall(
-                    call.id or turns.call_id(self.id, index, i),
+                    self.call_id(call.id, i, index),
                     "function",
                     Function(call.name, call.arguments),
                     not call.complete,
                 )
-                for i, call in enumerate(turn.calls)
+                for i, call in enumerate(answer.calls)
             ]
-        if turn.reasoning and turns.include_reasoning:
-            message.reasoning_content = turn.reasoning if "reasoning_content" in turns.fields else UNSET
-            message.reasoning = turn.reasoning if "reasoning" in turns.fields else UNSET
+        if answer.reasoning:
+            message.reasoning_content = answer.reasoning if "reasoning_content" in fields else UNSET
+            message.reasoning = answer.reasoning if "reasoning" in fields else UNSET
         return message
 
     def _scores(self, ids: list[int], scores: Any, most: int) -> ChatLogprobs:
@@ -129,11 +132,12 @@ def _more(number: int, text: str, *, incomplete: bool = False) -> ToolCallDelta:
 
 
 class _Telling:
-    """Tells one continuation in deltas. last: the delta of its last chunk."""
+    """Tells one continuation in deltas. fields: names of its reasoning; () leaves it out. id_of: see `Writer.call_id`.
+    last: the delta of its last chunk.
+    """
 
-    def __init__(self, turns: Turns, answer: str, index: int) -> None:
-        self._turns, self._answer, self._index = turns, answer, index
-        self._parser: Parser = turns.parser()
+    def __init__(self, parser: Parser, fields: Sequence[str], id_of: Callable[[str | None, int], str]) -> None:
+        self._parser, self._fields, self._id_of = parser, fields, id_of
         self._calls = 0
         self.last = Delta()
 
@@ -158,17 +162,17 @@ class _Telling:
                 return Delta(tool_calls=[_more(number, text)])
             case CallBegun(number, name, id):
                 self._calls += 1
-                id = id or self._turns.call_id(self._answer, self._index, number)
-                return Delta(tool_calls=[ToolCallDelta(number, id, "function", FunctionDelta(name, ""))])
+                begun = ToolCallDelta(number, self._id_of(id, number), "function", FunctionDelta(name, ""))
+                return Delta(tool_calls=[begun])
             case CallEnded(number, complete):
                 if not complete:
                     self.last = Delta(tool_calls=[_more(number, "", incomplete=True)])
                 return None
             case Reasoned(text):
-                return self._thought(text) if self._turns.include_reasoning else None
+                return self._thought(text) if self._fields else None
 
     def _thought(self, text: str) -> Delta:
-        fields = self._turns.fields
+        fields = self._fields
         return Delta(
             reasoning_content=text if "reasoning_content" in fields else None,
             reasoning=text if "reasoning" in fields else None,

@@ -1,16 +1,15 @@
-"""Conversations: converts messages of OpenAI's clients to the form that chat templates take, and renders them."""
+"""Conversations: converts messages of OpenAI's clients to the form that chat templates take."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hibachi.api.errors import Refused
-from hibachi.errors import shown
-from hibachi.tools import history
-from hibachi.tools.history import Messages, NotShown, as_object
+from hibachi.errors import InvalidRequest, shown
+from hibachi.tools.history import NotShown, as_objects
 
 MOST_VALUES = 1 << 18  # of the arguments of a call; commas and brackets count them
 MOST_OF_ALL = 1 << 19  # of all calls, or of all tools
@@ -34,7 +33,8 @@ def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, A
             f"messages has {calls} tool_calls; at most {most} are served.", param="messages", code="invalid_value"
         )
     _check_arguments(given)
-    return _answered([message(m, i) for i, m in enumerate(given)])
+    with by_name():
+        return _answered([message(m, i) for i, m in enumerate(given)])
 
 
 def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,10 +45,8 @@ def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     open_ = Counter[Any]()  # calls of the last message with calls that have no result, in their order
     found = []
     for i, m in enumerate(messages):
-        calls = m.get("tool_calls")
-        if isinstance(calls, list) and calls:
-            ids = [c.get("id") if isinstance(c, dict) else None for c in calls]
-            open_ = Counter(id if isinstance(id, str) else None for id in ids)
+        if calls := m.get("tool_calls"):
+            open_ = Counter(call.get("id") for call in calls)
             made.update(open_)
         if m["role"] == "tool":
             m = _result(m, f"messages[{i}].tool_call_id", made, open_)
@@ -70,8 +68,7 @@ def _result(m: dict[str, Any], place: str, made: set[Any], open_: Counter[Any]) 
         )
     if not isinstance(given, str) or (given not in made and None not in made):
         raise Refused(
-            f"{place} names a call that was not made: expected the id of one of the tool_calls in front of it; got "
-            f"{shown(given)}.",
+            f"{place} names a call that was not made: expected the id of a call in front of it; got {shown(given)}.",
             param=place,
             code="invalid_value",
         )
@@ -88,12 +85,13 @@ def _take(open_: Counter[Any], id: Any) -> Any:
 
 
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:
-    """A message with its content as one text, or null, and the arguments of its calls as objects. Raises Refused."""
+    """A message with its content as one text, or null, and the arguments of its calls as objects. Raises Refused, and
+    InvalidRequest, which begins with the place.
+    """
     if not isinstance(given.get("role"), str):
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
-    if isinstance(given.get("tool_calls"), list):
-        given = {**given, "tool_calls": [as_object(c) for c in given["tool_calls"]]}
+    given = dict(as_objects(given, f"messages[{i}]"))
     if content is None or isinstance(content, str):
         return given
     place = f"messages[{i}].content"
@@ -129,7 +127,7 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def check_values(tools: Any) -> None:
-    """The same of tools. Raises Refused."""
+    """`_check_arguments` for the tools of a request. Raises Refused."""
     from msgspec.json import encode  # which rows of plain text do without
 
     text = encode(tools)
@@ -140,6 +138,16 @@ def check_values(tools: Any) -> None:
 
 
 @contextmanager
+def by_name() -> Iterator[None]:
+    """Where a message begins with the field that it is about, the refusal names it."""
+    try:
+        yield
+    except InvalidRequest as e:
+        code = "unsupported_parameter" if " is not supported" in str(e) else "invalid_value"
+        raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
+
+
+@contextmanager
 def refusing() -> Iterator[None]:
     """What a template does not show is refused by name."""
     try:
@@ -147,11 +155,3 @@ def refusing() -> Iterator[None]:
     except NotShown as e:
         code = "unsupported_parameter" if e.unsupported else "invalid_value"
         raise Refused(str(e), param=e.field, code=code) from None
-
-
-def rendered(
-    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False
-) -> str:
-    """See `hibachi.tools.history.rendered`. Raises Refused in place of NotShown."""
-    with refusing():
-        return history.rendered(render, messages, variables, open_end=open_end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,10 @@ _ANTHROPICS = {
 }
 
 
+_PLACES = re.compile(r"\b(?:messages|system|tools)(?:\[\d+\]|\.[a-z_]+)+")
+"""Places in a body, which Anthropic's API writes as "messages.3.content.0.tool_use_id"."""
+
+
 def _anthropic_status(refused: Refused) -> int:
     if refused.code == "deadline_exceeded":
         return 504
@@ -121,7 +126,7 @@ def _anthropic_error(refused: Refused) -> dict[str, Any]:
     """Our code stands where Anthropic's have theirs."""
     status = _anthropic_status(refused)
     kind = _ANTHROPICS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    words = str(refused)
+    words = _PLACES.sub(lambda m: re.sub(r"\[(\d+)\]", r".\1", m[0]), str(refused))
     if refused.code == "context_length_exceeded":
         words = f"{TOO_LONG}{words}"
     more = {} if refused.code is None else {"details": {"error_code": refused.code}}

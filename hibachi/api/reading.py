@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,28 +93,28 @@ class Reading:
         variables: Mapping[str, Any],
         tenant: str = "",
         *,
-        special: bool = False,
         open_end: bool = False,
-        truncation: Truncation | None = None,
     ) -> list[int]:
-        """Token ids of a conversation that is not too long. special: add special tokens to those of the template.
-        open_end: its last message goes on. Raises Refused, InvalidRequest or PromptTooLong.
+        """Token ids of a conversation that is not too long. open_end: its last message goes on. Raises Refused,
+        InvalidRequest or PromptTooLong.
         """
-        text = await self.template(messages, variables, tenant, open_end=open_end, truncation=truncation)
-        return self._kept([_said(ids) for ids in await self.tokens([text], special, tenant)], truncation)[0]
+        text = await self.prompt_text(messages, variables, tenant, open_end=open_end)
+        [ids] = await self.tokens([text], False, tenant)
+        return _said(ids)
 
-    async def template(
+    async def prompt_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         tenant: str = "",
         *,
         open_end: bool = False,
-        truncation: Truncation | None = None,
     ) -> str:
         """The text that `render` tokenizes. Raises as it does."""
-        text = await self._tokenizing.aside(self._rendering(messages, variables, open_end), tenant)
-        self._check_text(text, truncation)
+        self.talk.check()
+        rendering = partial(self.talk.prompt_text, messages, variables, open_end=open_end)
+        text = await self._tokenizing.aside(rendering, tenant)
+        self.prompts.check_text(text)
         return text
 
     async def spans(self, text: str, special: bool, tenant: str = "") -> list[tuple[int, int, int]]:
@@ -124,10 +124,10 @@ class Reading:
 
     async def chat(self, asked: Asked, tenant: str = "") -> list[int]:
         """Token ids of the prompt of a chat, not too long. What is found out about its answer is noted in `asked`, see
-        `Talk.spoken`. Raises Refused, InvalidRequest or PromptTooLong.
+        `Talk.prompt`. Raises Refused, InvalidRequest or PromptTooLong.
         """
         self.talk.check()
-        text = await self._tokenizing.aside(partial(self.talk.spoken, asked), tenant)
+        text = await self._tokenizing.aside(partial(self.talk.prompt, asked), tenant)
         self._check_text(text, asked.truncation)
         return self._chat(await self.tokens([text], asked.special, tenant), asked)
 
@@ -143,24 +143,10 @@ class Reading:
         self._check(prompts, param, truncation)
         return self._kept(_filled(prompts, self._cut(_texts(prompts), special), param), truncation)
 
-    def render_now(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        special: bool = False,
-        open_end: bool = False,
-        truncation: Truncation | None = None,
-    ) -> list[int]:
-        """As `render`."""
-        text = self._rendering(messages, variables, open_end)()
-        self._check_text(text, truncation)
-        return self._kept([_said(ids) for ids in self._cut([text], special)], truncation)[0]
-
-    def chat_now(self, asked: Asked, variables: Mapping[str, Any]) -> list[int]:
+    def chat_now(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> list[int]:
         """As `chat`. variables: further ones for the template."""
         self.talk.check()
-        text = self.talk.spoken(asked, variables)
+        text = self.talk.prompt(asked, variables)
         self._check_text(text, asked.truncation)
         return self._chat(self._cut([text], asked.special), asked)
 
@@ -189,13 +175,6 @@ class Reading:
 
     def _cut(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         return [self.prompts.tokenizer.encode(text, add_special_tokens=special) for text in texts]
-
-    def _rendering(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], open_end: bool
-    ) -> Callable[[], str]:
-        """A function that renders a conversation. Raises Refused if there is no template for it."""
-        self.talk.check()
-        return partial(self.talk.written, messages, variables, open_end=open_end)
 
 
 def _texts(prompts: Sequence[Any]) -> list[str]:

@@ -9,11 +9,10 @@ from hibachi.api.asking import Asked
 from hibachi.api.conversation import refusing
 from hibachi.api.errors import Refused
 from hibachi.api.forms import refused
-from hibachi.api.turns import Turns
 from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.history import Messages
-from hibachi.tools.talk import NO_TOOLS, Talk
+from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
 
 
@@ -34,41 +33,38 @@ class ChatTalk:
                 code="no_chat_template",
             )
 
-    def written(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
+    def prompt_text(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
         with refusing():
-            return self._talk.written(messages, variables, open_end=open_end)
+            return self._talk.prompt_text(messages, variables, open_end=open_end)
 
-    def spoken(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt of a chat. How its answer is read is noted in `asked.turns`. variables: further ones for the
-        template. Raises Refused.
+    def prompt(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt of a chat. What reads its answer is noted in `asked.reader`. variables: further ones for
+        the template. Raises Refused.
         """
         assert asked.messages is not None
         given = {**(variables or {}), **asked.template}
         try:
             with refusing():
-                found = self._talk.spoken(
+                text, asked.reader = self._talk.prompt(
                     asked.messages, given, asked.toolbox, effort=asked.effort, open_end=asked.open_end
                 )
         except InvalidRequest as e:  # what the template says
             raise Refused(str(e), param="messages", code="template_error") from e
-        if found.special:
-            fields = self._talk.choosing.parsers.fields
-            box = asked.toolbox or NO_TOOLS
-            asked.turns = Turns(found.format, box, found.thinking, asked.include_reasoning, fields, found.shown)
-        return found.prompt
+        asked.reasoning_fields = self._talk.choosing.parsers.fields if asked.include_reasoning else ()
+        return text
 
     def form(self, asked: Asked, check: Callable[[StructuredOutputs], object], ends: Collection[int]) -> None:
-        """Make the form of the answer to a chat, behind `spoken`: of its tools, its reasoning and what was asked for.
+        """Make the form of the answer to a chat, behind `prompt`: of its tools, its reasoning and what was asked for.
 
         check: checks a form, which may take seconds. ends: tokens that end a text. Raises Refused, which names a tool,
         and what `check` raises.
         """
-        turns, answer = asked.turns, asked.params.structured_outputs
-        if turns is None:
+        reader, answer = asked.reader, asked.params.structured_outputs
+        if reader is None:
             return
         assert answer is None or isinstance(answer, StructuredOutputs)
         try:
-            found = self._talk.form(turns.format, turns.thinking, asked.toolbox, answer, check, ends)
+            found = self._talk.form(reader, answer, check, ends)
         except InvalidRequest as e:
             raise _refused(e, asked.form) from e
         if found is not answer:

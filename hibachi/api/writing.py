@@ -18,7 +18,7 @@ from hibachi.api.answers import (
 from hibachi.api.asking import Asked
 from hibachi.api.dialects import OPENAI, Dialect
 from hibachi.api.errors import Refused
-from hibachi.api.turns import Thought
+from hibachi.api.thought import Thought
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, TextStream
@@ -29,13 +29,14 @@ class Writer:
 
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
     cached: report how many tokens were found in the cache, or were predicted and proposed, which depends on other
-    requests. each: `piece` wants every
-    token alone, also one without text. waiting: what is sent now and then while nothing comes.
+    requests. each: `piece` wants every token alone, also one without text. waiting: what is sent now and then while
+    nothing comes. beside: `whole` may be called in another thread than the other methods.
     """
 
     dialect: Dialect = OPENAI
     waiting: bytes = b": waiting\n\n"  # readers of server-sent events pass over it (WHATWG HTML, 9.2.6)
     each: bool = False
+    beside: bool = True
 
     asked: Asked
     name: str
@@ -79,16 +80,23 @@ class Writer:
 
     def _reasoned(self) -> int | None:
         """Tokens of reasoning that have been read so far; None means reasoning is not told from text."""
-        turns = self.asked.turns
-        if turns is None or turns.format.reasoning is None:
+        reader = self.asked.reader
+        if reader is None or reader.format.reasoning is None:
             return None
         total = 0
         for choice in (c for s in self.streams for c in s.choices):
             found = self._thoughts.get(choice.index)
             if found is None:
-                found = self._thoughts[choice.index] = Thought(turns.format.reasoning, turns.thinking, self._raw)
+                found = self._thoughts[choice.index] = Thought(reader.format.reasoning, reader.thinking, self._raw)
             total += found.upto(choice.token_ids)
         return total
+
+    def call_id(self, given: str | None, number: int, choice: int = 0) -> str:
+        """The id of call `number` of a choice: the one that the text has, or one that is made of the answer's."""
+        if given:
+            return given
+        assert self.asked.reader is not None
+        return self.asked.reader.call_id(self.id, choice, number)
 
     def _raw(self, token: int) -> bytes:
         return bytes(self.vocabulary(token)[1])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hibachi.errors import ConfigError, printable
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import ToolCall
 
 MOST_TURNS = 8  # answers to one message, or a model may call for ever
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", type(None): "null"}

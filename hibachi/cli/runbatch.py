@@ -102,7 +102,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, metavar="N", help="most new tokens of a row (default: 16)")
     add("--temperature", type=float, metavar="T", help="sampling temperature; 0 means greedy (default: the model's)")
     pairs: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
-    add("--param", **pairs, metavar="NAME=VALUE", help="set any sampling parameter: top_p=0.9; repeatable")
+    add("--param", **pairs, metavar="NAME=VALUE", help="set any sampling parameter, or tools: top_p=0.9; repeatable")
     add("--param-column", **pairs, metavar="NAME=C", help="take a parameter from a column; repeatable")
     add("--seed", type=int, default=0, metavar="N", help="seed of the run, for rows without one (default: 0)")
     add = parser.add_argument_group("the run").add_argument

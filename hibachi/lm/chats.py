@@ -7,34 +7,34 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hibachi.model.text.prompts import Prompts
 from hibachi.request import SamplingParams
 from hibachi.streams.textstream import Choice, Completion, cut_off
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
 from hibachi.tools.history import as_objects
-from hibachi.tools.ids import call_id
-from hibachi.tools.reading.whole import read
-from hibachi.tools.talk import NO_TOOLS, Spoken, Talk
+from hibachi.tools.reading.reader import AnswerReader
+from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
-from hibachi.tools.tools import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What a chat says of its tools, in OpenAI's words."""
+    """What a chat says of its tools and of reasoning, in OpenAI's words."""
 
     tools: Sequence[Mapping[str, Any]] | None
     choice: Any
-    parallel: bool
+    parallel: bool | None
     parsers: Parsers
+    effort: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that is ready to be answered."""
+    """A conversation that is ready to be answered. reader: None means that the answer is all text."""
 
-    spoken: Spoken
-    box: Toolbox | None
+    prompt: str
+    reader: AnswerReader | None
     params: SamplingParams
 
 
@@ -47,7 +47,7 @@ class Ready:
 
     @property
     def prompts(self) -> list[str]:
-        return [chat.spoken.prompt for chat in self.chats]
+        return [chat.prompt for chat in self.chats]
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -56,18 +56,21 @@ class Ready:
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens that the texts of answers show."""
-        return frozenset[int]().union(*(chat.spoken.shown for chat in self.chats))
+        return frozenset[int]().union(*(chat.reader.shown for chat in self.chats if chat.reader is not None))
 
-    def told(self, done: Sequence[Completion]) -> list[Completion]:
-        """Completions whose texts are what is said, beside calls and reasoning."""
-        return [_completion(chat, each) for chat, each in zip(self.chats, done, strict=True)]
+    def told(self, done: Sequence[Completion], ids: Sequence[str] | None = None) -> list[Completion]:
+        """Completions whose texts are what is said, beside calls and reasoning. ids: of each answer, of which those of
+        its calls are made; None means they are made of its prompt.
+        """
+        names = [f"{each.prompt_token_ids}" for each in done] if ids is None else ids
+        return [_completion(chat, each, id) for chat, each, id in zip(self.chats, done, names, strict=True)]
 
 
 class Chats:
     """The chats of one model. checks: checks parameters whose form is new. ends: tokens that end a text."""
 
-    def __init__(self, tokenizer: Any, checks: Any, ends: Sequence[int]) -> None:
-        self._tokenizer, self._checks, self._ends = tokenizer, checks, ends
+    def __init__(self, prompts: Prompts, checks: Any, ends: Sequence[int]) -> None:
+        self._prompts, self._checks, self._ends = prompts, checks, ends
         self._talks: dict[tuple[Parsers, str | None], Talk] = {}
 
     def ready(
@@ -77,9 +80,10 @@ class Chats:
         asking: Asking,
         variables: Mapping[str, Any],
     ) -> Ready:
-        """Conversations that may be queued, with parameters for each. Raises InvalidRequest."""
+        """Conversations that may be queued, with parameters for each. Raises InvalidRequest or PromptTooLong."""
         chats = [self._chat(m, p, asking, variables) for m, p in zip(conversations, params, strict=True)]
-        return Ready(chats, [self._tokenizer.encode(c.spoken.prompt, add_special_tokens=False) for c in chats])
+        encode = self._prompts.tokenizer.encode
+        return Ready(chats, [encode(c.prompt, add_special_tokens=False) for c in chats])
 
     def _chat(
         self,
@@ -91,35 +95,33 @@ class Chats:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
-        spoken = talk.spoken([as_objects(m) for m in messages], given, box)
+        objects = [as_objects(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        prompt, reader = talk.prompt(objects, given, box, effort=asking.effort)
+        self._prompts.check_text(prompt)
         answer = params.structured_outputs
-        if spoken.special:
+        if reader is not None:
             assert answer is None or isinstance(answer, StructuredOutputs)
-            answer = talk.form(spoken.format, spoken.thinking, box, answer, partial(self._check, params), self._ends)
-        return Chat(spoken, box, params.with_(structured_outputs=answer))
+            answer = talk.form(reader, answer, partial(self._check, params), self._ends)
+        return Chat(prompt, reader, params.with_(structured_outputs=answer))
 
     def _talk(self, parsers: Parsers, template: str | None) -> Talk:
         found = self._talks.get((parsers, template))
         if found is None:
-            found = self._talks[parsers, template] = Talk(self._tokenizer, template, parsers)
+            found = self._talks[parsers, template] = Talk(self._prompts.tokenizer, template, parsers)
         return found
 
     def _check(self, params: SamplingParams, form: StructuredOutputs) -> None:
         self._checks(params.with_(structured_outputs=form))
 
 
-def _completion(chat: Chat, done: Completion) -> Completion:
-    if not chat.spoken.special:
+def _completion(chat: Chat, done: Completion, id: str) -> Completion:
+    reader = chat.reader
+    if reader is None:
         return done
-    return replace(done, choices=[_told(chat, done, choice) for choice in done.choices])
+    return replace(done, choices=[_told(reader, id, choice) for choice in done.choices])
 
 
-def _told(chat: Chat, done: Completion, choice: Choice) -> Choice:
-    spoken = chat.spoken
-    found = read(spoken.format, chat.box or NO_TOOLS, spoken.thinking, choice.text, cut_off(choice))
-    about = f"{done.prompt_token_ids}"  # an answer in Python has no id
-    calls = [
-        replace(call, id=call.id or call_id(about, choice.index, i, nine=spoken.format.nine))
-        for i, call in enumerate(found.calls)
-    ]
+def _told(reader: AnswerReader, id: str, choice: Choice) -> Choice:
+    found = reader.read(choice.text, cut_off(choice))
+    calls = [replace(call, id=call.id or reader.call_id(id, choice.index, i)) for i, call in enumerate(found.calls)]
     return replace(choice, text=found.content, tool_calls=tuple(calls), reasoning=found.reasoning or "")

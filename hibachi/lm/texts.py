@@ -271,7 +271,7 @@ class Texts(Holding):
         many = conversations(messages)
         each = [as_params(p, self.default_params) for p in _for_each(params, many, "SamplingParams")]
         if self._chats is None:
-            self._chats = Chats(self.tokenizer, self.check_form, self.eos_ids)
+            self._chats = Chats(self.prompts, self.check_form, self.eos_ids)
         ready = self._chats.ready(many, each, asking, variables)
         streams = self._start(ready.prompts, ready.ids, ready.params, terms, prediction, ready.shown)
         return ready.told(_finish(streams, progress))

@@ -52,7 +52,7 @@ def run(
     batch = Batch(
         inputs=[os.fspath(name) for name in named],
         output=os.fspath(output),
-        settings=settle(flags, {}),
+        settings=settle({}, {}, others=[(key, value, key) for key, value in flags.items()]),  # told by their own names
         columns=columns or Columns(),
         **options,
     )

@@ -94,6 +94,7 @@ class Batch:
         the input is OpenAI's. Raises InvalidModelFiles.
         """
         settings = self.settings
+        parsers = [settings.tool_call_parser, settings.reasoning_parser, settings.reasoning_field]
         found: dict[str, Any] = {
             "task": "openai" if lines else self.task,
             "columns": _plain(asdict(self.columns)),
@@ -105,7 +106,11 @@ class Batch:
             "versions": told.versions(),
         }
         if self.url is not None:
-            return found | {"url": self.url, "url_model": self.url_model, "served_names": list(self.served_names)}
+            return (
+                found
+                | {"url": self.url, "url_model": self.url_model, "served_names": list(self.served_names)}
+                | ({} if lines else {"parsers": parsers[1:]})
+            )
         return found | {
             "model": told.model_facts(settings.model, weights=self.verify_weights),
             "settings": {
@@ -113,7 +118,7 @@ class Batch:
                 "max_model_len": settings.max_model_len,
                 "generation_config": _with_digest(settings.generation_config, "generation_config.json"),
                 "chat_template": _with_digest(settings.chat_template),
-                "parsers": [settings.tool_call_parser, settings.reasoning_parser, settings.reasoning_field],
+                "parsers": parsers,
             },
             "served_names": list(self.served_names),
         }

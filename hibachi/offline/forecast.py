@@ -133,7 +133,7 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
         work = OpenAIWork(open_, names, seed=batch.seed, parsers=parsers_of(batch.settings))
     else:
         kind = EmbeddingWork if batch.task == "embed" else TextWork
-        work = kind(batch.columns, open_, seed=batch.seed)
+        work = kind(batch.columns, open_, seed=batch.seed, parsers=parsers_of(batch.settings))
     check_columns(work, sources, batch, lines=lines)
     work.open()
     return work

@@ -36,12 +36,7 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens
         if isinstance(texts, Tokens):
             _only_tokens(settings)
             return texts, None
-        if template is not None and "{" not in template and template not in texts.tokenizer.chat_templates:
-            known = ", ".join(texts.tokenizer.chat_templates) or "none"
-            raise ConfigError(
-                f"--chat-template {settings.chat_template}: expected a file, Jinja source, or the name of one of the "
-                f"model's templates, of which there are: {known}."
-            )
+        check_template(settings.chat_template, template, texts.tokenizer)
         if defaults is not None:
             texts.default_params = defaults
         _warm(texts, template)
@@ -110,9 +105,27 @@ def _warm(texts: Texts, template: str | None) -> None:
     except InvalidRequest as e:  # it may be a template that wants more
         log.warning("the chat template was tried with a greeting, and failed: %s", e)
     except InvalidModelFiles as e:
-        if template is not None:
-            raise ConfigError(f"--chat-template: {e}") from e
         log.warning("%s", e)
+
+
+def check_template(given: str | None, template: str | None, tokenizer: Any) -> None:
+    """Is it a template, or the name of one of the model's? given: as --chat-template says. template: see
+    `template_of`. Raises ConfigError.
+    """
+    if template is None:
+        return
+    if "{" not in template and template not in tokenizer.chat_templates:
+        known = ", ".join(tokenizer.chat_templates) or "none"
+        raise ConfigError(
+            f"--chat-template {given}: expected a file, Jinja source, or the name of one of the model's templates, of "
+            f"which there are: {known}."
+        )
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "Hello"}], chat_template=template)
+    except InvalidModelFiles as e:
+        raise ConfigError(f"--chat-template: {e}") from e
+    except InvalidRequest:
+        pass  # it may be a template that wants more
 
 
 def template_of(given: str | None) -> str | None:

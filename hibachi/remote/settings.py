@@ -5,11 +5,13 @@ A command adds to them, in words of its own, `engine` (child or own: where it ru
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from hibachi.lm.llm import QUANTIZATIONS
-from hibachi.settings.kinds import SWITCH, Setting, choice, integer, size, text
+from hibachi.settings.kinds import SWITCH, Kind, Setting, choice, integer, size, text
 from hibachi.tools.templates.choosing import Parsers
+from hibachi.tools.templates.known import REASONING_NAMES, TOOL_NAMES
 
 MODEL: tuple[Setting, ...] = (
     Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
@@ -31,11 +33,18 @@ MODEL: tuple[Setting, ...] = (
             "the model's"),
 )  # fmt: skip
 
+
+def _parser(own: str, names: tuple[str, ...]) -> Kind:
+    """The name of a format, which is checked here so that a wrong one is told by where it was given."""
+    taken = ("auto", own, *names)
+    return replace(choice(*taken), metavar="NAME", expected=f"one of {', '.join(taken)} (auto: by the chat template)")
+
+
 CHAT: tuple[Setting, ...] = (
-    Setting("tool-call-parser", text("NAME"), "auto", "how the model writes tool calls: auto (by its template),"
-            " generic (if that shows none), or a name"),
-    Setting("reasoning-parser", text("NAME"), "auto", "how the model writes reasoning: auto (by its template),"
-            " none (it stays in the text), or a name"),
+    Setting("tool-call-parser", _parser("generic", TOOL_NAMES), "auto", "how the model writes tool calls: auto (by"
+            " its template), generic (if that shows none), or a name"),
+    Setting("reasoning-parser", _parser("none", REASONING_NAMES), "auto", "how the model writes reasoning: auto (by"
+            " its template), none (it stays in the text), or a name"),
     Setting("reasoning-field", choice("reasoning_content", "reasoning", "both"), "reasoning_content", "field of an"
             " answer that has the reasoning"),
 )  # fmt: skip

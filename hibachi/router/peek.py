@@ -5,18 +5,21 @@ from __future__ import annotations
 import mmap
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from hibachi.api.errors import Refused
+from hibachi.api.weight import at_once, check_weight
 
 MOST_UNPACKED = 1 << 25  # bytes of a compressed body that are looked at
 SLICE = 1 << 18  # bytes of it that are unpacked at once
 LONGEST_HEAD = 1 << 13  # bytes of the head of a part of a form
 MOST_FIELDS = 1000
 LONGEST_FORM = 1 << 20  # bytes of a field of a form
+LONGEST_NAME = 1 << 16  # bytes of a model's name or an id, as they are written
 _ENGINES = re.compile(r"/v1/engines/(.+)/(?:completions|embeddings)")
 _MODELS = re.compile(r"/v1/models/(.+)")
 # Claude Code writes it in front of its system prompt, different in each request; our servers leave it out.
@@ -30,7 +33,7 @@ Data = bytes | mmap.mmap
 
 
 class _Named(msgspec.Struct):
-    model: Any = None
+    model: msgspec.Raw = _NOTHING
 
 
 class _Texts(_Named):
@@ -44,7 +47,7 @@ class _Texts(_Named):
 
 
 class _Keeps(msgspec.Struct):
-    previous_response_id: Any = None
+    previous_response_id: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
 
 
@@ -89,11 +92,15 @@ def server_in(body: Data, encoding: bytes) -> str:
         return ""
     try:
         found = _keeps.decode(plain)
-        if (server := server_of(found.previous_response_id)) or not _REFERENCE.search(memoryview(found.input)):
+        previous = _named_by(found.previous_response_id, msgspec.json.decode)
+        if (server := server_of(previous)) or not _REFERENCE.search(memoryview(found.input)):
             return server
-        each = (server_of(one.id) for one in _references.decode(found.input) if one.type == "item_reference")
+        check_weight(given := bytes(found.input))
+        with at_once(len(given)):
+            references = _references.decode(given)
+        each = (server_of(one.id) for one in references if one.type == "item_reference")
         return next((server for server in each if server), "")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""  # its server says what is wrong
 
 
@@ -116,7 +123,9 @@ def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: boo
     packed = kind in _MSGPACK
     says_json = not kind or kind == b"application/json" or kind.endswith(b"+json")
     try:
-        return (_model(_packed.decode(body).model), b"") if packed else _of_json(body, text)
+        if packed:
+            return _model(_named_by(_packed.decode(body).model, msgspec.msgpack.decode)), b""
+        return _of_json(body, text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         if not ((says_json or packed) and strict):
             return None, b""
@@ -126,7 +135,7 @@ def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: boo
 
 def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
     found = _texts.decode(body) if text else _named.decode(body)
-    model = _model(found.model)
+    model = _model(_named_by(found.model, msgspec.json.decode))
     if not text:
         return model, b""
     assert isinstance(found, _Texts)
@@ -137,6 +146,17 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
             said.append(_BILLING.sub(b"", beginning, 1) if part is found.system else beginning)
             left -= len(said[-1])
     return model, b"".join(said)
+
+
+def _named_by(raw: msgspec.Raw, decode: Callable[[msgspec.Raw], Any]) -> Any:
+    """The value of a field that is a name; None means there is none. What is too long for one is not read: it may be
+    millions of values. Raises Refused.
+    """
+    if raw is _NOTHING:
+        return None
+    if (size := len(memoryview(raw))) > LONGEST_NAME:
+        raise Refused(f"model: expected a name of at most {LONGEST_NAME} bytes; got {size}.", param="model")
+    return decode(raw)
 
 
 def _model(named: Any) -> str | None:

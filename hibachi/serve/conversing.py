@@ -12,7 +12,7 @@ from hibachi.web.exchange import Exchange
 
 
 async def prepare(served: Served, x: Exchange, body: ChatBody) -> tuple[Asked, list[int]]:
-    """What a chat asks for, with how its answer is to be read in `Asked.turns`, and the token ids of its prompt.
+    """What a chat asks for, with what reads its answer in `Asked.reader`, and the token ids of its prompt.
 
     Raises Refused, InvalidRequest or PromptTooLong.
     """

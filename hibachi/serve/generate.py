@@ -15,7 +15,7 @@ from hibachi.api.openapi import BINARY, Error
 from hibachi.api.tokens.accept import Accept, media_type, refused
 from hibachi.api.tokens.arrays import DTYPES
 from hibachi.api.tokens.asking import Asked, asked_of, check_room
-from hibachi.api.tokens.bodies import BYTES, JSON, MSGPACK, MSGPACKS, NPY, TYPES, Given, Parameters, TokensBody
+from hibachi.api.tokens.bodies import BYTES, JSON, MSGPACK, MSGPACKS, NPY, TYPES, Given, Parameters, TokensBody, is_json
 from hibachi.api.tokens.writing import (
     NDJSON,
     SSE,
@@ -63,6 +63,8 @@ async def generate(served: Served, x: Exchange) -> None:
     kind = _taken(x, facts.reads)
     accept = Accept(x.headers.get(b"accept"))
     raw = await served.body(x, json=False)
+    if is_json(kind):
+        await served.weigh(raw)
     size = len(raw) if len(raw) > INLINE else 0
     given = await served.arrays.run(size, partial(Given, raw, kind, x.query), x.tenant)
     name, dtype = served.check_name(given.said.model), None if facts.token is None else facts.token[1]

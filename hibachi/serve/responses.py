@@ -37,7 +37,7 @@ async def create(served: Served, x: Exchange) -> None:
 
     with in_our_words(body.tools):
         more = sum(len(data) for _, data in before.each)
-        chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own]), more)
+        chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own], len(before.each)), more)
         asked, ids = await prepared(
             partial(prepare, served, x), served.reading.check_length, chat, shortens=body.truncation == "auto"
         )

@@ -22,6 +22,7 @@ from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.tokens.asking import Asked
+from hibachi.api.weight import LIGHT, check_weight
 from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed, InvalidRequest
@@ -101,6 +102,7 @@ class Served:
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
         self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
         self._checking = Aside("hibachi-check", "forms of answers wait to be checked")
+        self._short = ThreadPoolExecutor(2, "hibachi-short")
         self.arrays = Tokenizing()  # where large ones are read
 
     # ---- bodies ------------------------------------------------------------------------------------------------
@@ -128,7 +130,14 @@ class Served:
                 headers={"Connection": "close"},
             ) from None
         self.gate.enter(x)
+        if json:
+            await self.weigh(found)
         return found
+
+    async def weigh(self, body: bytes) -> None:
+        """Check that reading a body of JSON does not hold up others. Raises Refused."""
+        if len(body) > LIGHT:
+            await self.apart(partial(check_weight, body))
 
     def drain(self) -> None:
         """Take no new requests from now on, nor those whose body is not complete."""
@@ -194,7 +203,7 @@ class Served:
 
     async def form_chat(self, asked: Chat, tenant: str) -> None:
         """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
-        if asked.turns is None or (asked.toolbox is None and asked.params.structured_outputs is None):
+        if asked.reader is None or (asked.toolbox is None and asked.params.structured_outputs is None):
             return
 
         def check(form: StructuredOutputs) -> None:
@@ -341,6 +350,10 @@ class Served:
     async def convert(self, call: Callable[[], T], tenant: str = "") -> T:
         """Run the model's own `read` or `write` in one of a few threads. Raises QueueFull."""
         return await self._converting.run(call, tenant)
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """What `work()` returns, which never takes long: beside the event loop, and refused to nobody."""
+        return await asyncio.get_running_loop().run_in_executor(self._short, work)
 
     async def ask(self, what: Callable[[], T]) -> T:
         """Ask the engine a question that may take a while, in a thread of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hibachi.api.answers import encode
 from hibachi.api.errors import as_refused
 from hibachi.api.forms import said_by
 from hibachi.api.writing import Writer
@@ -13,9 +14,10 @@ from hibachi.serve.record import Record
 from hibachi.serve.served import Served
 from hibachi.streams.textstream import TextChoice, TextStream
 from hibachi.web.comments import Comments
-from hibachi.web.exchange import SSE, Exchange
+from hibachi.web.exchange import JSON, SSE, Exchange
 
 Headers = Callable[[Record], dict[str, str]]
+LONG = 1 << 12  # tokens and log-probabilities of an answer, of which others wait for a few milliseconds
 
 
 async def answer_text(
@@ -42,19 +44,36 @@ async def answer_text(
         writer.ids = ids
         text = _one(writer.streams, asked.params.n)
         record.text, record.stream = text, asked.stream
-        answer = _stream if asked.stream else _whole
         try:
-            await x.while_here(answer(x, writer, text, record, headers), text.close)
+            work = (
+                _stream(x, writer, text, record, headers)
+                if asked.stream
+                else _whole(served, x, writer, text, record, headers)
+            )
+            await x.while_here(work, text.close)
         finally:
             text.close()
 
 
-async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
+async def _whole(
+    served: Served, x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None
+) -> None:
     while pieces := await text.come(each=writer.each):
         record.came(pieces)
         writer.came(pieces)
-    answer = writer.whole()
-    await x.json(answer, 200, None if headers is None else headers(record))
+    if writer.beside and _size(writer) > LONG:
+        data = await served.apart(lambda: encode(writer.whole()))
+    else:
+        data = encode(writer.whole())
+    await x.answer(data, JSON, 200, None if headers is None else headers(record))
+
+
+def _size(writer: Writer) -> int:
+    """Tokens and log-probabilities of a whole answer."""
+    asked = writer.asked.params
+    new = sum(len(choice.token_ids) for stream in writer.streams for choice in stream.choices)
+    prompt = 0 if asked.prompt_logprobs is None else sum(map(len, writer.ids)) * (1 + asked.prompt_logprobs)
+    return new * (1 + (asked.logprobs or 0)) + prompt
 
 
 async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:

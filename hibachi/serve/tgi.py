@@ -88,7 +88,7 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
     tools = tools_shown(body.tools, body.tool_choice)
     messages = conversation(body.messages, served.bounds.messages)
     try:
-        text = await served.reading.template(messages, {"add_generation_prompt": True, **tools}, x.tenant)
+        text = await served.reading.prompt_text(messages, {"add_generation_prompt": True, **tools}, x.tenant)
     except PromptTooLong:
         raise
     except InvalidRequest as e:

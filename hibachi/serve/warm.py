@@ -28,13 +28,12 @@ class WarmWriter(Writer):
         self._done()  # raises the error of one that failed
         (ids,) = self.ids
         used, tail = self.usage(), len(ids) % self.block
-        cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
         warning = f"The last {tail} tokens fill no block of {self.block}, so each request computes them again."
         return Warmed(
             chars=self.chars,
             token_count=len(ids),
             chunk_size=self.block,
-            chunks_stored=max(0, len(ids) // self.block - cached // self.block),
+            chunks_stored=max(0, len(ids) // self.block - used.cached // self.block),
             chunk_boundary_aligned=not tail,
             partial_tail_tokens=tail,
             alignment_warning=warning if tail else None,
@@ -62,7 +61,7 @@ async def warm(served: Served, x: Exchange) -> None:
         variables |= tools_shown(body.tools)
         if body.documents:
             variables["documents"] = body.documents
-        text = await reading.template(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        text = await reading.prompt_text(conversation(body.messages, served.bounds.messages), variables, x.tenant)
         special = bool(special)
     ids = await reading.encode([text], "text", x.tenant, special=special is not False)
     params = SamplingParams(temperature=0, max_tokens=1)

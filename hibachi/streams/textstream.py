@@ -13,7 +13,7 @@ from hibachi.streams.closeable import Closing
 from hibachi.streams.loops import give_way
 from hibachi.streams.merge import await_any, wait_any
 from hibachi.streams.stream import LEAVABLE, ItemStream, checked_number, closed, left_early, move
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import ToolCall
 
 Logprobs = list[dict[int, float] | None]
 

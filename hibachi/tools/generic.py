@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hibachi.tools.format import HERMES, ToolFormat
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import ToolCall
+from hibachi.tools.write import written
 
 Message = Mapping[str, Any]
 _CALL = '<tool_call>\n{"name": "...", "arguments": {"...": "..."}}\n</tool_call>'

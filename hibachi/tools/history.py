@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, shown
 from hibachi.tools.completed import completed
 from hibachi.tools.format import ChatFormat, History
 
@@ -34,22 +34,74 @@ class NotShown(InvalidRequest):
         self.field, self.unsupported = field, unsupported
 
 
-def as_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with the arguments of its calls as objects."""
+def as_objects(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A message with the arguments of its calls as objects: OpenAI's API has them as JSON in a text, and templates want
+    the object. Calls that we have marked as cut off are left out, as nothing can answer them. place: of the message,
+    such as "messages[3]".
+
+    Raises InvalidRequest, which begins with the place of what is wrong.
+    """
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [as_object(c) for c in calls]} if isinstance(calls, list) else message
+    if message.get("function_call") is not None:
+        raise InvalidRequest(f"{place}.function_call is not supported: send the call in tool_calls.")
+    if calls is None or calls == []:
+        return message
+    if message.get("role") != "assistant":
+        raise InvalidRequest(
+            f"{place}.tool_calls is in a message of {shown(message.get('role'))}: only messages of the role "
+            f"'assistant' have calls."
+        )
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise InvalidRequest(f"{place}.tool_calls must be a list of calls; got {shown(calls)}.")
+    whole = [
+        _as_object(call, f"{place}.tool_calls[{i}]")
+        for i, call in enumerate(calls)
+        if not (isinstance(call, Mapping) and call.get("incomplete") is True)
+    ]
+    if whole:
+        return {**message, "tool_calls": whole}
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**said, "content": said.get("content") or ""}
 
 
-def as_object(given: Any) -> Any:
-    """A tool call. OpenAI's API has its arguments as JSON in a text; templates want the object."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return given
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(function["arguments"] or "{}")
-        if isinstance(arguments, dict):
-            return {**given, "function": {**function, "arguments": arguments}}
-    return given
+def _as_object(given: Any, place: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(
+            f'{place} must be a call, {{"id": ..., "type": "function", "function": ...}}; got {shown(given)}.'
+        )
+    kind, id, function = given.get("type"), given.get("id"), given.get("function")
+    if kind not in (None, "function"):
+        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only calls of type 'function' are.")
+    if not isinstance(id, (str, type(None))):
+        raise InvalidRequest(f"{place}.id must be a text; got {shown(id)}.")
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{place}.function must be an object with name and arguments; got {shown(function)}.")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequest(
+            f"{place}.function.name must be the name of a function; got {shown(function.get('name'))}."
+        )
+    arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
+    return {**given, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: Any, place: str) -> Mapping[str, Any]:
+    """No text, and null, are no arguments."""
+    found = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given or "{}")
+        except RecursionError:
+            raise InvalidRequest(f"{place} is nested too deep.") from None
+        except ValueError as e:
+            raise InvalidRequest(
+                f"{place} is no JSON ({e}): expected a text with a JSON object; got {shown(given)}. Leave out a call "
+                f"that was cut off."
+            ) from None
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise InvalidRequest(f"{place} must be a JSON object, or a text with one; got {shown(given)}.")
+    return found
 
 
 def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -66,16 +118,18 @@ def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return found
 
 
-def hidden_calls(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str) -> str | None:
+def hidden_calls(
+    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str, *, open_end: bool = False
+) -> str | None:
     """The first field with calls that the template does not show to the model; None means there is none.
 
-    text: of the conversation as it is.
+    text: of the conversation as it is, `rendered` with this open_end.
     """
     for i, m in enumerate(messages):
         if m.get("tool_calls"):
             without = [*messages[:i], {k: v for k, v in m.items() if k != "tool_calls"}, *messages[i + 1 :]]
             with suppress(InvalidRequest):
-                if _rendered(render, without, variables) == text:
+                if rendered(render, without, variables, open_end=open_end, doubted=()) == text:
                     return f"messages[{i}].tool_calls"
             return None  # the template treats further messages with calls like this one
     return None

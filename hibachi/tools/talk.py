@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.format import ChatFormat, Thinking, thinking_of
+from hibachi.tools.format import ChatFormat, thinking_of
 from hibachi.tools.generic import described, with_calls_said
-from hibachi.tools.grammar.answer import formed
+from hibachi.tools.grammar.answer import served_form
+from hibachi.tools.grammar.recent import RecentForms, content_of
 from hibachi.tools.history import WAY_OUT, Messages, NotShown, as_written, hidden_calls, rendered, without_developer
 from hibachi.tools.marks import marks
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.templates.choosing import Choosing, Parsers
-from hibachi.tools.tools import Toolbox
-
-NO_TOOLS = Toolbox(mode="none")
-
-
-@dataclass(frozen=True, slots=True)
-class Spoken:
-    """A prompt, and how its answer is read. special: whether there may be more in the answer than text. shown: special
-    tokens that the answer's text must show.
-    """
-
-    prompt: str
-    format: ChatFormat
-    thinking: Thinking
-    shown: frozenset[int]
-    special: bool
+from hibachi.tools.tools import NO_TOOLS, Toolbox
 
 
 class Talk:
@@ -44,8 +31,9 @@ class Talk:
     def __init__(self, tokenizer: Any, chat_template: str | None = None, parsers: Parsers | None = None) -> None:
         self._tokenizer, self._template = tokenizer, chat_template
         self.choosing: Choosing = Choosing(self._render, parsers)
+        self._forms = RecentForms()
 
-    def _render(self, messages: Messages, **variables: Any) -> str:
+    def _render(self, messages: Messages, /, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
         text: str = self._tokenizer.render_chat(messages, **{**variables, **more})
         return text
@@ -64,15 +52,15 @@ class Talk:
 
     # ---- the prompt --------------------------------------------------------------------------------------------
 
-    def written(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
+    def prompt_text(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
         """A conversation as the model is shown it. open_end: its last message goes on. tools among the variables are as
         `as_shown` gives them.
 
         Raises InvalidRequest, and NotShown for what the template does not show.
         """
-        return self._written(messages, variables, self._format(variables, messages), open_end=open_end)
+        return self._prompt_text(messages, variables, self._format(variables, messages), open_end=open_end)
 
-    def _written(
+    def _prompt_text(
         self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
     ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
@@ -86,7 +74,7 @@ class Talk:
             given["nulls"] = True
         doubted = ("documents",) if sure else ("tools", "documents")
         text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
-        if sure or (field := hidden_calls(self._render, messages, given, text)) is None:
+        if sure or (field := hidden_calls(self._render, messages, given, text, open_end=open_end)) is None:
             return text
         if format.tools is None:
             raise NotShown(
@@ -99,7 +87,7 @@ class Talk:
     def _described(
         self, messages: Messages, tools: Sequence[Any], variables: Mapping[str, Any], *, open_end: bool
     ) -> str:
-        """`written` in the generic format: tools stand in the system message, or the user's if there can be none."""
+        """In the generic format: tools stand in the system message, or in the user's if there can be none."""
         try:
             return rendered(self._render, described(messages, tools), variables, open_end=open_end)
         except InvalidRequest:
@@ -109,7 +97,7 @@ class Talk:
 
     # ---- the answer --------------------------------------------------------------------------------------------
 
-    def spoken(
+    def prompt(
         self,
         messages: Messages,
         variables: Mapping[str, Any],
@@ -117,9 +105,9 @@ class Talk:
         *,
         effort: str | None = None,
         open_end: bool = False,
-    ) -> Spoken:
-        """The prompt of a chat, and how its answer is read. box: the tools that may be called. effort: OpenAI's
-        reasoning_effort. Raises as `written` does.
+    ) -> tuple[str, AnswerReader | None]:
+        """The prompt of a chat, and what reads its answer; None means that the answer is all text. box: the tools that
+        may be called. effort: OpenAI's reasoning_effort. Raises as `prompt_text` does.
         """
         given = dict(variables)
         format = self._format(given, messages)
@@ -127,10 +115,11 @@ class Talk:
             raise NotShown(f"tools is not supported: how this model writes calls is not known.{WAY_OUT}", "tools")
         if effort is not None:
             given |= self._effort(effort, tools=box is not None)
-        text = self._written(messages, given, format, open_end=open_end)
-        special = bool(box is not None or format.reasoning is not None or format.before_said or format.silent)
-        shown = marks(format, self._tokenizer.split_special) if special else frozenset[int]()
-        return Spoken(text, format, thinking_of(format.reasoning, text), shown, special)
+        text = self._prompt_text(messages, given, format, open_end=open_end)
+        if box is None and format.reasoning is None and not format.before_said and not format.silent:
+            return text, None
+        shown = marks(format, self._tokenizer.split_special)
+        return text, AnswerReader(format, box or NO_TOOLS, thinking_of(format.reasoning, text), shown)
 
     def _effort(self, asked: str, *, tools: bool) -> Mapping[str, Any]:
         try:
@@ -140,15 +129,21 @@ class Talk:
 
     def form(
         self,
-        format: ChatFormat,
-        thinking: Thinking,
-        box: Toolbox | None,
+        reader: AnswerReader,
         answer: StructuredOutputs | None,
         check: Callable[[StructuredOutputs], object],
         ends: Collection[int],
     ) -> StructuredOutputs | None:
-        """The form of an answer to what was `spoken`; see `formed`. ends: tokens that end a text."""
-        if answer is None and box is None:
-            return None
+        """The form of an answer that `reader` reads; see `served_form`. answer: the form of what is said. ends: tokens
+        that end a text.
+        """
+        content = content_of(reader, answer, ends)
+        if (found := self._forms.find(content)) is not None:
+            with suppress(InvalidRequest):  # below it is said in the words of the tools
+                check(found)
+                return found
         split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
-        return formed(format, box or NO_TOOLS, thinking, answer, split, check, ids=ids, ends=ends)
+        found = served_form(reader, answer, split, check, ids=ids, ends=ends)
+        if found is not answer:
+            self._forms.keep(content, found)
+        return found

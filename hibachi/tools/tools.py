@@ -20,6 +20,16 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. arguments: the JSON text of an object, or the part of one if it is not `complete`."""
+
+    name: str
+    arguments: str = "{}"
+    id: str | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Toolbox:
     """The tools of a request. mode: "auto": the model may call some; "required": it must; "none": it may not.
 
@@ -42,3 +52,6 @@ class Toolbox:
         if self.mode == "none":
             return ()
         return tuple(t for t in self.tools if self.allowed is None or t.name in self.allowed)
+
+
+NO_TOOLS = Toolbox(mode="none")

@@ -11,19 +11,10 @@ from typing import Any
 from hibachi.errors import InvalidRequest
 from hibachi.tools.format import Json, Python, Quoted, Slot, Tagged, ToolFormat
 from hibachi.tools.reading.values import escaped
+from hibachi.tools.tools import ToolCall
 
 _BARE = re.compile(r"[\w.-]+")
 _XML = re.compile(r"[<&\n]")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call. arguments: the JSON text of an object, or the part of one if it is not `complete`."""
-
-    name: str
-    arguments: str = "{}"
-    id: str | None = None
-    complete: bool = True
 
 
 class _Number(str):
@@ -68,15 +59,15 @@ def _arguments(format: ToolFormat, call: ToolCall) -> str:
             f"Expected the arguments of a call of {call.name!r} as the JSON text of an object, such as '{{\"a\": 1}}', "
             f"got {call.arguments[:100]!r}."
         )
-    form = format.arguments
-    if isinstance(form, Json):
+    dialect = format.arguments
+    if isinstance(dialect, Json):
         return _literal(values, _Style(_quoted, _quoted, ("null", "false", "true")))
-    if isinstance(form, Python):
+    if isinstance(dialect, Python):
         style = _Style(_python, _python, ("None", "False", "True"))
         return ", ".join(f"{key}={_literal(value, style)}" for key, value in values.items())
-    if isinstance(form, Quoted):
-        return _literal(values, _quoting(form.quote))
-    return _elements(form, list(values.items()))
+    if isinstance(dialect, Quoted):
+        return _literal(values, _quoting(dialect.quote))
+    return _elements(dialect, list(values.items()))
 
 
 def _literal(value: Any, style: _Style) -> str:
@@ -110,22 +101,22 @@ def _quoting(quote: str) -> _Style:
     return _Style(string, key, ("null", "false", "true"), ":", ",")
 
 
-def _elements(form: Tagged, values: Sequence[tuple[str, Any]]) -> str:
+def _elements(dialect: Tagged, values: Sequence[tuple[str, Any]]) -> str:
     elements = []
     for key, value in values:
-        close = form.kinds.get(_kind(value), form.close)
-        around = [text.replace("{key}", key) for text in (form.open, close, form.end)]
-        elements.append(around[0] + key + around[1] + _element(form, value) + around[2])
-    return form.between.join(elements)
+        close = dialect.kinds.get(_kind(value), dialect.close)
+        around = [text.replace("{key}", key) for text in (dialect.open, close, dialect.end)]
+        elements.append(around[0] + key + around[1] + _element(dialect, value) + around[2])
+    return dialect.between.join(elements)
 
 
-def _element(form: Tagged, value: Any) -> str:
-    if form.item is not None and isinstance(value, dict):
-        return _elements(form, list(value.items()))
-    if form.item is not None and isinstance(value, list):
-        return _elements(form, [(form.item, entry) for entry in value])
+def _element(dialect: Tagged, value: Any) -> str:
+    if dialect.item is not None and isinstance(value, dict):
+        return _elements(dialect, list(value.items()))
+    if dialect.item is not None and isinstance(value, list):
+        return _elements(dialect, [(dialect.item, entry) for entry in value])
     if isinstance(value, str) and not isinstance(value, _Number):
-        return f"<![CDATA[{value}]]>" if form.cdata and _XML.search(value) else value
+        return f"<![CDATA[{value}]]>" if dialect.cdata and _XML.search(value) else value
     return _literal(value, _Style(_quoted, _quoted, ("null", "false", "true")))
 
 

@@ -17,7 +17,7 @@ from hibachi.api.errors import Refused
 
 Message = MutableMapping[str, Any]
 log: logging.Logger = logging.getLogger("hibachi.serve")
-SSE = b"text/event-stream; charset=utf-8"
+JSON, SSE = b"application/json", b"text/event-stream; charset=utf-8"
 MOST_FIELDS = 64  # of a query
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 # Types of bodies that a page may send anywhere, its browser asking nobody; "none" stands for no type at all.
@@ -170,7 +170,7 @@ class Exchange:
         await self.write(data, more=False)
 
     async def json(self, answer: Any, status: int = 200, more: dict[str, str] | None = None) -> None:
-        await self.answer(encode(answer), b"application/json", status, more)
+        await self.answer(encode(answer), JSON, status, more)
 
     def blame(self, refused: Refused, error: BaseException) -> None:
         """Log the error for the operator, also where the client is not told all of it."""

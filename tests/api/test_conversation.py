@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.api.conversation import check_values, conversation, rendered
+from hibachi.api.conversation import check_values, conversation, refusing
 from hibachi.api.errors import Refused
 from hibachi.model.text.chat import render_chat
+from hibachi.tools.history import rendered
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 TURNS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"
@@ -24,7 +25,8 @@ def opened(template, content, **variables):
         return render_chat(template, messages, **more)
 
     messages = [USER, {"role": "assistant", "content": content}]
-    return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
+    with refusing():
+        return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
 
 
 HEAD = "<user>\nGo on: end<end>\n<assistant>\n"
@@ -81,7 +83,8 @@ def test_what_a_template_does_not_look_at_is_refused(field):
     looks = "{% for m in messages %}{{ m.content }}{% endfor %}{{ " + field + " | tojson if " + field + " }}"
 
     def shown(template):
-        return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
+        with refusing():
+            return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
 
     assert '"text"' in shown(looks)
     with pytest.raises(Refused) as caught:
@@ -98,6 +101,13 @@ def calls(n, arguments="{}"):
     }
 
 
+def test_as_many_messages_as_are_served_are_taken():
+    assert len(conversation([USER] * 7, 7)) == 7
+    assert len(conversation([calls(7)], 7)[0]["tool_calls"]) == 7
+    with pytest.raises(Refused, match="messages has 8 entries; at most 7 are served"):
+        conversation([USER] * 8, 7)
+
+
 def test_calls_of_all_messages_are_bounded():
     with pytest.raises(Refused, match="messages has 4098 tool_calls; at most 4096 are served"):
         conversation([calls(2049), calls(2049)], 4096)
@@ -107,6 +117,90 @@ def test_calls_of_all_messages_are_bounded():
     with pytest.raises(Refused) as found:
         conversation([calls(3, '{"a": [' + "1," * 200_000 + "1]}")], 4096)
     assert found.value.param == "messages[0].tool_calls[2].function.arguments"
+
+
+FUNCTION = {"name": "f", "arguments": '{"n": 1}'}
+CALL = {"id": "c0", "type": "function", "function": FUNCTION}
+PLACE = "messages[2].tool_calls[1]"
+
+
+def called(call, **more):
+    return [USER, {"role": "user", "content": "b"}, {"role": "assistant", "content": None, "tool_calls": [CALL, call]}]
+
+
+@pytest.mark.parametrize(
+    ("call", "param", "words"),
+    [
+        (7, PLACE, "must be a call"),
+        ({**CALL, "id": 7}, f"{PLACE}.id", "must be a text; got 7"),
+        ({**CALL, "type": "custom", "custom": {"name": "f"}}, f"{PLACE}.type", "is not supported as 'custom'"),
+        ({"id": "c"}, f"{PLACE}.function", "must be an object with name and arguments"),
+        ({**CALL, "function": {"arguments": "{}"}}, f"{PLACE}.function.name", "must be the name of a function"),
+        ({**CALL, "function": {**FUNCTION, "name": ""}}, f"{PLACE}.function.name", "must be the name of a function"),
+        *(
+            ({**CALL, "function": {**FUNCTION, "arguments": arguments}}, f"{PLACE}.function.arguments", words)
+            for arguments, words in (
+                ('{"n": ', "is no JSON (Expecting value: line 1 column 7"),
+                ("n=1", "Leave out a call that was cut off"),
+                ("[1]", "must be a JSON object, or a text with one"),
+                ('"{}"', "must be a JSON object, or a text with one"),
+                ([1], "must be a JSON object, or a text with one"),
+                (7, "must be a JSON object, or a text with one"),
+                ("[" * 100_000, "is nested too deep"),
+            )
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said_of_its_place(call, param, words):
+    with pytest.raises(Refused) as found:
+        conversation(called(call), 4096)
+    assert found.value.param == param and words in str(found.value), str(found.value)
+    assert str(found.value).startswith(f"{param} ") and len(str(found.value)) < 400
+    assert found.value.code == ("unsupported_parameter" if param.endswith("type") else "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": "f()"}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": {"0": CALL}}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": None, "function_call": FUNCTION}, "messages[1].function_call"),
+        ({"content": "a"}, "messages[1].role"),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_said_of_its_place(message, param):
+    with pytest.raises(Refused) as found:
+        conversation([USER, message], 4096)
+    assert found.value.param == param
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", "null", " {} ", None, {}])
+def test_no_arguments_in_many_ways(arguments):
+    function = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}
+    given = [{"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": function}]}]
+    [message] = conversation(given, 4096)
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_what_is_null_or_empty_is_not_there():
+    for more in ({"tool_calls": None}, {"tool_calls": []}, {"function_call": None}):
+        assert conversation([{**USER, **more}], 4096)[0]["content"] == "Go on: end"
+
+
+def test_a_call_that_was_cut_off_is_left_out():
+    cut = {**CALL, "id": "c1", "incomplete": True, "function": {"name": "f", "arguments": '{"n'}}
+    assert conversation(called(cut), 4096)[2]["tool_calls"][0]["id"] == "c0"
+    assert len(conversation(called(cut), 4096)[2]["tool_calls"]) == 1
+    alone = conversation([USER, {"role": "assistant", "content": None, "tool_calls": [cut]}, USER], 4096)
+    assert alone[1] == {"role": "assistant", "content": ""}
+    with pytest.raises(Refused) as found:
+        conversation([*called(cut), {"role": "tool", "tool_call_id": "c1", "content": "x"}], 4096)
+    assert found.value.param == "messages[3].tool_call_id"
+    bad = {**CALL, "function": {"name": "f", "arguments": "x"}}
+    with pytest.raises(Refused) as found:
+        conversation([{"role": "assistant", "content": None, "tool_calls": [cut, bad]}], 4096)
+    assert found.value.param == "messages[0].tool_calls[1].function.arguments"  # as it was sent
 
 
 def test_tools_are_bounded():

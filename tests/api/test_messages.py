@@ -204,6 +204,11 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "messages[0].role"),
     ({"messages": [{**HELLO, "name": "x"}]}, "messages[0].name", "Unknown field: messages[0].name"),
     ({"n": 2}, "n", "Unknown field: n"),
+    (
+        {"messages": [{"role": "user", "content": [{**text("a"), "x": 1}]}]},
+        "messages[0].content[0].x",
+        "Unknown field: messages[0].content[0].x",
+    ),
     ({"container": "c"}, "container", "container is not supported: Nothing runs code here"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "mcp_servers is not supported"),
     ({"context_management": {"a": 1}}, "context_management", "context_management is not supported"),
@@ -306,7 +311,7 @@ def test_refusals_are_in_the_words_of_the_sender():
 
 
 def parts_of(events, *, reasoning=True):
-    blocks = Blocks(lambda number: f"toolu_{number}", reasoning=reasoning)
+    blocks = Blocks(lambda given, number: given or f"toolu_{number}", reasoning=reasoning)
     parts = [part for event in events for part in blocks.add([event])]
     return blocks, [*parts, *blocks.end()]
 

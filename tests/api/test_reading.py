@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from hibachi.api.asking import Asked
 from hibachi.api.errors import Refused
 from hibachi.api.reading import Reading
 from hibachi.api.truncation import Truncation
 from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.model.text.prompts import Prompts
+from hibachi.request import SamplingParams, Terms
 
 
 class Letters:
@@ -34,7 +36,7 @@ class Letters:
 
 @pytest.fixture(params=["now", "beside a loop"])
 def read(request):
-    """read(reading, "encode" or "render", ...): by either way."""
+    """read(reading, "encode" or "chat", ...): by either way."""
 
     def call(reading, name, *args, **kwargs):
         if request.param == "now":
@@ -46,6 +48,14 @@ def read(request):
 
 def reading(template="", context=8):
     return Reading(Prompts(Letters(), context), 100, template)
+
+
+def talk(*messages, special=False, open_end=False, truncation=None, **variables):
+    """What is asked for by messages, each a role and a content."""
+    asked = Asked(SamplingParams(), Terms(), stream=False, usage=False, usage_always=False, token_ids=False)
+    asked.messages = [{"role": role, "content": content} for role, content in messages]
+    asked.special, asked.open_end, asked.truncation, asked.template = special, open_end, truncation, variables
+    return asked
 
 
 def of(text):
@@ -81,19 +91,18 @@ def test_all_prompts_are_checked_before_any_is_read(read):
 
 
 def test_a_conversation_becomes_ids(read):
-    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": None}]
-    variables = {"end": "e", "chat_template": "theirs", "messages": "theirs"}  # these two are not for a sender to say
-    assert read(reading("t"), "render", messages, variables) == of("abet")
-    messages = [{"role": "user", "content": ""}]
+    asked = talk(("user", "ab"), ("assistant", None), end="e")
+    asked.template |= {"chat_template": "theirs", "messages": "theirs"}  # which are not for a sender to say
+    assert read(reading("t"), "chat", asked) == of("abet")
     with pytest.raises(Refused, match="The conversation is empty"):
-        read(reading(""), "render", messages, {})
+        read(reading(""), "chat", talk(("user", "")))
     with pytest.raises(PromptTooLong, match="9 characters"):
-        read(reading("t"), "render", [{"role": "user", "content": "a" * 8}], {})
+        read(reading("t"), "chat", talk(("user", "a" * 8)))
 
 
 def test_a_model_without_a_template_has_no_conversations(read):
     with pytest.raises(Refused, match="no chat template") as e:
-        read(reading(None), "render", [{"role": "user", "content": "a"}], {})
+        read(reading(None), "chat", talk(("user", "a")))
     assert (e.value.param, e.value.code) == ("messages", "no_chat_template")
 
 
@@ -109,9 +118,9 @@ def test_what_is_too_long_may_be_cut(read):
     assert read(reading(), "encode", ["abcdefgh"], "prompt", truncation=fitting) == [of("fgh")]
     limited = Reading(Prompts(Letters(), 8), 100, "", 2)
     assert read(limited, "encode", ["abcdefgh"], "prompt", truncation=Truncation(None)) == [of("gh")]
-    chat = [{"role": "user", "content": "abcdefghijkl"}]
-    assert read(reading(), "render", chat, {}, truncation=last) == of("jkl")
-    for name, given in (("encode", (["abcdefghijkl"], "prompt")), ("render", (chat, {}))):
+    long = "user", "abcdefghijkl"
+    assert read(reading(), "chat", talk(long, truncation=last)) == of("jkl")
+    for name, given in (("encode", (["abcdefghijkl"], "prompt")), ("chat", (talk(long),))):
         with pytest.raises(PromptTooLong):
             read(reading(), name, *given)
     with pytest.raises(Refused, match="token ids must be from 0 to 99"):
@@ -123,12 +132,23 @@ def test_what_is_too_long_may_be_cut(read):
 
 
 def test_special_tokens_of_a_conversation(read):
-    chat = [{"role": "user", "content": "ab"}]
-    assert read(reading(), "render", chat, {}) == of("ab")
-    assert read(reading(), "render", chat, {}, special=True) == [99, *of("ab")]
+    assert read(reading(), "chat", talk(("user", "ab"))) == of("ab")
+    assert read(reading(), "chat", talk(("user", "ab"), special=True)) == [99, *of("ab")]
 
 
 def test_a_conversation_that_goes_on(read):
+    begun = "assistant", "ab"
+    assert read(reading(), "chat", talk(begun, end=".", open_end=True)) == of("ab")
+    assert read(reading(), "chat", talk(begun, end=".")) == of("ab.")
+
+
+def test_a_conversation_is_only_cut_into_tokens():
     chat = [{"role": "assistant", "content": "ab"}]
-    assert read(reading(), "render", chat, {"end": "."}, open_end=True) == of("ab")
-    assert read(reading(), "render", chat, {"end": "."}) == of("ab.")
+    assert asyncio.run(reading("t").render(chat, {"end": "."})) == of("ab.t")
+    assert asyncio.run(reading().render(chat, {"end": "."}, open_end=True)) == of("ab")
+    with pytest.raises(Refused, match="The conversation is empty"):
+        asyncio.run(reading().render([{"role": "user", "content": ""}], {}))
+    with pytest.raises(PromptTooLong, match="9 characters"):
+        asyncio.run(reading("t").render([{"role": "user", "content": "a" * 8}], {}))
+    with pytest.raises(Refused, match="no chat template"):
+        asyncio.run(reading(None).render(chat, {}))

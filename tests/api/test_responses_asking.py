@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 from hibachi.api.bodies import Bounds, read
 from hibachi.api.errors import Refused
 from hibachi.api.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.asking import LOGPROBS, as_chat, in_our_words, messages, own_items
+from hibachi.api.responses.asking import LOGPROBS, as_chat, in_our_words, own_items, turns
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import as_kept, kept
 from hibachi.errors import PromptTooLong
@@ -141,11 +141,19 @@ ITEMS = {  # items of an input, and the messages that they stand for
 }
 
 
+def as_sent(messages):
+    """Messages with the arguments of their calls as JSON in a text."""
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        function["arguments"] = json.dumps(function["arguments"])
+    return messages
+
+
 @pytest.mark.parametrize("name", ITEMS)
 def test_items_are_messages(name):
     given, wanted = ITEMS[name]
-    assert messages(own_items(body_of(given), BOUNDS)) == wanted
-    assert chat_of(given, instructions="Be brief.").messages == [{"role": "system", "content": "Be brief."}, *wanted]
+    assert [message for message, _ in turns(own_items(body_of(given), BOUNDS))] == wanted
+    chat = chat_of(given, instructions="Be brief.")
+    assert as_sent(chat.messages) == [{"role": "system", "content": "Be brief."}, *wanted]
 
 
 @pytest.mark.parametrize("name", ITEMS)
@@ -157,7 +165,7 @@ def test_items_that_were_kept_are_the_same_messages_and_as_openai_describes_them
     data = [as_kept(item, f"x_{i}") for i, item in enumerate(own_items(body_of(given), BOUNDS))]
     for one in data:
         described.validate(json.loads(one))
-    assert messages(kept(one) for one in data) == wanted
+    assert [message for message, _ in turns(kept(one) for one in data)] == wanted
 
 
 IMAGE = {"type": "input_image", "image_url": "data:,"}
@@ -394,6 +402,30 @@ def test_fields_that_are_wrong(fields, param, code):
 def test_no_input():
     found = refused(read, ResponsesBody, b"{}")
     assert (found.param, found.code) == ("input", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+@pytest.mark.parametrize(
+    ("items", "param", "words"),
+    [
+        ([result(1)], "call_id", "names a call that was not made"),
+        ([call(1, status="incomplete"), result(1)], "call_id", "names a call that was not made"),
+        ([thought("I"), spoke("a"), call(1), call(2, arguments='{"n": ')], "arguments", "is no JSON"),
+        ([call(2, arguments="[]")], "arguments", "must be a JSON object"),
+        ([call(2, name="")], "name", "must be the name"),
+    ],
+)
+def test_what_is_wrong_with_an_item_is_said_of_its_place(items, param, words, instructions, before):
+    """before: items that are kept."""
+    given = [user("a"), spoke("b"), thought("c"), user("d"), *items]
+    body = body_of(given, instructions=instructions)
+    found = refused(lambda: as_chat(body, own_items(body, BOUNDS), before))
+    place = f"input[{len(given) - 1 - before}].{param}"
+    assert found.param == place and str(found).startswith(f"{place} ") and words in str(found), str(found)
+    assert found.code == "invalid_value"
+    kept = refused(lambda: as_chat(body, own_items(body, BOUNDS), len(given)))
+    assert kept.param == "input"  # what a client does not send has no place
 
 
 @pytest.mark.parametrize(

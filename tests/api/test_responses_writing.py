@@ -75,11 +75,11 @@ class Parser:
 
 
 def writer_of(said, cut=False, *, ids=(7, 8), logprobs=None, keep=None, **fields):
-    turns = SimpleNamespace(
+    reader = SimpleNamespace(
         parser=lambda: Parser(said), format=PLAIN, call_id=lambda answer, choice, number: f"call_{number}"
     )
     asked = Asked(SamplingParams(), Terms(), stream=True, usage=False, usage_always=False, token_ids=False)
-    asked.turns, asked.logprobs = turns, logprobs
+    asked.reader, asked.logprobs = reader, logprobs
     body = ResponsesBody(input="a", **fields)
     writer = ResponsesWriter(asked, "m", WORDS, body, server="abcdefgh", id="r", created=3, keeps=True, keep=keep)
     tokens = [i for n in range(len(said)) for i in (20 + n,)]
@@ -131,6 +131,7 @@ def built(events):
             continue
         assert at == len(items) and e.get("item_id", open_["id"]) == open_["id"]
         call = open_["type"] == "function_call"
+        assert e.get("content_index", 0) == e.get("summary_index", 0) == 0  # one part of an item
         if kind.startswith("reasoning_summary"):
             assert open_["type"] == "reasoning" and "content" not in open_ and e["summary_index"] == 0
         if kind in ("content_part.added", "reasoning_summary_part.added"):

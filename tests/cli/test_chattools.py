@@ -10,7 +10,7 @@ from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.request import Finish, SamplingParams
 from hibachi.streams.textstream import Choice, Completion
 from hibachi.tools.asked import toolbox_of
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import ToolCall
 
 FILE = '''
 from json import dumps
@@ -114,14 +114,15 @@ class Scripted:
         calls = () if messages[-1]["role"] == "tool" and not self._always else (
             ToolCall("weather", '{"city": "Bath"}', "call_1"), ToolCall("fails", '{"a"', "call_2", False))  # fmt: skip
         text = "" if calls else "It is fine."
-        return [Completion("", [], [Choice(0, text, [], Finish.STOP, tool_calls=calls)])]
+        return [Completion("", [], [Choice(0, text, [], Finish.STOP, tool_calls=calls, reasoning="Let me see.")])]
 
 
 def test_calls_are_run_and_their_results_go_back(functions, monkeypatch, capsys):
     model = Scripted()
     monkeypatch.setattr("sys.stdin", io.StringIO("How is it?\n"))
     chat.talk(model, SamplingParams(), [], False, functions)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.count("(Let me see.)\n") == 2 and "Let me see" not in out, "thoughts are not a part of the answer"
     assert '[weather({"city": "Bath"}) -> {"city": "Bath", "days": 1}]' in out and "It is fine." in out
     assert "fails" not in out, "a call that is not whole is not run"
     user, answer, result = model.asked[-1]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
+from hibachi.draft.config import MOST, SpeculativeConfig
 from hibachi.remote.llm import RemoteLLM
-from hibachi.runners.meters import Drafted, Histogram, Meters, Proposals, Steps, decades
+from hibachi.runners.meters import KEPT, STEP_TIME, Drafted, Histogram, Meters, Proposals, Steps, decades
 
 from .models import Background
 
@@ -49,6 +50,23 @@ def test_copies_and_sums_stand_alone():
 
 def test_bounds_are_exact_decimals():
     assert decades(1e-4, 3e-3) == (0.0001, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.002, 0.003)
+
+
+def test_bounds_stay_as_they_are():
+    """Prometheus keeps a series for each: with other bounds, a quantile over both versions of a server is wrong."""
+    steps = Steps()
+    assert steps.rows.bounds == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    assert steps.tokens.bounds == (*steps.rows.bounds, 2048, 4096, 8192, 16384)
+    assert steps.occupancy.bounds == (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    assert Drafted().kept(0).bounds == KEPT == (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+    for seconds in (steps.seconds, steps.model, steps.host, Meters().grammars):
+        assert seconds.bounds == STEP_TIME
+    assert (len(STEP_TIME), STEP_TIME[0], STEP_TIME[-1]) == (28, 5e-5, 10)
+
+
+def test_as_many_proposals_as_are_usual_are_told_apart_and_the_most_are_in_a_bound():
+    usual = SpeculativeConfig().num_speculative_tokens
+    assert KEPT[: usual + 1] == (*range(usual + 1),) and KEPT[-1] == MOST
 
 
 def test_meters_can_be_pickled():

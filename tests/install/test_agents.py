@@ -1,8 +1,8 @@
 """Foreign agents against servers that run: each in an environment of its own, by a script in clients/NAME_tools.
 
-They talk to the model in clients/plans.py, which calls the tools that it is shown in Hermes' form, so their loops run
-to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The scripts
-print as JSON what came. With pytest's -s it is shown, and which routes were asked.
+They talk to the model `Plans` in clients/plans.py, which calls the tools that it is shown in Hermes' form, so their
+loops run to the end; and to one that says nonsense, whose template shows no tools, and of which they demand calls. The
+scripts print as JSON what came. With pytest's -s it is shown, and which routes were asked.
 """
 
 import json

@@ -16,8 +16,7 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
-from .clients import plans as planning
-from .clients.talks import BEFORE, SAID
+from .clients.plans import BEFORE, SAID, THOUGHT
 from .conftest import serving
 from .overheard import form_in, overheard
 from .venvs import CLIENTS, environment, run, strangers, strangers_for_node
@@ -78,9 +77,9 @@ def expected(llm):
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory):
-    """The address of a server of the model in clients/talks.py, as "tiny"."""
+    """The address of a server of the model `Talks` in clients/plans.py, as "tiny"."""
     log = tmp_path_factory.mktemp("talks") / "log"
-    with serving(log, "--served-model-name", "tiny", model=f"{CLIENTS / 'talks.py'}:Talks") as found:
+    with serving(log, "--served-model-name", "tiny", model=f"{CLIENTS / 'plans.py'}:Talks") as found:
         yield found
 
 
@@ -120,7 +119,7 @@ class Forms:
             how, form = form_in(body)
             print(f"{name}, {way}: {json.dumps(body.get('response_format') or form)} -> {json.dumps(found)}")
             assert how == way.partition("_")[0]
-            expected = self._expected(body, form) if url == self._tiny else SAID.decode()
+            expected = self._expected(body, form) if url == self._tiny else SAID
             assert found == (expected if isinstance(found, str) else json.loads(expected)), expected
         self._notes.clear()
 
@@ -294,8 +293,8 @@ def test_aider(talks, plans, home):
     aider = strangers(home, "aider-chat") / "aider"
     quiet = ["--no-git", "--yes-always", "--no-check-update", "--no-pretty", "--analytics-disable"]
     for url, question, lines in (
-        (talks, "Who are you?", [(BEFORE + SAID).decode()]),
-        (plans, "Please think: who are you?", [planning.THOUGHT, planning.BEFORE + planning.SAID]),
+        (talks, "Who are you?", [BEFORE + SAID]),
+        (plans, "Please think: who are you?", [THOUGHT, BEFORE + SAID]),
     ):
         model = ["--model", "openai/tiny", "--openai-api-base", f"{url}/v1", "--openai-api-key", "none"]
         asking = ["--no-show-model-warnings", "--chat-mode", "ask", "--message", question]

@@ -80,5 +80,6 @@ def test_what_is_wrong(llm):
         llm.chat(HI, GREEDY, tools=[LOOK], chat_template=CHATML, tool_call_parser="hermes")
     with pytest.raises(InvalidRequest, match=r"tools\[1\].function.name is 'look'"):
         llm.chat(HI, GREEDY, tools=[LOOK, LOOK], **GENERIC)
-    with pytest.raises(ConfigError, match="tool-call-parser 'nonsense' is not known: expected one of auto, generic"):
-        llm.chat(HI, GREEDY, chat_template=CHATML, tool_call_parser="nonsense")
+    for option, words in ("tool_call_parser", "auto, generic, apertus"), ("reasoning_parser", "auto, none, apertus"):
+        with pytest.raises(ConfigError, match=f"^{option} 'nonsense' is not known: expected one of {words}"):
+            llm.chat(HI, GREEDY, chat_template=CHATML, **{option: "nonsense"})

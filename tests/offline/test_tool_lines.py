@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("msgspec")
 
+import hibachi.offline
+from hibachi.errors import ConfigError
 from hibachi.lm.own import open_texts
 
 from . import ran
@@ -129,6 +131,16 @@ def test_without_the_flag_they_are_refused_by_name(runs):
     assert [row["response"]["body"]["error"]["param"] for row in runs.rows()] == ["tools", "tools"]
 
 
-def test_a_parser_that_there_is_not_ends_the_run_at_once(runs):
-    assert runs({"in.jsonl": LINES[1:2]}, "--tool-call-parser", "nonsense") == 1
-    assert "--tool-call-parser 'nonsense' is not known" in runs.told and runs.loaded == 0
+def test_a_parser_that_there_is_not_ends_the_run_at_once_by_where_it_was_named(runs, monkeypatch):
+    given, words = {"in.jsonl": LINES[1:2]}, ": expected one of auto, generic, apertus, "
+    assert runs(given, "--tool-call-parser", "nonsense") == 1
+    assert runs.told.startswith(f"hibachi: --tool-call-parser{words}") and "got 'nonsense'" in runs.told
+    (runs.folder / "c.toml").write_text('tool-call-parser = "nonsense"')
+    assert runs(given, "--config", str(runs.folder / "c.toml")) == 1
+    assert f"c.toml: tool-call-parser{words}" in runs.told
+    monkeypatch.setenv("HIBACHI_REASONING_PARSER", "nonsense")
+    assert runs(given) == 1 and "HIBACHI_REASONING_PARSER: expected one of auto, none, " in runs.told
+    assert runs.loaded == 0
+    for name in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=f"^{name}: expected one of auto, "):
+            hibachi.offline.run("in.jsonl", "out.jsonl", settings={name: "nonsense"})

@@ -81,7 +81,7 @@ def computed(work, rows):
 def asked(**batch):
     """What of a Batch concerns a server."""
     plain = dict(url=None, url_model=None, api_key=None, concurrency=64, request_timeout=600.0)
-    rows = dict(columns=Columns(), task="generate", seed=0, token_ids=False, served_names=())
+    rows = dict(columns=Columns(), settings=settle({}, {}), task="generate", seed=0, token_ids=False, served_names=())
     return SimpleNamespace(**{**plain, **rows, **batch})
 
 
@@ -265,6 +265,44 @@ def test_turns_are_answered_as_by_the_model_here(says):
     assert refused["r7"]["error"]["param"] == "stream"
     assert refused["r15"]["error"]["message"].startswith("prompt is too long: The prompt")
     assert refused["r17"]["type"] == "error" and refused["r17"]["error"]["type"] == "invalid_request_error"
+
+
+TALKS = [
+    {"messages": THOUGHT, "tools": [CHAT_TOOL]},
+    {"messages": THOUGHT},
+    {"messages": told("<think>\n\n</think>\n\nHi."), "tools": None, "kw": {"enable_thinking": False}},
+    {"messages": told("Hi."), "effort": "low"},
+    {"messages": told("x"), "tools": [CHAT_TOOL, CHAT_TOOL]},
+    {"messages": told("x"), "tools": [CHAT_TOOL], "choice": {"type": "function", "function": {"name": "other"}}},
+    {"messages": told(CALL), "tools": [CHAT_TOOL], "choice": "required"},
+]
+OF = {"tool_choice": "choice", "chat_template_kwargs": "kw", "reasoning_effort": "effort"}
+
+
+@pytest.mark.parametrize("params", [{}, {"n": 2}])
+def test_rows_of_conversations_are_answered_as_by_the_model_here(says, params):
+    """The server draws ids of answers, of which those of calls are made, and no row tells of that."""
+    rows, columns = rows_of(TALKS), Columns(messages="messages", params={"max_tokens": 300, **params}, param_columns=OF)
+    here = TextWork(columns, lambda: (says.texts, THINKS), seed=3)
+    here.open()
+    with opened(says.url, columns=columns, seed=3) as there:
+        assert list(there.fields) == list(here.fields)
+        expected = computed(here, rows)
+        assert computed(there, rows) == expected
+    assert [isinstance(v, tuple) for v in expected] == 4 * [False] + 2 * [True] + [False]
+    if not params:
+        assert expected[0]["reasoning_content"] == "Hm." and len(expected[0]["tool_calls"]) == 2
+
+
+def test_a_server_that_tells_reasoning_apart_though_it_is_to_stay_in_the_text(says):
+    settings = settle({"reasoning_parser": "none"}, {})
+    with opened(says.url, columns=Columns(messages="messages"), settings=settings) as work:
+        assert "reasoning_content" not in [f.name for f in work.fields]
+        [row] = rows_of(TALKS[1:2])
+        work.start(0, work.prepare(row))
+        work.wait(10)
+        with pytest.raises(ConfigError, match="tells reasoning apart from the text"):
+            work.take(0)
 
 
 def test_a_run_writes_the_same_file_by_url_and_by_model(server, tmp_path):

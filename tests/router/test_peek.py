@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 import zlib
 
 import pytest
@@ -44,6 +45,36 @@ def test_what_is_no_json_object_is_refused_where_it_says_that_it_is(body):
 def test_a_model_is_a_text(model):
     with pytest.raises(Refused, match="model: expected a text"):
         look(b'{"model": %s}' % model.encode(), JSON, b"")
+
+
+MANY = b"[" + b"[]," * 1_000_000 + b"[]]"  # seconds, were it read
+PACKED = b"\xdd\x00\x40\x00\x00" + b"\x90" * 2**22
+
+
+@pytest.mark.parametrize(
+    "kind, many", [(JSON, MANY), (b"application/msgpack", b"\xdd\x00\x40\x00\x00" + b"\x90" * 2**22)]
+)
+def test_a_model_of_very_many_values_is_not_read(kind, many):
+    body = b'{"model":' + many + b"}" if kind == JSON else b"\x81\xa5model" + many
+    began = time.thread_time()
+    with pytest.raises(Refused, match="model: expected a name of at most 65536 bytes; got"):
+        look(body, kind, b"")
+    assert time.thread_time() - began < 0.2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"previous_response_id":' + MANY + b"}",
+        b'{"input":[' + MANY + b',{"type":"item_reference","id":"msg_abcdefgh_1"}]}',
+        b'{"input":[{"type":"item_reference","id":' + MANY + b"}]}",
+    ],
+    ids=["a response", "an item", "an id"],
+)
+def test_very_many_values_name_no_server(body):
+    began = time.thread_time()
+    assert server_in(body, b"") == ""
+    assert time.thread_time() - began < 0.3
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, zlib.compress])

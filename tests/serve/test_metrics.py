@@ -362,6 +362,15 @@ def pages():
     return found
 
 
+def test_bounds_of_requests_stay_as_they_are():
+    """As those of steps, see `tests/engine/test_meters.py`."""
+    meter = RequestMeter()
+    for seconds, first, last, n in ((meter.first, 5e-4, 300, 30), (meter.between, 5e-5, 10, 28)):
+        assert (seconds.bounds[0], seconds.bounds[-1], len(seconds.bounds)) == (first, last, n)
+    assert meter.prompt_sizes.bounds == tuple(2**n for n in range(18))
+    assert meter.n.bounds == (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 64, 128)
+
+
 @pytest.mark.parametrize("names", NAMES)
 def test_every_series_is_there_once_with_help_and_type(pages, names):
     lines = pages[names].splitlines()

@@ -185,3 +185,11 @@ def test_a_template_that_never_ends_or_raises(tmp_path, template):
             answer = here.post("/v1/chat/completions", {"messages": told("a"), **fields})
             assert answer.status_code == 400
         assert here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_variables_of_the_template_may_have_any_name(here):
+    body = {"messages": told("Hi."), "max_tokens": 4}
+    for name, status in ("template", 200), ("messages", 200), ("nulls", 200), ("self", 400):
+        answer = here.post("/v1/chat/completions", {**body, "chat_template_kwargs": {name: "x"}})
+        assert answer.status_code == status, answer.text
+    assert "'self'" in answer.json()["error"]["message"], "the library of templates takes it"

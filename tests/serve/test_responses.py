@@ -227,7 +227,10 @@ def test_tools_that_cannot_be(tools, fields, param):
 
 def test_a_result_of_a_call_that_was_not_made(tools):
     result = {"type": "function_call_output", "call_id": "call_nobody", "output": "Rain."}
-    assert error_of(tools.post(URL, {"input": [user("a"), result], **ASKED}), 400)["param"] == "input"
+    first = respond(tools, "One?")
+    for before in ({}, {"previous_response_id": first["id"]}):
+        error = error_of(tools.post(URL, {"input": [user("a"), result], **ASKED, **before}), 400)
+        assert error["param"] == "input[1].call_id" and error["message"].startswith("input[1].call_id names a call")
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------

@@ -290,6 +290,8 @@ def test_a_result_without_an_id_is_of_the_first_call(chat):
         ([*CHAT, {"role": "tool", "content": "x"}], "messages[1].tool_call_id"),
         ([*turns(), {"role": "tool", "content": "x"}], "messages[3].tool_call_id"),
         (turns(content=[{"type": "image_url"}]), "messages[1].content"),
+        (turns(arguments='{"city": '), "messages[1].tool_calls[0].function.arguments"),
+        ([*CHAT, {"role": "user", "content": "x", "tool_calls": turns()[1]["tool_calls"]}], "messages[1].tool_calls"),
     ],
 )
 def test_a_history_that_is_wrong(refused, messages, field):

@@ -9,8 +9,9 @@ import pytest
 
 from hibachi.guide.protocol import GuideFailed
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Said, Thinking
-from hibachi.tools.grammar.answer import form
+from hibachi.tools.grammar.answer import unchecked_form
 from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Toolbox
 
 from ..guide import made
@@ -41,7 +42,9 @@ def ids(text):
 
 def grammar(name, mode="required", thinking=Thinking.NONE, answer=None, tools=TOOLS, reasoning=None, **more):
     toolbox = Toolbox(tools, mode, **more)
-    return form(chat(name, reasoning), toolbox, thinking, answer, special, ids=SPECIAL_IDS, ends=END_IDS)
+    return unchecked_form(
+        AnswerReader(chat(name, reasoning), toolbox, thinking), answer, special, ids=SPECIAL_IDS, ends=END_IDS
+    )
 
 
 def guide_of(found):

@@ -19,8 +19,7 @@ from hibachi.tools.format import (
     ToolFormat,
 )
 from hibachi.tools.reading.parser import Parser
-from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import Tool, Toolbox, ToolCall
 
 NAME, ARGUMENTS, ID, NUMBER = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER
 JSON_LIST = ToolFormat(

@@ -30,6 +30,13 @@ def test_a_tool():
     assert (ping.parameters, ping.description, ping.strict) == (EMPTY, "", False)
 
 
+def test_arguments_may_be_an_object_or_nothing():
+    schema = {"type": ["object", "null"], "properties": {}}
+    assert toolbox_of([tool(parameters=schema)]).tools[0].parameters == schema
+    with pytest.raises(InvalidRequest, match=r'^tools\[0\]\.function\.parameters\.type must be "object"'):
+        toolbox_of([tool(parameters={"type": ["string", "null"]})])
+
+
 @pytest.mark.parametrize(
     "choice, mode, names, parallel",
     [

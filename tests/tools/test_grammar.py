@@ -12,11 +12,12 @@ from hibachi.guide.protocol import Grammar
 from hibachi.guide.worker import FREE
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
-from hibachi.tools.grammar.answer import form, guided
+from hibachi.tools.grammar.answer import checked_form, unchecked_form
 from hibachi.tools.marks import texts
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.templates.known import KNOWN
-from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import Tool, Toolbox, ToolCall
+from hibachi.tools.write import written
 
 from ..guide import made
 from . import made as given
@@ -241,13 +242,16 @@ def test_where_nothing_is_asked_for_there_is_no_form():
     answer = StructuredOutputs(json_object=True)
     for toolbox in (Toolbox(), Toolbox(CHOSEN, "none")):
         for thinking in Thinking:
-            assert form(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking, None, special) is None
-        assert form(chat("hermes"), toolbox, Thinking.NONE, answer, special) is answer
-    assert form(PLAIN, Toolbox(CHOSEN), Thinking.NONE, None, special) is None
+            assert (
+                unchecked_form(AnswerReader(ChatFormat(FORMATS["hermes"], THINK), toolbox, thinking), None, special)
+                is None
+            )
+        assert unchecked_form(AnswerReader(chat("hermes"), toolbox), answer, special) is answer
+    assert unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN)), None, special) is None
     with pytest.raises(InvalidRequest, match="not known how the model writes calls"):
-        form(PLAIN, Toolbox(CHOSEN, "required"), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN, "required")), None, special)
     with pytest.raises(InvalidRequest, match="no tool that may be called"):
-        form(chat("hermes"), Toolbox(CHOSEN, "required", frozenset()), Thinking.NONE, None, special)
+        unchecked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN, "required", frozenset())), None, special)
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -291,8 +295,12 @@ def test_what_every_known_format_writes_may_come(name, as_tokens):
     for mode in ("required", "auto"):
         calls = given.calls_of(random.Random(name + mode), 1 if record.tools.most == 1 else None)
         calls = [ToolCall(c.name, plain(c.arguments), c.id) for c in {c.name: c for c in calls}.values()]
-        form_of = form(
-            record, given.toolbox_of(calls, mode=mode), Thinking.NONE, None, cut, ids=range(256, end), ends=(end,)
+        form_of = unchecked_form(
+            AnswerReader(record, given.toolbox_of(calls, mode=mode)),
+            None,
+            cut,
+            ids=range(256, end),
+            ends=(end,),
         )
         text = written(record.tools, calls).strip().removeprefix(record.prompted.lstrip())
         guide = own.guides.compile(Grammar(f"{form_of.text}{FREE}"))  # a process that checks would take longer
@@ -324,8 +332,12 @@ def test_going_back_compiles_nothing(monkeypatch):
 
 def refusing(schema, name="hermes", **more):
     tools = (NOW, Tool("bad", schema, **more))
-    return lambda mode: guided(
-        chat(name), Toolbox(tools, mode), Thinking.NONE, None, special, setting().guides.check, ends=(IDS["<|eos|>"],)
+    return lambda mode: checked_form(
+        AnswerReader(chat(name), Toolbox(tools, mode)),
+        None,
+        special,
+        setting().guides.check,
+        ends=(IDS["<|eos|>"],),
     )
 
 
@@ -362,9 +374,13 @@ def test_where_the_model_may_choose_such_a_tool_takes_any_object(name):
 def test_a_form_beside_tools_is_refused_as_such():
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
         answer = StructuredOutputs(json={"not": {}})
-        guided(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, answer, special, setting().guides.check)
+        checked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN)), answer, special, setting().guides.check)
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.grammar: beside tools .* Lark"):
-        form(chat("hermes"), Toolbox(CHOSEN), Thinking.NONE, StructuredOutputs(grammar='root ::= "a"'), special)
+        unchecked_form(
+            AnswerReader(chat("hermes"), Toolbox(CHOSEN)),
+            StructuredOutputs(grammar='root ::= "a"'),
+            special,
+        )
 
 
 def test_formats_that_say_nothing_and_references_work_in_properties():
@@ -423,6 +439,17 @@ def test_what_is_required_may_be_no_property(name):
     found = grammar(name, tools=(Tool("t", {"properties": {"a": {"type": "null"}}, "required": ["b"]}),))
     given = {"hermes": '"b": 1', "python": "b=1"}[name]
     assert walked(found, texts[name] % given) == "ends" and walked(found, texts[name] % "").startswith("refused")
+
+
+@pytest.mark.parametrize("name", ["hermes", "python"])
+def test_a_property_may_have_any_value_or_none_at_all(name):
+    texts = {
+        "hermes": '<tool_call>\n{"name": "t", "arguments": {%s}}\n</tool_call>',
+        "python": "<|calls|>[t(%s)]<|/calls|>",
+    }
+    one, other = {"hermes": ('"a": [1]', '"b": [1]'), "python": ("a=[1]", "b=[1]")}[name]
+    found = grammar(name, tools=(Tool("t", {"properties": {"a": True, "b": False}}),))
+    assert walked(found, texts[name] % one) == "ends" and walked(found, texts[name] % other).startswith("refused")
 
 
 def test_a_marker_may_come_in_any_tokens():

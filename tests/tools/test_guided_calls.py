@@ -18,8 +18,9 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.grammar.answer import guided
+from hibachi.tools.grammar.answer import checked_form
 from hibachi.tools.reading.parser import Parser
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Tool, Toolbox
 
 TOOLS = (
@@ -57,7 +58,13 @@ def forms(llm, mode="auto"):
         (
             format,
             thinking,
-            guided(format, Toolbox(TOOLS, mode), thinking, None, split, llm.engine.forms.guides.check, ends=ends),
+            checked_form(
+                AnswerReader(format, Toolbox(TOOLS, mode), thinking),
+                None,
+                split,
+                llm.engine.forms.guides.check,
+                ends=ends,
+            ),
         )
         for format in FORMATS.values()
         for thinking in (Thinking.NONE, Thinking.OPEN)

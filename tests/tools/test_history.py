@@ -51,7 +51,7 @@ WORDS = ["look_up", "Aone", "send_off", "Btwo", "Rone", "Rtwo"]
 
 def written(template, messages, tools=TOOLS):
     variables = {"tools": tools, "add_generation_prompt": True}
-    return Talk(Words(template)).written([as_objects(m) for m in messages], variables)
+    return Talk(Words(template)).prompt_text([as_objects(m, "m") for m in messages], variables)
 
 
 def behind(text, word):

@@ -10,7 +10,8 @@ import pytest
 from hibachi.tools.format import Thinking
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.whole import read
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import ToolCall
+from hibachi.tools.write import written
 
 from .made import BOX, FORMATS, FULL
 

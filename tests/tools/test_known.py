@@ -10,8 +10,8 @@ from hibachi.tools.format import PLAIN, THINK, ReasoningFormat, Thinking
 from hibachi.tools.reading.whole import read
 from hibachi.tools.templates.choosing import MOST, Formats
 from hibachi.tools.templates.known import KNOWN, REASONING_NAMES, TOOL_NAMES, named, recognized
-from hibachi.tools.tools import Tool, Toolbox
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import Tool, Toolbox, ToolCall
+from hibachi.tools.write import written
 
 BOX = Toolbox(
     tuple(

@@ -21,8 +21,8 @@ from hibachi.tools.format import (
 )
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.whole import Answer, joined, read
-from hibachi.tools.tools import Toolbox
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import Toolbox, ToolCall
+from hibachi.tools.write import written
 
 from .made import BOX, CHANNELS, FORMATS, FULL, calls_of, events_of, pieces_of, text_of, toolbox_of
 

@@ -9,9 +9,8 @@ pytest.importorskip("minijinja")
 from hibachi.errors import InvalidRequest
 from hibachi.model.text.chat import choose_template, render_chat
 from hibachi.tools.asked import as_shown, toolbox_of
-from hibachi.tools.format import Thinking
 from hibachi.tools.history import NotShown, as_objects
-from hibachi.tools.reading.whole import read
+from hibachi.tools.reading.whole import Answer
 from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
 
@@ -71,49 +70,70 @@ def history(*names, content=None):
     ]
     sent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, "tool_calls": calls}]
     results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"R{i}"} for i in range(len(names))]
-    return [as_objects(m) for m in [*sent, *results]]
+    return [as_objects(m, "m") for m in [*sent, *results]]
 
 
-def spoken(given, messages, tools=TOOLS, **more):
-    return given.spoken(messages, {"tools": as_shown(tools), "add_generation_prompt": True}, toolbox_of(tools), **more)
+def prompt(given, messages, tools=TOOLS, add_generation_prompt=True, **more):
+    variables = {"tools": as_shown(tools), "add_generation_prompt": add_generation_prompt}
+    return given.prompt(messages, variables, toolbox_of(tools), **more)
 
 
 @pytest.mark.parametrize("content", [None, "", "Well"])
 @pytest.mark.parametrize("template", [HERMES, ADDS, AS_TEXT, NINE], ids=["hermes", "adds", "as text", "nine"])
 def test_calls_are_written_as_the_model_writes_them(template, content):
-    found = spoken(talk(template), history("weather", "news", content=content))
-    said = found.prompt.partition("[assistant]")[2].partition("[end]")[0]
-    answer = read(found.format, toolbox_of(TOOLS), Thinking.NONE, said)
+    text, reader = prompt(talk(template), history("weather", "news", content=content))
+    said = text.partition("[assistant]")[2].partition("[end]")[0]
+    answer = reader.read(said, cut=False)
     assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [
         ("weather", {"city": "Bath 0"}),
         ("news", {"city": "Bath 1"}),
     ]
-    assert answer.content == (content or "") and "[tool]R0[end]\n[tool]R1[end]" in found.prompt
-    assert "None" not in found.prompt
+    assert answer.content == (content or "") and "[tool]R0[end]\n[tool]R1[end]" in text
+    assert "None" not in text
 
 
 @pytest.mark.parametrize("template", [ONE, STRICT], ids=["drops the others", "refuses"])
 def test_where_one_call_is_written_each_is_a_message_and_its_result_follows(template):
-    text = spoken(talk(template), history("weather", "news", content="Well")).prompt
+    text, _ = prompt(talk(template), history("weather", "news", content="Well"))
     order = [text.index(part) for part in ("Well", "Bath 0", "[tool]R0", "Bath 1", "[tool]R1")]
     assert order == sorted(order) and text.count("Well") == 1
 
 
 def test_calls_that_a_template_drops_are_refused_by_name_or_said():
     with pytest.raises(NotShown) as caught:
-        talk(PLAIN).written(history("weather"), {})
+        talk(PLAIN).prompt_text(history("weather"), {})
     assert caught.value.field == "messages[1].tool_calls"
-    text = spoken(talk(PLAIN, tools="hermes"), history("weather", content="Well")).prompt
+    text, _ = prompt(talk(PLAIN, tools="hermes"), history("weather", content="Well"))
     assert (
         '[assistant]Well\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bath 0"}}\n</tool_call>[end]' in text
     )
 
 
+def test_an_answer_goes_on_behind_calls_that_are_said():
+    begun = [*history("weather"), {"role": "assistant", "content": "It is"}]
+    text, _ = prompt(talk(PLAIN, tools="hermes"), begun, open_end=True, add_generation_prompt=False)
+    assert text.endswith("[assistant]It is") and "<tool_call>" in text
+    with pytest.raises(NotShown) as caught:
+        talk(PLAIN).prompt_text(begun, {}, open_end=True)
+    assert caught.value.field == "messages[1].tool_calls"
+
+
+def test_reasoning_is_looked_for_unless_it_is_said_to_be_text():
+    thinks = "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    template = (
+        thinks + "{% endif %}{{ m.content }}[end]\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    asks = [{"role": "user", "content": "Hi"}], {"add_generation_prompt": True}
+    _, reader = talk(template).prompt(*asks)
+    assert reader.read("<think>So</think>Yes", cut=False) == Answer("So", "Yes")
+    assert talk(template, reasoning="none").prompt(*asks)[1] is None
+
+
 def test_tools_that_a_template_drops_are_refused_or_described():
     with pytest.raises(NotShown) as caught:
-        spoken(talk(DROPS, tools="hermes"), [{"role": "user", "content": "Hi"}])
+        prompt(talk(DROPS, tools="hermes"), [{"role": "user", "content": "Hi"}])
     assert caught.value.field == "tools" and "--tool-call-parser generic" in str(caught.value)
-    text = spoken(talk(DROPS, tools="generic"), history("weather")).prompt
+    text, _ = prompt(talk(DROPS, tools="generic"), history("weather"))
     assert text.startswith("[system]You can call tools") and '"name": "news"' in text
     assert "[user]<tool_response>\nR0\n</tool_response>[end]" in text
 
@@ -121,10 +141,10 @@ def test_tools_that_a_template_drops_are_refused_or_described():
 def test_described_where_there_is_no_system_message():
     refuses = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}]"
     no_system = DROPS.replace("[{{ m.role }}]", refuses)
-    text = spoken(talk(no_system, tools="generic"), [{"role": "user", "content": "Hi"}]).prompt
+    text, _ = prompt(talk(no_system, tools="generic"), [{"role": "user", "content": "Hi"}])
     assert text.startswith("[user]You can call tools") and text.endswith("\n\nHi[end]\n[assistant]")
     with pytest.raises(InvalidRequest, match="no system"):
-        spoken(
+        prompt(
             talk(no_system, tools="generic"), [{"role": "system", "content": "A"}, {"role": "user", "content": "Hi"}]
         )
 
@@ -132,24 +152,24 @@ def test_described_where_there_is_no_system_message():
 def test_results_and_what_the_user_says_are_one_message():
     """As many templates want turns to alternate."""
     messages = [*history("weather", "news"), {"role": "user", "content": "And?"}, {"role": "user", "content": "Now?"}]
-    text = spoken(talk(DROPS, tools="generic"), messages).prompt
+    text, _ = prompt(talk(DROPS, tools="generic"), messages)
     results = "[user]<tool_response>\nR0\n</tool_response>\n<tool_response>\nR1\n</tool_response>\nAnd?[end]"
     assert f"{results}\n[user]Now?[end]" in text
 
 
 def test_a_developer_is_the_system_unless_the_template_knows_one():
     two = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, {"role": "user", "content": "Hi"}]
-    assert talk(DROPS).written(two, {}).startswith("[system]A\n\nB[end]\n[user]")
-    assert talk(DROPS).written(two[1:], {}).startswith("[system]B[end]")
+    assert talk(DROPS).prompt_text(two, {}).startswith("[system]A\n\nB[end]\n[user]")
+    assert talk(DROPS).prompt_text(two[1:], {}).startswith("[system]B[end]")
     knows = DROPS + "{# developer #}"
-    assert talk(knows).written(two, {}).startswith("[system]A[end]\n[developer]B[end]")
+    assert talk(knows).prompt_text(two, {}).startswith("[system]A[end]\n[developer]B[end]")
 
 
 def test_a_template_of_its_own_for_tools():
     both = Talk(Tokenizer(default=DROPS, tool_use=HERMES))
-    assert spoken(both, history("weather")).format.tools is not None
+    assert prompt(both, history("weather"))[1].format.tools is not None
     assert (
-        both.written([{"role": "user", "content": "Hi"}], {"add_generation_prompt": True})
+        both.prompt_text([{"role": "user", "content": "Hi"}], {"add_generation_prompt": True})
         == "[user]Hi[end]\n[assistant]"
     )
 
@@ -158,11 +178,11 @@ def test_effort():
     switch = DROPS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     reads = DROPS + "{{ reasoning_effort }}"
     asks = [{"role": "user", "content": "Hi"}]
-    assert talk(switch).spoken(asks, {}, effort="none").prompt.endswith("<think></think>")
-    assert talk(reads).spoken(asks, {}, effort="high").prompt.endswith("high")
+    assert talk(switch).prompt(asks, {}, effort="none")[0].endswith("<think></think>")
+    assert talk(reads).prompt(asks, {}, effort="high")[0].endswith("high")
     for template, effort in ((switch, "low"), (reads, "none"), (DROPS, "low"), (DROPS, "none")):
         with pytest.raises(NotShown) as caught:
-            talk(template).spoken(asks, {}, effort=effort)
+            talk(template).prompt(asks, {}, effort=effort)
         assert caught.value.field == "reasoning_effort"
 
 
@@ -176,5 +196,5 @@ def test_nothing_is_found_out_where_nobody_asks():
             return super().render_chat(*args, **variables)
 
     plain = Talk(Counting(default=DROPS))
-    assert not plain.spoken([{"role": "user", "content": "Hi"}], {}).special
+    assert plain.prompt([{"role": "user", "content": "Hi"}], {})[1] is None
     assert len(calls) == 1

@@ -9,7 +9,8 @@ from hibachi.tools.format import Tagged
 from hibachi.tools.reading.schema_types import ALL, Typed, value_of
 from hibachi.tools.reading.tagged import TaggedArguments
 from hibachi.tools.reading.values import JSON, PYTHON, Rules, Values
-from hibachi.tools.write import ToolCall, written
+from hibachi.tools.tools import ToolCall
+from hibachi.tools.write import written
 
 from .made import FORMATS
 
@@ -171,6 +172,8 @@ def test_blanks_of_the_format_are_no_part_of_values_and_all_others_are():
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
         ({"$ref": "#/$defs/n"}, "17", 17),
         ({"$ref": "#/$defs/loop"}, "17", 17),
+        ({"$ref": "#/$defs/either/anyOf/1"}, "17", "17"),
+        ({"$ref": "other.json#/$defs/word"}, "17", 17),
         ({"allOf": [{"$ref": "#/$defs/n"}, {"minimum": 3}]}, "17", 17),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
@@ -190,7 +193,13 @@ def test_blanks_of_the_format_are_no_part_of_values_and_all_others_are():
     ],
 )
 def test_the_schema_says_what_a_value_is(schema, text, value):
-    root = {"$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}, "properties": {"a": schema}}
+    kinds = {
+        "n": {"type": "integer"},
+        "word": {"type": "string"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    }
+    root = {"$defs": kinds, "properties": {"a": schema}}
     got = tagged(PARAMETERS, f"<parameter=a>\n{text}\n</parameter>\n</function>", root)
     assert got == {"a": value}
     assert type(got["a"]) is type(value)

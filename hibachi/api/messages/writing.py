@@ -39,6 +39,7 @@ from hibachi.api.writing import Writer, reason_of
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Piece, Stopped, TextChoice, cut_off
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Reasoned, Said
+from hibachi.tools.reading.reader import ALL_SAID
 
 Part: TypeAlias = BlockStart | BlockDelta | BlockStop
 FULL = "model_context_window_exceeded"
@@ -53,11 +54,11 @@ def named(chunk: Any) -> bytes:
 class Blocks:
     """Makes the parts of content blocks from the events of a parser, one block after the other.
 
-    id_of: makes the id of a call, by its number, if the text has none. Where only blanks are said there is no block of
-    text, unless there is no other block.
+    id_of: gives the id of a call, see `Writer.call_id`. Where only blanks are said there is no block of text, unless
+    there is no other block.
     """
 
-    def __init__(self, id_of: Callable[[int], str], *, reasoning: bool) -> None:
+    def __init__(self, id_of: Callable[[str | None, int], str], *, reasoning: bool) -> None:
         self._id_of, self._reasoning = id_of, reasoning
         self._kind: type[Struct] | None = None  # of the open block
         self._index = -1
@@ -87,7 +88,7 @@ class Blocks:
             begun = [] if self._kind is ThoughtBlock else self._begin(ThoughtBlock("", ""))
             return [*begun, self._delta(ThinkingDelta(event.text))]
         if isinstance(event, CallBegun):
-            id = event.id or self._id_of(event.number)
+            id = self._id_of(event.id, event.number)
             return self._begin(ToolUseBlock(id, event.name, {}, Direct()))
         if isinstance(event, CallArguments):
             return [self._delta(InputDelta(event.text))] if event.text else []
@@ -176,9 +177,8 @@ class MessagesWriter(Writer):
         super().__init__(asked, name, vocabulary, fingerprint, cached=cached)
         self.id = f"msg_{id or secrets.token_hex(12)}"
         self._full = full
-        turns = asked.turns
-        self._parser = None if turns is None else turns.parser()
-        self._blocks = Blocks(self._call_id, reasoning=turns is None or turns.include_reasoning)
+        self._parser = (asked.reader or ALL_SAID).parser()
+        self._blocks = Blocks(self.call_id, reasoning=asked.include_reasoning)
 
     def frame(self, chunk: Any) -> bytes:
         return named(chunk)
@@ -202,11 +202,10 @@ class MessagesWriter(Writer):
         return self._message(joined(parts), *self._why(choice.finish_reason, choice.stopped_by))
 
     def _read(self, text: str) -> list[Part]:
-        return self._blocks.add([Said(text)] if self._parser is None else self._parser.feed(text))
+        return self._blocks.add(self._parser.feed(text))
 
     def _rest(self, choice: Choice | TextChoice) -> list[Part]:
-        rest = [] if self._parser is None else self._parser.end(cut=cut_off(choice))
-        return [*self._blocks.add(rest), *self._blocks.end()]
+        return [*self._blocks.add(self._parser.end(cut_off(choice))), *self._blocks.end()]
 
     def _why(self, finish: Finish | None, by: Stopped | None) -> tuple[str, str | None]:
         """stop_reason and stop_sequence."""
@@ -223,12 +222,9 @@ class MessagesWriter(Writer):
 
     def _used(self) -> MessageUsage:
         used = self.usage()
-        cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
-        thought = (used.completion_tokens_details or {}).get("reasoning_tokens")
-        more = None if thought is None else ThinkingTokens(thought)
-        return MessageUsage(used.prompt_tokens - cached, used.completion_tokens, cached, 0, more)
+        more = None if used.reasoning is None else ThinkingTokens(used.reasoning)
+        return MessageUsage(used.prompt_tokens - used.cached, used.completion_tokens, used.cached, 0, more)
 
-    def _call_id(self, number: int) -> str:
-        assert self.asked.turns is not None
-        made = self.asked.turns.call_id(self.id, 0, number)
-        return f"toolu_{made.removeprefix('call_')}" if made.startswith("call_") else made
+    def call_id(self, given: str | None, number: int, choice: int = 0) -> str:
+        id = super().call_id(given, number, choice)
+        return id if given or not id.startswith("call_") else f"toolu_{id.removeprefix('call_')}"

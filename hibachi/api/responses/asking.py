@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from hibachi.api.asking import check_count
 from hibachi.api.bodies import Bounds, ChatBody
+from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, unsupported
 from hibachi.api.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
 from hibachi.api.responses.bodies import SAME, ObjectFormat, ResponsesBody, SchemaFormat
@@ -59,8 +60,10 @@ def own_items(body: ResponsesBody, bounds: Bounds) -> list[Given]:
     return [given(raw, f"input[{i}]") for i, raw in enumerate(body.input)]
 
 
-def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
-    """The chat that a body asks for. items: the whole conversation, references resolved. Raises Refused."""
+def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> ChatBody:
+    """The chat that a body asks for. items: the whole conversation, references resolved; the first `before` of them are
+    kept. Raises Refused.
+    """
     _check(body)
     tools = [of_chat(tool) for tool in functions(body.tools)]
     fields: dict[str, Any] = {name: getattr(body, name) for name in SAME}
@@ -69,7 +72,7 @@ def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     include = body.include or ()
     return ChatBody(
         **fields,
-        messages=messages(items, body.instructions),
+        messages=_checked(items, body.instructions, before),
         max_completion_tokens=body.max_output_tokens,
         logprobs=True if LOGPROBS in include else None,
         top_logprobs=body.top_logprobs if LOGPROBS in include else None,
@@ -80,25 +83,47 @@ def as_chat(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     )
 
 
-def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The messages that items stand for. Reasoning, the text and the calls of one turn are one message. A call that
-    was cut off is left out, as nothing can answer it.
+def _checked(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
+    """The messages that items stand for, with what can be wrong in them refused by its item. Raises Refused."""
+    found = turns(items, instructions)
+    try:
+        return conversation([message for message, _ in found], len(found) + len(items))
+    except Refused as e:
+        at = _IN_MESSAGES.match(e.param or "")
+        if at is None:
+            raise
+        own = [k for k in found[int(at[1])][1] if at[2] is None or isinstance(items[k], FunctionCall)]
+        k = own[int(at[2] or 0)]
+        place = f"input[{k - before}]{_OF_ITEMS.get(at[3], at[3])}" if k >= before else "input"
+        raise Refused(str(e).replace(at[0], place), param=place, code=e.code) from None
+
+
+_IN_MESSAGES = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?(.*)")
+_OF_ITEMS = {".id": ".call_id", ".tool_call_id": ".call_id"}
+
+
+def turns(items: Iterable[Item], instructions: str | None = None) -> list[tuple[dict[str, Any], list[int]]]:
+    """The messages that items stand for, and the places of the items of each. Reasoning, the text and the calls of one
+    turn are one message. A call that was cut off is left out, as nothing can answer it.
     """
-    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    found = list[tuple[dict[str, Any], list[int]]]()
+    if instructions is not None:
+        found.append(({"role": "system", "content": instructions}, []))
     turn: dict[str, Any] | None = None  # the model's, which may go on
-    for item in items:
+    for k, item in enumerate(items):
         if isinstance(item, FunctionCallOutput):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            found.append(({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}, [k]))
             turn = None
         elif isinstance(item, Message) and item.role != "assistant":
-            found.append({"role": item.role, "content": _text(item.content)})
+            found.append(({"role": item.role, "content": _text(item.content)}, [k]))
             turn = None
         elif not isinstance(item, FunctionCall) or item.status != "incomplete":
             if turn is None or not _goes_on(turn, item):
                 turn = {"role": "assistant", "content": None}
-                found.append(turn)
+                found.append((turn, []))
             _add(turn, item)
-    for message in found:
+            found[-1][1].append(k)
+    for message, _ in found:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
         if "reasoning_content" in message:

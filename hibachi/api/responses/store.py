@@ -14,7 +14,7 @@ from hibachi.api.responses.items import PREFIXES, Given, Item, ItemReference, as
 
 MOST, BYTES, SECONDS = 1000, 64 << 20, 3600.0
 OVERHEAD = 256  # bytes that an item or a response takes besides its text
-HELD = 64  # bytes that are counted for each item of each response: more than it takes, as forgetting it takes time
+HELD = 128  # bytes that are counted for each item of each response: more than it takes, as forgetting it takes time
 AT_ONCE = 1 << 13  # items of responses that are forgotten at a time, as others wait
 _LETTERS = 8
 

@@ -48,6 +48,7 @@ class ResponsesWriter(Writer):
     """
 
     dialect = RESPONSES
+    beside = False  # it reads as the text comes, and what is kept is not for several threads
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class ResponsesWriter(Writer):
         self.id, self._ended = f"resp_{self._suffix}", created
         self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
-        self._parser = None if asked.turns is None else asked.turns.parser()
+        self._parser = None if asked.reader is None else asked.reader.parser()
         self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
         self._spaces, self._echoed = split(functions(body.tools)), _echo(body, asked)
         self._output: list[Output] = []
@@ -194,11 +195,14 @@ class ResponsesWriter(Writer):
             told.append(answers.PartDone(self._next(), *at, item.content[0]))
 
     def _begin_call(self, event: CallBegun, told: list[Any]) -> None:
-        assert self.asked.turns is not None
-        id = event.id or self.asked.turns.call_id(self.id, 0, event.number)
         space, name = self._spaces.get(event.name, (UNSET, event.name))
         call = FunctionCall(
-            id=self._id("fc"), call_id=id, name=name, arguments="", status="in_progress", namespace=space
+            id=self._id("fc"),
+            call_id=self.call_id(event.id, event.number),
+            name=name,
+            arguments="",
+            status="in_progress",
+            namespace=space,
         )
         self._begin(call, told)
 
@@ -279,12 +283,11 @@ class ResponsesWriter(Writer):
 
     def _used(self) -> answers.ResponseUsage:
         used = self.usage()
-        cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
         return answers.ResponseUsage(
             used.prompt_tokens,
-            answers.InputDetails(cached),
+            answers.InputDetails(used.cached),
             used.completion_tokens,
-            answers.OutputDetails((used.completion_tokens_details or {}).get("reasoning_tokens", 0)),
+            answers.OutputDetails(used.reasoning or 0),
             used.total_tokens,
         )
 

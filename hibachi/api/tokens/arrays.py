@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from hibachi.api.errors import Refused
+from hibachi.api.weight import at_once
 from hibachi.errors import MOST_SHOWN, ModelError
 from hibachi.tensor.array_backend import HostArray
 
@@ -185,7 +186,8 @@ def _of_lists(raw: bytes, rank: int, format: _Format, param: str, *, special: bo
     error: Exception | None = None
     for kind, dtype in kinds:
         try:
-            found = format(_nested(kind, rank)).decode(raw)
+            with at_once(len(raw)):
+                found = format(_nested(kind, rank)).decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             error = e
             continue

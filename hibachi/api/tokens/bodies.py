@@ -66,6 +66,11 @@ class TokensBody(Parameters, kw_only=True, forbid_unknown_fields=True):
     input: Raw = _NOTHING
 
 
+def is_json(kind: str) -> bool:
+    """Whether a media type is JSON."""
+    return kind == JSON or kind.endswith("+json")
+
+
 class Given:
     """A body and what it asks. kind: its media type; what is not one of TYPES is read by the model's own `read`.
 
@@ -78,7 +83,7 @@ class Given:
     def __init__(self, raw: bytes, kind: str, query: Pairs = ()) -> None:
         self._raw, self._kind = raw, kind
         self.own = False
-        if kind == JSON or kind.endswith("+json"):
+        if is_json(kind):
             self.said = read(TokensBody, raw, PAGE)
         elif kind in MSGPACKS:
             self.said = _of_msgpack(raw)

@@ -23,6 +23,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a messag
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
+    /,  # variables may have any name
     *,
     add_generation_prompt: bool = True,
     nulls: bool = False,

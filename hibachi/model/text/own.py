@@ -104,6 +104,7 @@ class OwnTokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
@@ -175,7 +176,7 @@ class NoTokenizer:
     def split_special(self, text: str) -> list[str | int]:
         return [text] if text else []
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         raise InvalidRequest(
             "This model has no tokenizer and no chat template: expected a prompt of token ids (over HTTP at "
             "/v1/completions); got messages."

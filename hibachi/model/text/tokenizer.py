@@ -232,6 +232,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,

@@ -44,12 +44,12 @@ def work_of(
     """lines: OpenAI's. names: that such lines may call the model by. created: Unix time in seconds of the run's start.
     reading: it is only to judge rows, so no model is made to learn what it returns. Raises ConfigError, MissingExtra.
     """
-    model = settings.model
+    model, parsers = settings.model, parsers_of(settings)
     if lines:
         need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.works.openai import OpenAIWork
 
-        called, parsers = names or names_of(model), parsers_of(settings)
+        called = names or names_of(model)
         open_ = partial(_texts, settings, [])
         return OpenAIWork(open_, called, seed=seed, created=created, model=model, parsers=parsers)
     if task == "forward":
@@ -72,7 +72,7 @@ def work_of(
     return (
         EmbeddingWork(columns, open_, seed=seed, created=created)
         if task == "embed"
-        else TextWork(columns, open_, seed=seed, created=created, token_ids=token_ids)
+        else TextWork(columns, open_, seed=seed, created=created, token_ids=token_ids, parsers=parsers)
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from hibachi.errors import ConfigError, InvalidRequest, shown
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import Row
+from hibachi.offline.works.talking import CHATS, NO_OPTIONS, ChatOptions, without_nulls
 from hibachi.request import SamplingParams
 
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named
@@ -38,8 +39,9 @@ class Columns:
     features: columns of numbers, which together are the input of a feed-forward model, or the tokens.
 
     template: a text with columns in braces, such as "Summarise: {text}"; {{ and }} stand for braces. system: a system
-    message; the prompt is the user's then. chat: likewise without a system message. params: for all rows;
-    param_columns: {parameter: the column with its value}; empty values are as if they were not there.
+    message; the prompt is the user's then. chat: likewise without a system message. params: for all rows, of sampling
+    and, of chats, `ChatOptions`; param_columns: {parameter: the column with its value}; empty values are as if they
+    were not there. Beside messages a column `tools` holds the tools of each row, unless params say which there are.
     """
 
     prompt: str | None = None
@@ -65,12 +67,23 @@ class Columns:
             )
         if self.system is not None and self.messages is not None:
             raise ConfigError("Messages have their own system message: leave system out, or name a column of texts.")
-        if unknown := [name for name in (*self.params, *self.param_columns) if name not in PARAMS]:
-            raise ConfigError(f"There is no sampling parameter {unknown[0]!r}. There are: {', '.join(PARAMS)}.")
+        names = (*self.params, *self.param_columns)
+        if unknown := [name for name in names if name not in (*PARAMS, *CHATS)]:
+            raise ConfigError(
+                f"There is no sampling parameter {unknown[0]!r}. There are: {', '.join(PARAMS)}; and of chats: "
+                f"{', '.join(CHATS)}."
+            )
+        if not self.talks and (vain := [name for name in names if name in CHATS]):
+            raise ConfigError(
+                f"{vain[0]} is for chats: expected messages, a system message or chat beside it; got none."
+            )
         if both := [name for name in self.params if name in self.param_columns]:
             raise ConfigError(f"{both[0]} is given for all rows, and by a column. Leave one out.")
         try:
-            SamplingParams(**self.params)
+            SamplingParams(**self.sampling)
+            options = self.options_of({})
+            if self.tools is None:
+                options.check()
         except InvalidRequest as e:
             raise ConfigError(str(e)) from e
         _names(self.template or "")
@@ -79,6 +92,29 @@ class Columns:
     def talks(self) -> bool:
         """Do the prompts go through the model's chat template?"""
         return self.chat or self.system is not None or self.messages is not None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Of the parameters for all rows, those of sampling."""
+        return {name: value for name, value in self.params.items() if name not in CHATS}
+
+    @property
+    def tools(self) -> str | None:
+        """The column of tools; not every row need have it. None means there is none."""
+        if "tools" in self.params or not self.talks:
+            return None
+        return self.param_columns.get("tools", "tools" if self.messages is not None else None)
+
+    @property
+    def brings_tools(self) -> bool:
+        """Whether rows may have tools."""
+        return self.tools is not None or bool(self.params.get("tools"))
+
+    def options_of(self, given: Mapping[str, Any]) -> ChatOptions:
+        """given: what a row says. Raises InvalidRequest."""
+        found = {name: value for name, value in self.params.items() if name in CHATS}
+        found |= given
+        return ChatOptions(**found) if found else NO_OPTIONS
 
     def wanted(self) -> list[str]:
         """The columns that each row must have, as far as they were named."""
@@ -107,11 +143,12 @@ class Columns:
         ids = () if self.talks else _LIST
         _check_type(types, prompt, (*_TEXT, *ids), "texts, or lists of token ids" if ids else "texts")
         _check_type(types, self.messages, (*_LIST, *_TEXT), "lists of messages", of=_OBJECTS)
+        _check_type(types, self.tools, (*_LIST, *_TEXT), "lists of tools", of=_OBJECTS)
         _check_type(types, self.tokens, (*_LIST, *_TEXT), "lists of tokens")
         for name in self.features:
             _check_type(types, name, (*_NUMBERS, *_TEXT), "numbers")
         for name, column in self.param_columns.items():
-            if name not in _LISTS:
+            if name not in (*_LISTS, *CHATS):
                 _check_type(types, column, (*_NUMBERS, *_TEXT), f"values of {name}")
 
     def prompt_of_all(self, columns: Sequence[str]) -> str:
@@ -132,6 +169,7 @@ class Asked:
     prompt: Any
     params: SamplingParams
     seeded: bool  # the row, or the run for all rows, says which seed
+    options: ChatOptions = NO_OPTIONS
 
 
 class Asking:
@@ -142,7 +180,11 @@ class Asking:
     def __init__(self, columns: Columns, defaults: SamplingParams) -> None:
         if defaults.max_tokens is None:
             defaults = defaults.with_(max_tokens=NEW_TOKENS)
-        self._columns, self._defaults = columns, defaults.with_(**columns.params)
+        self._columns, self._defaults = columns, defaults.with_(**columns.sampling)
+        self._columns_of = {name: c for name, c in columns.param_columns.items() if name not in CHATS}
+        self._own = columns.options_of({})
+        own = {name: c for name, c in columns.param_columns.items() if name in CHATS}
+        self._options_of = own if columns.tools is None else {**own, "tools": columns.tools}
         self._known: dict[str, SamplingParams] = {}
         self._template = None if columns.template is None else _parsed(columns.template)
 
@@ -168,7 +210,16 @@ class Asking:
             user = {"role": "user", "content": prompt}
             prompt = [user] if columns.system is None else [{"role": "system", "content": columns.system}, user]
         params, seeded = self._params(values)
-        return Asked(prompt, params, seeded)
+        return Asked(prompt, params, seeded, self._options(row) if columns.talks else NO_OPTIONS)
+
+    def _options(self, row: Row) -> ChatOptions:
+        of = self._options_of
+        given = {name: said for name, c in of.items() if (said := value_of(name, row.values.get(c))) is not None}
+        if row.arrow is not None:
+            given = without_nulls(given)
+        found = self._columns.options_of(given) if given else self._own
+        found.check()
+        return found
 
     def _prompt(self, values: Mapping[str, Any]) -> Any:
         name = self._columns.prompt
@@ -181,7 +232,7 @@ class Asking:
         return _of(values, name)
 
     def _params(self, values: Mapping[str, Any]) -> tuple[SamplingParams, bool]:
-        columns = self._columns.param_columns
+        columns = self._columns_of
         if not columns:
             return self._defaults, self._defaults.seed is not None
         given = {name: said for name, c in columns.items() if (said := value_of(name, values.get(c))) is not None}
@@ -202,7 +253,10 @@ def _check_type(
     """fits: how a type may begin. of: how that of a list's items may, be they in lists or not."""
     for kind in types.get(column or "", "null").split(" | "):
         kind = kind.removeprefix("dictionary<values=")
-        item = kind.rpartition("list<")[2].partition(": ")[2] if kind.startswith(_LIST) else ""
+        item = kind
+        while item.startswith(_LIST):
+            item = item.partition(": ")[2]
+        item = item if kind.startswith(_LIST) else ""
         if kind != "null" and not (kind.startswith(tuple(fits)) and item.startswith(tuple(of) if item else "")):
             raise ConfigError(f"The column {column!r} must hold {what}; it is of the type {kind}.")
 

@@ -27,6 +27,11 @@ _DIALECTS = {MESSAGES: ANTHROPIC}
 FIELDS = (Field("id", "text"), Field("custom_id", "text"), Field("response", "json"), Field("error", "json"))
 
 
+def id_of(seed: int, number: int, what: str) -> str:
+    """An id of row `number`, the same in every run with this seed. what: it is of."""
+    return hashlib.blake2b(f"{seed} {number} {what}".encode(), digest_size=12).hexdigest()
+
+
 def are_lines(columns: Sequence[str] | None) -> bool:
     return columns is not None and all(c in columns for c in MUST)
 
@@ -86,8 +91,7 @@ class Lines:
         return url, body
 
     def id_of(self, number: int, what: str) -> str:
-        """The same in every run with this seed."""
-        return hashlib.blake2b(f"{self.seed} {number} {what}".encode(), digest_size=12).hexdigest()
+        return id_of(self.seed, number, what)
 
     def answered(self, number: int, values: Mapping[str, Any], body: Any) -> dict[str, Any]:
         response = {"status_code": 200, "request_id": self.id_of(number, "request"), "body": body}

@@ -23,6 +23,22 @@ def renamed(given: Any, before: str, now: str, choice: int, number: int) -> str 
     return None
 
 
+def renaming(before: str, now: str, drawn: Callable[[str], str], *, ours: bool) -> CallId:
+    """Gives ids to the calls of an answer whose own id was `before` and is `now`.
+
+    ours: one of our servers answered: an id that is not made of the answer's was written by the model, and stays.
+    drawn: makes an id in place of one that another server drew.
+    """
+
+    def call(given: Any, choice: int, number: int) -> Any:
+        made = renamed(given, before, now, choice, number)
+        if made is not None or ours:
+            return made or given
+        return f"call_{drawn(f'call {choice} {number}')}"
+
+    return call
+
+
 def rename_chat(answer: Answer, call: CallId) -> None:
     for choice in answer["choices"]:
         message, index = choice.get("message"), choice.get("index")

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from hibachi.api.conversation import conversation, rendered
+from hibachi.api.conversation import conversation
 from hibachi.decode.uniforms import fork
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, ModelError, text_of
+from hibachi.lm.chats import Asking as Talking
+from hibachi.lm.chats import Chats
+from hibachi.lm.chats import Ready as Chat
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
 from hibachi.offline.works.columns import Asked, Asking, Columns
+from hibachi.offline.works.lines import id_of
+from hibachi.offline.works.talking import Answers, continuation_of
 from hibachi.offline.works.told import told_of
 from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.request import SamplingParams
 from hibachi.streams.textstream import Logprobs, Piece, TextChoice, TextStream
+from hibachi.tools.templates.choosing import Parsers
 
 MOST_MESSAGES = 4096  # of a conversation
 Opens = Callable[[], tuple[Texts, str | None]]
@@ -33,17 +39,20 @@ Opens = Callable[[], tuple[Texts, str | None]]
 class _Ready:
     ids: list[int]
     params: SamplingParams
+    chat: Chat | None  # how its answer is read
 
 
 class TextWork(Watching[Texts]):
     """Continuations of prompts.
 
-    The columns of a result: output, finish_reason, prompt_tokens, completion_tokens, error; also output_token_ids,
-    logprobs and prompt_logprobs, if they are wanted. Where rows may have several continuations (n), output,
-    finish_reason, output_token_ids and logprobs are lists with an entry for each.
+    The columns of a result: output, finish_reason, prompt_tokens, completion_tokens, error; of chats also reasoning, by
+    the names of its fields, and tool_calls, if they may have tools; output_token_ids, logprobs and prompt_logprobs, if
+    they are wanted. Where rows may have several continuations (n), columns of continuations are lists with an entry
+    for each.
 
     open_: loads the model; called again when its engine was lost. seed: of the run. created: Unix time in seconds of
-    the run's start, which chat templates take for the present.
+    the run's start, which chat templates take for the present. parsers: how the format of tool calls and reasoning is
+    chosen.
     """
 
     carries, compares = True, False
@@ -56,18 +65,20 @@ class TextWork(Watching[Texts]):
         seed: int = 0,
         created: int = 0,
         token_ids: bool = False,
+        parsers: Parsers | None = None,
     ) -> None:
         super().__init__()
+        self._parsers = parsers or Parsers()
         self._columns, self._open, self._seed, self._token_ids = columns, open_, seed, token_ids
         self._created = created
         self._many = columns.params.get("n", 1) != 1 or "n" in columns.param_columns
+        self._answers = Answers(self._parsers, talks=columns.talks, tools=columns.brings_tools, many=self._many)
         self._scores = [n for n in ("logprobs", "prompt_logprobs") if n in (*columns.params, *columns.param_columns)]
         self.fields: Sequence[Field] = self._fields()
         self._asking = Asking(columns, SamplingParams())
 
     def _fields(self) -> list[Field]:
-        texts: Literal["json", "text"] = "json" if self._many else "text"
-        found = [Field("output", texts), Field("finish_reason", texts)]
+        found = self._answers.fields
         if self._token_ids:
             found.append(Field("output_token_ids", "json" if self._many else "ints"))
         found += [Field(name, "json") for name in self._scores]
@@ -84,6 +95,7 @@ class TextWork(Watching[Texts]):
         self.places = 2 * facts.limits.rows
         self._block = facts.limits.block_size if facts.cached else 0
         self._asking = Asking(self._columns, self.texts.default_params)
+        self._chats = Chats(self.texts.prompts, self.texts.check_form, self.texts.eos_ids)
         if self._columns.talks and self._template is None and not tokenizer.chat_templates:
             self.close()
             raise ConfigError(
@@ -113,9 +125,10 @@ class TextWork(Watching[Texts]):
     def prepare(self, row: Row) -> Prepared:
         with judged():
             asked = self._asking.read(row)
-            ids = self._ids(asked)
+            chat = self._chat(asked) if self._columns.talks else None
+            ids = self.texts.prompts.encode(asked.prompt) if chat is None else chat.ids[0]
             self._check_length(len(ids))
-        params = asked.params
+        params = asked.params if chat is None else chat.params[0]
         if not asked.seeded:
             params = params.with_(seed=fork(self._seed, row.number + 1))
         limit = params.max_tokens
@@ -124,19 +137,18 @@ class TextWork(Watching[Texts]):
         key = blocks_of(ids, self._block) if self._block else ()
         new = longest - len(ids)
         size = row.size + 40 * len(ids) + 500
-        return Prepared(key, longest, size, _Ready(ids, params), len(ids), new * params.runs, new)
+        return Prepared(key, longest, size, _Ready(ids, params, chat), len(ids), new * params.runs, new)
 
-    def _ids(self, asked: Asked) -> list[int]:
-        prompts, tokenizer = self.texts.prompts, self.texts.tokenizer
-        if not self._columns.talks:
-            return prompts.encode(asked.prompt)
-        template = {} if self._template is None else {"chat_template": self._template}
-        messages = conversation(asked.prompt, MOST_MESSAGES)
-        variables = {"add_generation_prompt": True, "strftime_now": self._created, **template}
-        text = rendered(tokenizer.render_chat, messages, variables)
-        prompts.check_text(text)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def _chat(self, asked: Asked) -> Chat:
+        """Raises InvalidRequest or PromptTooLong."""
+        messages, options = conversation(asked.prompt, MOST_MESSAGES), asked.options
+        variables = {"strftime_now": self._created, **options.variables, "add_generation_prompt": True}
+        if self._template is not None:
+            variables["chat_template"] = self._template
+        talking = Talking(
+            options.tools, options.tool_choice, options.parallel_tool_calls, self._parsers, options.reasoning_effort
+        )
+        return self._chats.ready([messages], [asked.params], talking, variables)
 
     def _check_length(self, n: int) -> None:
         most = self.texts.prompts.context
@@ -152,34 +164,33 @@ class TextWork(Watching[Texts]):
     def start(self, number: int, prepared: Prepared) -> None:
         ready: _Ready = prepared.what
         with judged():
-            [stream] = self.texts.submit([ready.ids], ready.params)
+            shown = frozenset[int]() if ready.chat is None else ready.chat.shown
+            [stream] = self.texts.submit([ready.ids], ready.params, shown=shown)
         feeding = Feeding([stream])
-        self._started[number] = stream, feeding
+        self._started[number] = stream, feeding, ready.chat
         self._watched.add(number, [c.tokens for c in stream.choices], feeding if ready.params.stop else None)
 
     def take(self, number: int) -> Result:
-        started: tuple[TextStream, Feeding] = self._started.pop(number)
-        stream, feeding = started
+        started: tuple[TextStream, Feeding, Chat | None] = self._started.pop(number)
+        stream, feeding, chat = started
         self._watched.drop(number)
         with judged(), feeding.ended():
             done = stream.completion()
+            if chat is not None:
+                [done] = chat.told([done], [f"chatcmpl-{id_of(self._seed, number, 'chat')}"])
         new = sum(len(c.token_ids) for c in done.choices)
         values: dict[str, Any] = {
-            "output": self._told([c.text for c in done.choices]),
-            "finish_reason": self._told([str(c.finish_reason) for c in done.choices]),
+            **self._answers.values([continuation_of(c) for c in done.choices]),
             "prompt_tokens": len(done.prompt_token_ids),
             "completion_tokens": new,
         }
         if self._token_ids:
-            values["output_token_ids"] = self._told([c.token_ids for c in done.choices])
+            values["output_token_ids"] = self._answers.told([c.token_ids for c in done.choices])
         if "logprobs" in self._scores:
-            values["logprobs"] = self._told([_scores(c.logprobs) for c in done.choices])
+            values["logprobs"] = self._answers.told([_scores(c.logprobs) for c in done.choices])
         if "prompt_logprobs" in self._scores:
             values["prompt_logprobs"] = _scores(done.prompt_logprobs)
         return Result(values, len(done.prompt_token_ids), stream.tokens.reused, new)
-
-    def _told(self, of_choices: list[Any]) -> Any:
-        return of_choices if self._many else of_choices[0]
 
 
 class EmbeddingWork(TextWork):

@@ -170,6 +170,11 @@ class UrlWork:
         return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
     @property
+    def _ours(self) -> bool:
+        """Whether the server is one of ours: only they name the bits that they compute."""
+        return self._facts is not None and "numerics" in self._facts
+
+    @property
     def sender(self) -> Sender:
         assert self._sender is not None
         return self._sender

@@ -24,7 +24,7 @@ from hibachi.offline.works.lines import (
     Lines,
     refusal_of,
 )
-from hibachi.offline.works.sameanswers import alone, rename_chat, rename_message, rename_response, renamed
+from hibachi.offline.works.sameanswers import alone, rename_chat, rename_message, rename_response, renaming
 from hibachi.offline.works.urlbase import (
     Answer,
     Ready,
@@ -127,11 +127,6 @@ class UrlLines(UrlWork):
         key, tokens = begins(prompt if system is None else [system, prompt])
         return Prepared(key, tokens + _limit(body), row.size + len(ready.body) + 1000, ready)
 
-    @property
-    def _ours(self) -> bool:
-        """Whether the server is one of ours: only they name the bits that they compute."""
-        return self._facts is not None and "numerics" in self._facts
-
     def result(self, number: int, ready: Ready, answer: Answer) -> Result:
         line: _Line = ready.about
         _check(ready.path, answer)
@@ -155,13 +150,7 @@ class UrlLines(UrlWork):
         before, now = str(answer.get("id")), f"{prefix}{own}"
         if "id" in answer:
             answer["id"] = now
-
-        def call(given: Any, choice: int, i: int) -> Any:
-            made = renamed(given, before, now, choice, i)
-            if made is not None or self._ours:  # what the model wrote stays
-                return made or given
-            return f"call_{self._lines.id_of(number, f'call {choice} {i}')}"
-
+        call = renaming(before, now, partial(self._lines.id_of, number), ours=self._ours)
         if path == CHAT:
             rename_chat(answer, call)
         elif path == RESPONSES:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from hibachi.api.errors import Refused
@@ -14,7 +16,10 @@ from hibachi.model.extras import need
 from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.files.writers import Field
 from hibachi.offline.works.columns import Asked, Asking, Columns
+from hibachi.offline.works.lines import id_of
+from hibachi.offline.works.sameanswers import CallId, rename_chat, renaming
 from hibachi.offline.works.sending import Patience
+from hibachi.offline.works.talking import Answers, Continuation, continuation_in
 from hibachi.offline.works.urlbase import (
     CHAT,
     COMPLETIONS,
@@ -36,8 +41,10 @@ from hibachi.offline.works.urlbase import (
 )
 from hibachi.offline.works.watched import judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Work
+from hibachi.remote.settings import parsers_of
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
+from hibachi.tools.templates.choosing import Parsers
 
 PATIENT = Patience()
 _NAMES = {"include_stop": "include_stop_str_in_output"}  # where the API's differ
@@ -49,6 +56,8 @@ class AsksRows(Asks, Protocol):
 
     @property
     def columns(self) -> Columns: ...
+    @property
+    def settings(self) -> SimpleNamespace: ...
     @property
     def task(self) -> str: ...
     @property
@@ -71,7 +80,8 @@ def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience |
         raise ConfigError("The task forward is for a model of your own: name it by --model, and leave --url out.")
     if batch.task == "embed":
         return UrlVectors(server, batch.columns)
-    return UrlText(server, batch.columns, seed=batch.seed, token_ids=batch.token_ids)
+    parsers = parsers_of(batch.settings)
+    return UrlText(server, batch.columns, seed=batch.seed, token_ids=batch.token_ids, parsers=parsers)
 
 
 class UrlRows(UrlWork):
@@ -102,9 +112,18 @@ class UrlRows(UrlWork):
 
 
 class UrlText(UrlRows):
-    """Continuations. The columns of a result are those of `TextWork`, without logprobs."""
+    """Continuations. The columns of a result are those of `TextWork`, without logprobs. parsers: whether and by which
+    names there are columns of reasoning; how it is read, the server knows."""
 
-    def __init__(self, server: Server, columns: Columns, *, seed: int = 0, token_ids: bool = False) -> None:
+    def __init__(
+        self,
+        server: Server,
+        columns: Columns,
+        *,
+        seed: int = 0,
+        token_ids: bool = False,
+        parsers: Parsers | None = None,
+    ) -> None:
         super().__init__(server, columns)
         if columns.params.get("logprobs") is not None or "logprobs" in columns.param_columns:
             raise ConfigError(
@@ -116,13 +135,12 @@ class UrlText(UrlRows):
                 "max_tokens of None, no limit, cannot be said to a server's /v1/completions: expected a number."
             )
         self._seed, self._token_ids = seed, token_ids
-        self._many = columns.params.get("n", 1) != 1 or "n" in columns.param_columns
+        many = columns.params.get("n", 1) != 1 or "n" in columns.param_columns
+        self._answers = Answers(parsers or Parsers(), talks=columns.talks, tools=columns.brings_tools, many=many)
         self._said: dict[Said, dict[str, Any]] = {}
-        kind: Any = "json" if self._many else "text"
         self.fields = [
-            Field("output", kind),
-            Field("finish_reason", kind),
-            *([Field("output_token_ids", "json" if self._many else "ints")] if token_ids else ()),
+            *self._answers.fields,
+            *([Field("output_token_ids", "json" if many else "ints")] if token_ids else ()),
             Field("prompt_tokens", "int"),
             Field("completion_tokens", "int"),
             Field("error", "text"),
@@ -135,6 +153,7 @@ class UrlText(UrlRows):
             assert isinstance(params, Said)
             seed = params.seed if params.seed is not None else fork(self._seed, row.number + 1)
             body = {"model": self._model, **self._fields(params), "seed": signed(seed)}
+            body |= asked.options.as_body()
             body["messages" if self._columns.talks else "prompt"] = asked.prompt
             ready = Ready(CHAT if self._columns.talks else COMPLETIONS, encoded(body), params.n)
         return self._prepared(row, ready, asked.prompt, params.max_tokens or 0)
@@ -151,17 +170,32 @@ class UrlText(UrlRows):
 
     def result(self, number: int, ready: Ready, answer: Answer) -> Result:
         choices = choices_of(answer, ready.count)
-        texts = [text_of(c, ready.path) for c in choices]
+        said = [continuation_in(c, text_of(c, ready.path)) for c in choices]
         used = used_of(answer)
+        if ready.path == CHAT:
+            rename_chat(answer, self._call_ids(number, str(answer.get("id"))))
+            self._check_reasoning(said)
         values: dict[str, Any] = {
-            "output": self._told(texts),
-            "finish_reason": self._told([c.get("finish_reason") for c in choices]),
+            **self._answers.values(said),
             "prompt_tokens": used.prompt,
             "completion_tokens": used.new,
         }
         if self._token_ids:
-            values["output_token_ids"] = self._told([self._ids(c) for c in choices])
+            values["output_token_ids"] = self._answers.told([self._ids(c) for c in choices])
         return Result(values, used.prompt or 0, used.cached, used.new or 0)
+
+    def _call_ids(self, number: int, before: str) -> CallId:
+        """Gives ids to the calls of an answer, whose own id was `before`: those that a model here would give."""
+        drawn = partial(id_of, self._seed, number)
+        return renaming(before, f"chatcmpl-{drawn('chat')}", drawn, ours=self._ours)
+
+    def _check_reasoning(self, said: Sequence[Continuation]) -> None:
+        """Raises ConfigError where reasoning came that was to be a part of the output."""
+        if not self._answers.parted and any(s.reasoning for s in said):
+            raise ConfigError(
+                f"{self._server.url} tells reasoning apart from the text: expected it in the text, as "
+                f"--reasoning-parser none says. Leave that out, or start the server with it too."
+            )
 
     def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
         if self._token_ids and "return_token_ids" in str(why):
@@ -179,9 +213,6 @@ class UrlText(UrlRows):
             f"{self._server.url} tells no token ids: expected a server that knows return_token_ids, such as hibachi's "
             f"or vLLM's.{said} Leave --token-ids out."
         )
-
-    def _told(self, of_choices: list[Any]) -> Any:
-        return of_choices if self._many else of_choices[0]
 
 
 class UrlVectors(UrlRows):

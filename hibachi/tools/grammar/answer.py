@@ -15,6 +15,7 @@ from hibachi.tools.grammar.arguments import arguments, as_object, closed
 from hibachi.tools.grammar.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
 from hibachi.tools.grammar.schemas import moved, slashed
 from hibachi.tools.marks import marks
+from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Tool, Toolbox
 
 ANYTHING = {"type": "object", "additionalProperties": True}
@@ -26,10 +27,8 @@ BARE = {
 NINE = "/[A-Za-z0-9]{9}/"
 
 
-def form(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
+def unchecked_form(
+    reader: AnswerReader,
     answer: StructuredOutputs | None,
     special: Special,
     *,
@@ -37,7 +36,8 @@ def form(
     ends: Collection[int] = (),
     loose: Collection[str] = (),
 ) -> StructuredOutputs | None:
-    """The form of an answer; None where it may be anything.
+    """The form of an answer that `reader` reads; None where it may be anything. Whether the library can do it shows
+    when it is checked.
 
     Where the model must call, calls come and nothing else. Where it may, any text comes, and from the text that begins
     calls on, calls that keep to their schemas. answer: the form of what is said: then either that comes or calls.
@@ -47,25 +47,24 @@ def form(
     ends: tokens that end an answer. loose: names of tools whose arguments may be any object.
 
     Raises InvalidRequest for a schema that cannot be read or that the format cannot say, as
-    `tools[2].function.parameters: ...`; what the library cannot do shows when the form is checked, see `guided`.
+    `tools[2].function.parameters: ...`.
     """
+    format, toolbox = reader.format, reader.toolbox
     tools = toolbox.callable if format.tools is not None else ()
     if not tools and toolbox.mode == "required":
         raise InvalidRequest(
             "tools: a call was required, and there is no tool that may be called, or it is not known how the model "
             "writes calls. Send a tool that may be called, or tool_choice auto."
         )
-    if not tools and (answer is None or (thinking is Thinking.NONE and not format.before_said)):
+    if not tools and (answer is None or (reader.thinking is Thinking.NONE and not format.before_said)):
         return answer
     rules = Rules(special, ids, ends, marks(format, special))
-    answering = Answering(rules, format, toolbox, thinking, answer, loose)
-    return StructuredOutputs(grammar=answering.source())
+    found = AnswerRules(rules, reader, answer, loose)
+    return StructuredOutputs(grammar=found.source())
 
 
-def guided(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
+def checked_form(
+    reader: AnswerReader,
     answer: StructuredOutputs | None,
     special: Special,
     check: Callable[[StructuredOutputs], object],
@@ -73,15 +72,15 @@ def guided(
     ids: Iterable[int] = (),
     ends: Collection[int] = (),
 ) -> StructuredOutputs | None:
-    """`form`, checked. A tool whose schema the library cannot do may take any object where the model may choose and the
-    tool is not strict; else it is refused by its name, and so is a form of what is said.
+    """`unchecked_form`, checked. A tool whose schema the library cannot do may take any object where the model may
+    choose and the tool is not strict; else it is refused by its name, and so is a form of what is said.
 
     check: checks a form and raises InvalidRequest, such as `hibachi.engine.forms.Forms.check`.
     """
     loose = set[str]()
     while True:
         try:
-            found = form(format, toolbox, thinking, answer, special, ids=ids, ends=ends, loose=loose)
+            found = unchecked_form(reader, answer, special, ids=ids, ends=ends, loose=loose)
             if found is not None:
                 check(found)
             return found
@@ -91,20 +90,19 @@ def guided(
             check_any(check)
             if answer is not None:
                 check(answer)
-            errors = {each.tool: each for each in faults(toolbox, check) if each.tool not in loose}
+            errors = {each.tool: each for each in faults(reader.toolbox, check) if each.tool not in loose}
             if not errors:
                 raise InvalidRequest(f"tools: {words_of(e)}.") from None
             guilty, error = set(errors), next(iter(errors.values()))
+        toolbox = reader.toolbox
         strict = {tool.name for tool in toolbox.callable if tool.strict or toolbox.mode == "required"}
         if guilty & (strict | loose):
             raise error
         loose |= guilty
 
 
-def formed(
-    format: ChatFormat,
-    toolbox: Toolbox,
-    thinking: Thinking,
+def served_form(
+    reader: AnswerReader,
     answer: StructuredOutputs | None,
     special: Special,
     check: Callable[[StructuredOutputs], object],
@@ -112,14 +110,13 @@ def formed(
     ids: Iterable[int] = (),
     ends: Collection[int] = (),
 ) -> StructuredOutputs | None:
-    """The form of an answer, checked. See `guided`.
-
-    Where nothing must come, and no grammar can be had (the library is missing, the model's tokens are no text, there
-    are too many tools), there is none: then calls are written as the model was trained to.
+    """`checked_form`, or None where nothing must come and no grammar can be had: the library is missing, the model's
+    tokens are no text, there are too many tools. Then calls are written as the model was trained to.
     """
+    toolbox = reader.toolbox
     must = toolbox.mode == "required" or answer is not None or any(tool.strict for tool in toolbox.callable)
     try:
-        return guided(format, toolbox, thinking, answer, special, check, ids=ids, ends=ends)
+        return checked_form(reader, answer, special, check, ids=ids, ends=ends)
     except (MissingExtra, UnsupportedOperation):
         if must:
             raise
@@ -164,23 +161,22 @@ def words_of(error: InvalidRequest) -> str:
 # ---- reasoning, and what is said -------------------------------------------------------------------------------------
 
 
-class Answering:
+class AnswerRules:
     """The rules of one answer."""
 
     def __init__(
         self,
         rules: Rules,
-        format: ChatFormat,
-        toolbox: Toolbox,
-        thinking: Thinking,
+        reader: AnswerReader,
         answer: StructuredOutputs | None,
         loose: Collection[str],
     ) -> None:
+        format, toolbox = reader.format, reader.toolbox
         self._rules, self._format, self._required = rules, format, toolbox.mode == "required"
-        self._reasoning = None if thinking is Thinking.NONE else format.reasoning
-        self._open = thinking is Thinking.OPEN
+        self._reasoning = None if reader.thinking is Thinking.NONE else format.reasoning
+        self._open = reader.thinking is Thinking.OPEN
         called = format.tools is not None and bool(toolbox.callable)
-        self._calls = Calls(rules, format, toolbox, loose) if called else None
+        self._calls = CallRules(rules, format, toolbox, loose) if called else None
         self._answer = answer
         self._said = None if answer is None else said_as(rules, answer)
 
@@ -258,7 +254,7 @@ def said_as(rules: Rules, answer: StructuredOutputs) -> str:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-class Calls:
+class CallRules:
     """Rules for the calls of one answer. Raises ToolRefused."""
 
     def __init__(self, rules: Rules, format: ChatFormat, toolbox: Toolbox, loose: Collection[str]) -> None:

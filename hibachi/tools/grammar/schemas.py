@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from hibachi.guide.worker import Refused
 from hibachi.tools.grammar.lark import ANY
+from hibachi.tools.references import referred
 
 Schema: TypeAlias = Mapping[str, Any]
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
@@ -55,20 +56,11 @@ def without(schema: Schema, key: str) -> dict[str, Any]:
 
 
 def target(ref: Any, root: Schema) -> Any:
-    """What a reference within a schema means."""
-    found: Any = root
-    if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
-        for step in ref[2:].split("/") if ref != "#" else ():
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            else:
-                break
-        else:
-            return found
-    raise Refused("the keyword `$ref` names what is not within the schema; nothing is fetched", "$ref")
+    """`referred`, which raises Refused here."""
+    try:
+        return referred(ref, root)
+    except LookupError:
+        raise Refused("the keyword `$ref` names what is not within the schema; nothing is fetched", "$ref") from None
 
 
 def alone(schema: Any, root: Schema) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hibachi.tools.format import Call, Python, Quoted, Slot, Tagged, ToolFormat
 from hibachi.tools.reading.schema_types import Typed
 from hibachi.tools.reading.slots import NO, SLOT, WAIT, Finder, Fit, bare, fit, match, merged, skip
 from hibachi.tools.reading.tagged import TaggedArguments, beginning
-from hibachi.tools.reading.values import JSON, PYTHON, Arguments, Rules, Values
+from hibachi.tools.reading.values import JSON, PYTHON, ArgumentsReader, Rules, Values
 from hibachi.tools.tools import Toolbox
 
 _CLOSERS = re.compile(r"[\]})\s]*")
@@ -56,14 +56,14 @@ class CallReader:
     markers: texts that calls begin with anywhere. alone: they may begin without one, where the answer does.
     """
 
-    def __init__(self, form: ToolFormat, toolbox: Toolbox) -> None:
-        self._form, self._toolbox = form, toolbox
+    def __init__(self, format: ToolFormat, toolbox: Toolbox) -> None:
+        self._format, self._toolbox = format, toolbox
         self._names = frozenset(toolbox.schemas)
-        self.alone = form.alone or not form.marker.strip()
-        self._spellings = [self._spelling(form.call), *map(self._other, form.spellings)]
-        marks = {"" if self.alone else form.marker.strip()}
+        self.alone = format.alone or not format.marker.strip()
+        self._spellings = [self._spelling(format.call), *map(self._other, format.spellings)]
+        marks = {"" if self.alone else format.marker.strip()}
         marks |= {
-            _text(call, 0) for call, one in zip(form.spellings, self._spellings[1:], strict=True) if not one.unmarked
+            _text(call, 0) for call, one in zip(format.spellings, self._spellings[1:], strict=True) if not one.unmarked
         }
         self.markers = tuple(sorted(filter(None, marks), key=len, reverse=True))
 
@@ -87,26 +87,26 @@ class CallReader:
         """The texts that end arguments which are none."""
         return tuple(dict.fromkeys(filter(None, (_core(spelling.tail), _core(spelling.end), *self.markers))))
 
-    def arguments(self, begun: Begun) -> Arguments:
+    def arguments(self, begun: Begun) -> ArgumentsReader:
         """A reader of the arguments of a call."""
-        form = self._form.arguments
-        if isinstance(form, Tagged):
-            return TaggedArguments(form, begun.spelling.word, Typed(self._toolbox.schemas.get(begun.name, {})))
-        if isinstance(form, Quoted):
-            return Values(Rules((form.quote, '"'), None, named=True))
-        return Values(PYTHON if isinstance(form, Python) else JSON)
+        dialect = self._format.arguments
+        if isinstance(dialect, Tagged):
+            return TaggedArguments(dialect, begun.spelling.word, Typed(self._toolbox.schemas.get(begun.name, {})))
+        if isinstance(dialect, Quoted):
+            return Values(Rules((dialect.quote, '"'), None, named=True))
+        return Values(PYTHON if isinstance(dialect, Python) else JSON)
 
     def _spelling(self, call: Call) -> Spelling:
         """The way of the format itself."""
-        form = self._form
+        format = self._format
         head, tail = _around(call)
-        between, whole = bare(form.between), form.begin.strip() or form.end.strip()
-        nexts = [merged((form.between, *head)), merged(head)] if between else [merged(head)] if whole else []
-        return self._made((merged((form.begin, *head)),), tuple(nexts), (tail, (form.end,)), self.alone)
+        between, whole = bare(format.between), format.begin.strip() or format.end.strip()
+        nexts = [merged((format.between, *head)), merged(head)] if between else [merged(head)] if whole else []
+        return self._made((merged((format.begin, *head)),), tuple(nexts), (tail, (format.end,)), self.alone)
 
     def _other(self, call: Call) -> Spelling:
         """A further way, which brings what stands around all calls: it may be a list."""
-        begin, marker = self._form.begin, self._form.marker.strip()
+        begin, marker = self._format.begin, self._format.marker.strip()
         head, tail = _around(call)
         first, last = _text(call, 0), _text(call, -1)
         ends: tuple[Call, Call] = tail, ()
@@ -122,13 +122,16 @@ class CallReader:
         self, firsts: tuple[Parts, ...], nexts: tuple[Parts, ...], ends: tuple[Call, Call], unmarked: bool
     ) -> Spelling:
         words = [part.split()[0] for part in (*ends[0], *ends[1]) if isinstance(part, str) and part.strip()]
-        word, form = words[0] if words else "", self._form.arguments
-        begins = beginning(form, word) if isinstance(form, Tagged) else _keyword if isinstance(form, Python) else _brace
+        word, dialect = words[0] if words else "", self._format.arguments
+        if isinstance(dialect, Tagged):
+            begins = beginning(dialect, word)
+        else:
+            begins = _keyword if isinstance(dialect, Python) else _brace
         return Spelling(firsts, nexts, merged(ends[0]), merged(ends[1]), word, begins, unmarked)
 
-    def _found(self, forms: list[tuple[Spelling, Parts]], text: str, at: int) -> Begun | int:
+    def _found(self, ways: list[tuple[Spelling, Parts]], text: str, at: int) -> Begun | int:
         wait = NO
-        for spelling, parts in forms:
+        for spelling, parts in ways:
             found = fit(parts, text, at, spelling.begins, self._names)
             if isinstance(found, Fit):
                 # where nothing marks calls, only those of the request's tools are some

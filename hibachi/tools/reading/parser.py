@@ -9,7 +9,7 @@ from typing import Final
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
 from hibachi.tools.reading.calls import Begun, CallReader
 from hibachi.tools.reading.slots import BLANKS, WAIT, held, skip
-from hibachi.tools.reading.values import Arguments
+from hibachi.tools.reading.values import ArgumentsReader
 from hibachi.tools.tools import Toolbox
 
 MOST_BLANKS: Final = 4096
@@ -50,7 +50,7 @@ class Parser:
         self._events: list[Event] = []
         self._count = 0
         self._begun: Begun | None = None  # the call that is read
-        self._arguments: Arguments | None = None  # of it
+        self._arguments: ArgumentsReader | None = None  # of it
         self._open = False  # it has begun and not ended
         self._drop = False  # blanks before what is said are left out
         self._fresh = True  # no reasoning but blanks has come since its marker
@@ -299,7 +299,7 @@ class Parser:
             self._at = len(self._text)
         return False
 
-    def _of_call(self) -> tuple[CallReader, Begun, Arguments]:
+    def _of_call(self) -> tuple[CallReader, Begun, ArgumentsReader]:
         if self._calls is None or self._begun is None or self._arguments is None:
             raise AssertionError("a call has a reader of its arguments")
         return self._calls, self._begun, self._arguments

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from hibachi.tools.reading.values import PYTHON_VALUE, Values, escaped
+from hibachi.tools.references import referred
 
 ALL: Final = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
 STRING: Final = frozenset(("string",))
@@ -27,31 +28,31 @@ class Typed:
     def property(self, name: str) -> Typed:
         """The schema of a property of an object."""
         others: Any = None
-        for form in self._forms():
-            properties = form.get("properties")
+        for part in self._parts():
+            properties = part.get("properties")
             if isinstance(properties, Mapping) and name in properties:
                 return Typed(properties[name], self._root)
-            others = form.get("additionalProperties") if others is None else others
+            others = part.get("additionalProperties") if others is None else others
         return Typed(others if isinstance(others, Mapping) else True, self._root)
 
     def item(self) -> Typed:
         """The schema of an item of an array."""
-        for form in self._forms():
-            if isinstance(form.get("items"), Mapping):
-                return Typed(form["items"], self._root)
+        for part in self._parts():
+            if isinstance(part.get("items"), Mapping):
+                return Typed(part["items"], self._root)
         return Typed(True, self._root)
 
-    def _forms(self) -> Iterator[Mapping[str, Any]]:
+    def _parts(self) -> Iterator[Mapping[str, Any]]:
         """The schema, and those that it is made of."""
         left = [self._schema]
         for _ in range(_MOST):
             if not left:
                 return
-            form = left.pop(0)
-            if isinstance(form, Mapping):
-                yield form
-                left += [self._referred(form["$ref"])] if "$ref" in form else []
-                left += [one for word in ("allOf", *_UNIONS) for one in _listed(form.get(word))]
+            part = left.pop(0)
+            if isinstance(part, Mapping):
+                yield part
+                left += [self._referred(part["$ref"])] if "$ref" in part else []
+                left += [one for word in ("allOf", *_UNIONS) for one in _listed(part.get(word))]
 
     def _types(self, schema: Any) -> frozenset[str]:
         self._left -= 1
@@ -64,19 +65,18 @@ class Typed:
             out &= types_of(schema["const"])
         if "$ref" in schema:
             out &= self._types(self._referred(schema["$ref"]))
-        for form in _listed(schema.get("allOf")):
-            out &= self._types(form)
+        for part in _listed(schema.get("allOf")):
+            out &= self._types(part)
         for word in _UNIONS:
-            if forms := _listed(schema.get(word)):
-                out &= frozenset().union(*(self._types(form) for form in forms))
+            if options := _listed(schema.get(word)):
+                out &= frozenset().union(*(self._types(part) for part in options))
         return out or ALL
 
     def _referred(self, ref: Any) -> Any:
-        found = self._root
-        for part in str(ref).removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+        try:
+            return referred(ref, self._root)
+        except LookupError:
+            return True
 
 
 def types_of(value: Any) -> frozenset[str]:

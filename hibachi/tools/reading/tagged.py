@@ -27,19 +27,19 @@ class _Level:
 
 
 class TaggedArguments:
-    """The arguments of one call as they come, see `values.Arguments`. Strings are given on in pieces, other values at
+    """The arguments of one call as they come, see `ArgumentsReader`. Strings are given on in pieces, other values at
     their end.
 
     tail: the first word behind all arguments. typed: the schema of the arguments.
     """
 
-    def __init__(self, form: Tagged, tail: str, typed: Typed) -> None:
+    def __init__(self, dialect: Tagged, tail: str, typed: Typed) -> None:
         self.done = self.broken = False
         self.rest, self.closing = "", "{}"
-        self._form, self._closes = form, _closes(form)
+        self._dialect, self._closes = dialect, _closes(dialect)
         self._firsts = BLANKS + "".join(close[0] for close in self._closes)
         self._seen = 0  # letters behind the place that are no end of a name
-        self._begins = beginning(form, tail)
+        self._begins = beginning(dialect, tail)
         self._levels = [_Level(typed)]
         self._out: list[str] = []
         self._text, self._at = "", 0
@@ -112,12 +112,12 @@ class TaggedArguments:
             at += 1
         level = self._levels[-1]
         if level.array is None:
-            level.array = key == self._form.item and ("object" not in level.typed.types or self._arrays(level.typed))
+            level.array = key == self._dialect.item and ("object" not in level.typed.types or self._arrays(level.typed))
             self._out.append("[" if level.array else "{")
         self._typed = level.typed.item() if level.array else level.typed.property(key)
         self._allowed = self._typed.types if types is None else types
         self._is_string = set(self._allowed) == STRING
-        end = self._form.end.replace("{key}", key)
+        end = self._dialect.end.replace("{key}", key)
         self._end, self._word, self._lead = bare(end), end.split()[0], end[: len(end) - len(end.lstrip())]
         name = "" if level.array else f'"{escaped(key)}": '
         self._out.append(("{" if len(self._levels) == 1 and level.empty else "" if level.empty else ", ") + name)
@@ -131,17 +131,17 @@ class TaggedArguments:
 
     def _look(self) -> bool:
         """At what a value begins with: entries of its own, a string between brackets of XML, or itself."""
-        text, form = self._text, self._form
-        if form.item is not None and {"object", "array"} & set(self._allowed):
+        text, dialect = self._text, self._dialect
+        if dialect.item is not None and {"object", "array"} & set(self._allowed):
             end = match(self._end, text, self._at)
-            at = match(bare(form.open), text, self._at) if end == NO else end
+            at = match(bare(dialect.open), text, self._at) if end == NO else end
             if at == WAIT:
                 return False
             if at >= 0 and end == NO:
                 self._levels.append(_Level(self._typed, self._end, None))
                 self._at, self._step, self._seen = at, self._key, 0
                 return True
-        if form.cdata:
+        if dialect.cdata:
             at = match(_CDATA[0], text, self._at)
             if at == WAIT:
                 return False
@@ -190,10 +190,10 @@ class TaggedArguments:
             self._out.append('"')
         else:
             text, types = "".join(self._value), self._allowed
-            if self._form.item is not None and not text.strip() and "string" not in types:
+            if self._dialect.item is not None and not text.strip() and "string" not in types:
                 self._out.append("{}" if "object" in types else "[]" if "array" in types else "null")
             else:
-                self._out.append(value_of(text, types, self._form.python))
+                self._out.append(value_of(text, types, self._dialect.python))
             self._value = []
         self._at, self._step = at, self._between
         return True
@@ -211,10 +211,10 @@ def _may_be_other(text: str) -> bool:
     return text[0] in "0123456789-{[("
 
 
-def beginning(form: Tagged, tail: str) -> Finder:
+def beginning(dialect: Tagged, tail: str) -> Finder:
     """A finder of the text before a name: it gives the place behind it, or the place itself if the call ends there."""
     ends = bare(tail)
-    beginnings = [bare(form.between + form.open), bare(form.open)]
+    beginnings = [bare(dialect.between + dialect.open), bare(dialect.open)]
 
     def find(text: str, at: int) -> int:
         end = match(ends, text, at) if ends else NO
@@ -227,16 +227,16 @@ def beginning(form: Tagged, tail: str) -> Finder:
     return find
 
 
-def _closes(form: Tagged) -> dict[str, tuple[str, frozenset[str] | None]]:
+def _closes(dialect: Tagged) -> dict[str, tuple[str, frozenset[str] | None]]:
     """By each text that may stand between a name and its value, without blanks: the blanks at its end, and the types
     of the value that it tells.
     """
     out: dict[str, tuple[str, frozenset[str] | None]] = {}
-    for close in (form.close, *form.kinds.values()):
+    for close in (dialect.close, *dialect.kinds.values()):
         if bare(close):
-            types = frozenset(kind for kind, text in form.kinds.items() if text == close)
-            if form.kinds and not types:
-                types = ALL - form.kinds.keys() - {"integer"}
+            types = frozenset(kind for kind, text in dialect.kinds.items() if text == close)
+            if dialect.kinds and not types:
+                types = ALL - dialect.kinds.keys() - {"integer"}
             types |= {"integer"} if "number" in types else frozenset()
             out[bare(close)] = (close[len(close.rstrip()) :], types or None)
     return out

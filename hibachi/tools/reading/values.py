@@ -14,7 +14,7 @@ SCALAR: Final = 4096
 """Characters that a number or a name has at most."""
 
 
-class Arguments(Protocol):
+class ArgumentsReader(Protocol):
     """Reads the arguments of one call.
 
     done: they have ended; broken: they are not what the format says. `rest` is then the text that was not read.
@@ -69,7 +69,8 @@ def escaped(text: str) -> str:
 
 
 class Values:
-    """An object as it comes, see `Arguments`. Linear in the text; of it at most `SCALAR` characters are held back.
+    """An object as it comes, see `ArgumentsReader`. Linear in the text, of which at most `SCALAR` characters are held
+    back.
 
     value: reads one value of any kind instead.
     """

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
 from hibachi.tools.reading.parser import Parser
-from hibachi.tools.tools import Toolbox
-from hibachi.tools.write import ToolCall
+from hibachi.tools.tools import Toolbox, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,11 @@ class Answer:
     reasoning: str | None = None
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def called(self) -> bool:
+        """There are calls, and all of them are complete."""
+        return bool(self.calls) and all(call.complete for call in self.calls)
 
 
 def read(format: ChatFormat, toolbox: Toolbox, thinking: Thinking, text: str, cut: bool = False) -> Answer:

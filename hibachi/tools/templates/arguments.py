@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from hibachi.tools.format import Arguments, Python, Quoted, Slot, Tagged, ToolFormat
-from hibachi.tools.templates.probes import KEYS, NUMBER, VALUES, Called, Template, same_beginning, same_end, whole_tags
+from hibachi.tools.templates.probes import (
+    KEYS,
+    NUMBER,
+    VALUES,
+    Called,
+    Template,
+    Unclear,
+    same_beginning,
+    same_end,
+    whole_tags,
+)
 
 _OPENS = re.compile(r"[<\[{(\"]")
 _VALUES: dict[str, Any] = {
@@ -20,24 +30,24 @@ _VALUES: dict[str, Any] = {
 }
 
 
-def taken_apart(template: Template, found: ToolFormat, call: Called, unclear: type[Exception]) -> ToolFormat:
+def taken_apart(template: Template, found: ToolFormat, call: Called) -> ToolFormat:
     """The format, whose ARGUMENTS now reach from the name of an argument to its value, with what is around each."""
     at = found.call.index(Slot.ARGUMENTS)
     x, w = _text(found.call, at - 1), _text(found.call, at + 1)
     close, close_number, z = _closes(template, call)
     if z is None or close is None:
-        raise unclear("no two arguments")
+        raise Unclear("no two arguments")
     if close_number is not None and close_number != close and close.startswith(close_number):
-        return _quoted(found, at, close, close_number, unclear)
+        return _quoted(found, at, close, close_number)
     opened = _beginning(x, z)
     rest = z[: len(z) - len(opened)]
     n = whole_tags(rest, same_beginning(rest, w))
     inner, end, post = x[: len(x) - len(opened)], rest[:n], w[n:]
     if not (opened.strip() and close.strip() and end.strip()):
-        raise unclear("arguments without texts around them")
-    form = Tagged(open=opened, close=close, end=end, between=rest[n:])
+        raise Unclear("arguments without texts around them")
+    dialect = Tagged(open=opened, close=close, end=end, between=rest[n:])
     parts = [*found.call[: at - 1], *_texts(inner), Slot.ARGUMENTS, *_texts(post), *found.call[at + 2 :]]
-    return replace(found, call=tuple(parts), arguments=_values(template, call, form))
+    return replace(found, call=tuple(parts), arguments=_values(template, call, dialect))
 
 
 def _text(parts: tuple[str | Slot, ...], at: int) -> str:
@@ -80,47 +90,47 @@ def _beginning(x: str, z: str) -> str:
     return both[found.start() :] if found else both
 
 
-def _quoted(found: ToolFormat, at: int, close: str, close_number: str, unclear: type[Exception]) -> ToolFormat:
+def _quoted(found: ToolFormat, at: int, close: str, close_number: str) -> ToolFormat:
     """Strings have quotes: keywords of Python, or an object whose names have none."""
     quote = close[len(close_number) :]
     before, behind = _text(found.call, at - 1), _text(found.call, at + 1)
     if not behind.startswith(quote):
-        raise unclear("quotes that are not closed")
+        raise Unclear("quotes that are not closed")
     behind = behind[len(quote) :]
-    form: Arguments
+    dialect: Arguments
     if close_number == "=" and quote in ("'", '"'):
-        form = Python()
+        dialect = Python()
     elif close_number == ":" and before.endswith("{") and behind.startswith("}"):
-        form, before, behind = Quoted(quote), before[:-1], behind[1:]
+        dialect, before, behind = Quoted(quote), before[:-1], behind[1:]
     else:
-        raise unclear("quotes of no known kind")
+        raise Unclear("quotes of no known kind")
     parts = [*found.call[: at - 1], *_texts(before), Slot.ARGUMENTS, *_texts(behind), *found.call[at + 2 :]]
-    return replace(found, call=tuple(parts), arguments=form)
+    return replace(found, call=tuple(parts), arguments=dialect)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def _values(template: Template, call: Called, form: Tagged) -> Tagged:
-    """The form with what it does to values of other types, and to strings that look like tags."""
+def _values(template: Template, call: Called, dialect: Tagged) -> Tagged:
+    """The dialect with what it does to values of other types, and to strings that look like tags."""
     kinds: dict[str, str] = {}
     for kind, value in _VALUES.items():
         text = _behind(template.called(replace(call, arguments={KEYS[0]: value})), KEYS[0])
         if text is None:
             continue
-        if kind == "array" and text.startswith(form.close + form.open) and VALUES[1] in text:
-            item = text[len(form.close + form.open) :].partition(form.close)[0]
-            form = replace(form, item=item)
+        if kind == "array" and text.startswith(dialect.close + dialect.open) and VALUES[1] in text:
+            item = text[len(dialect.close + dialect.open) :].partition(dialect.close)[0]
+            dialect = replace(dialect, item=item)
             continue
-        if form.item is not None:
+        if dialect.item is not None:
             continue
-        close, python = _spelled(text, value, form.end)
-        if close is not None and close != form.close:
+        close, python = _spelled(text, value, dialect.end)
+        if close is not None and close != dialect.close:
             kinds[kind] = close
-        form = replace(form, python=form.python or python)
+        dialect = replace(dialect, python=dialect.python or python)
     marked = _behind(template.called(replace(call, arguments={KEYS[0]: f"{VALUES[0]}<b"})), KEYS[0])
-    cdata = marked is not None and marked.startswith(f"{form.close}<![CDATA[{VALUES[0]}<b]]>")
-    return replace(form, kinds=kinds, cdata=cdata)
+    cdata = marked is not None and marked.startswith(f"{dialect.close}<![CDATA[{VALUES[0]}<b]]>")
+    return replace(dialect, kinds=kinds, cdata=cdata)
 
 
 def _spelled(text: str, value: Any, end: str) -> tuple[str | None, bool]:

@@ -26,22 +26,19 @@ from hibachi.tools.templates.probes import (
     Called,
     Render,
     Template,
+    Unclear,
     same_beginning,
     same_end,
     user,
     whole_tags,
 )
-from hibachi.tools.templates.reasoning import reads_effort, reasoning, spoken, switch, without_end, written_from
+from hibachi.tools.templates.reasoning import around_said, reads_effort, reasoning, switch, without_end, written_from
 from hibachi.tools.templates.trial import THREE, fits, reads
 
 ONE = Called(NAMES[0], {KEYS[0]: VALUES[0]}, IDS[0])
 OTHER = Called(NAMES[1], {KEYS[1]: VALUES[1]}, IDS[1])
 _NEAR = 60  # characters behind a value, in which its name may stand again
 _OPENS = re.compile(r"[\s<\[{(\"]")
-
-
-class Unclear(Exception):
-    """The texts do not fit together."""
 
 
 def derive(render: Render, record: tuple[str, ChatFormat] | None = None) -> ChatFormat:
@@ -69,15 +66,15 @@ def derive(render: Render, record: tuple[str, ChatFormat] | None = None) -> Chat
 
 
 def _recorded(template: Template, record: tuple[str, ChatFormat], writes: bool) -> ChatFormat | None:
-    name, form = record
-    if form.tools is None or not reads(template, form) or (writes and not fits(template, form)):
+    name, format = record
+    if format.tools is None or not reads(template, format) or (writes and not fits(template, format)):
         return None
-    return replace(form, source=name)
+    return replace(format, source=name)
 
 
 def _derived(template: Template, writes: bool) -> ChatFormat:
     thought = reasoning(template, ONE if writes else None)
-    found = spoken(template, thought)
+    found = around_said(template, thought)
     if not reads(template, found):
         found, thought = ChatFormat(), None
     try:
@@ -199,7 +196,7 @@ def _tools(template: Template, thought: ReasoningFormat | None) -> ToolFormat:
     else:
         found = _several(template, two, first, start)
     if _json(one, ONE, 0) is None:
-        found = taken_apart(template, found, ONE, Unclear)
+        found = taken_apart(template, found, ONE)
     _check_apart(found.call)
     return replace(found, id="nine letters" if template.nine else None)
 

@@ -374,13 +374,13 @@ def _with_reasoning(found: ChatFormat, name: str, form: ChatFormat) -> ChatForma
 def named(tool: str | None, reasoning: str | None) -> Named:
     """The records of these names; None and "auto" mean what the template says. Raises ConfigError for unknown names."""
     return Named(
-        _taken("tool-call-parser", tool, KNOWN, _ALIASES),
-        _taken("reasoning-parser", reasoning, _THOUGHTS, _THOUGHT_ALIASES),
+        _taken("tool_call_parser", tool, KNOWN, _ALIASES),
+        _taken("reasoning_parser", reasoning, _THOUGHTS, _THOUGHT_ALIASES),
     )
 
 
 def _taken(
-    flag: str, name: str | None, records: Mapping[str, ChatFormat], aliases: Mapping[str, str]
+    option: str, name: str | None, records: Mapping[str, ChatFormat], aliases: Mapping[str, str]
 ) -> tuple[str, ChatFormat] | None:
     if name is None or name == "auto":
         return None
@@ -389,7 +389,7 @@ def _taken(
     if known not in records:
         names = ", ".join(sorted({*records, *aliases}))
         raise ConfigError(
-            f"--{flag} {name!r:.60} is not known: expected one of auto, {own}, {names}. "
+            f"{option} {name!r:.60} is not known: expected one of auto, {own}, {names}. "
             f"Leave it out to have the format derived from the chat template."
         )
     return name, records[known]

@@ -26,7 +26,10 @@ KEYS = "kolquist", "yttervo"  # in the order of letters, as some templates sort 
 VALUES = "Fnordaxil", "Muzbenhoc"
 NUMBER = 48151623
 IDS = "call_Lvaggwen0", "call_Rbixtopp8"
-SHORT_IDS = "Lvaggwen0", "Rbixtopp8"  # nine letters and digits, as Mistral's templates want them
+
+
+class Unclear(Exception):
+    """Texts of a template do not fit together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def without_end(template: Template, tail: str) -> str:
     return tail
 
 
-def spoken(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
+def around_said(template: Template, thought: ReasoningFormat | None) -> ChatFormat:
     """What is around an answer of text, with or without reasoning before it."""
     said = template.said()
     if said is None or SAID not in said:

@@ -42,37 +42,37 @@ THREE = [[*TRIALS[-1], Called(NAMES[0], {"days": 3}, IDS[0][:-1] + "3")]]
 _TAGS_ONLY = re.compile(r"(\s*<[^<>]+>)*\s*")
 
 
-def fits(template: Template, form: ChatFormat, trials: Sequence[Sequence[Called]] = TRIALS) -> bool:
+def fits(template: Template, format: ChatFormat, trials: Sequence[Sequence[Called]] = TRIALS) -> bool:
     """Whether what the template writes for some lists of calls is read again as these."""
     tools = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in TOOLS
     ]
-    if form.tools is None:
+    if format.tools is None:
         return False
-    plain = isinstance(form.tools.arguments, Python)  # whose templates escape nothing
+    plain = isinstance(format.tools.arguments, Python)  # whose templates escape nothing
     for calls in trials:
-        if (form.tools.most or len(calls)) < len(calls) or (plain and "\\" in str(calls[0].arguments.get("city"))):
+        if (format.tools.most or len(calls)) < len(calls) or (plain and "\\" in str(calls[0].arguments.get("city"))):
             continue
         text = template.after([user(), template.answer(*calls)], tools=tools)
         if text is None:
             return False
-        answer = heard(form, written(template, form, without_end(template, text)), TOOLS)
+        answer = heard(format, by_the_model(template, format, without_end(template, text)), TOOLS)
         if called(answer) != [(c.name, c.arguments) for c in calls] or not _TAGS_ONLY.fullmatch(answer.content):
             return False
     return True
 
 
-def reads(template: Template, form: ChatFormat) -> bool:
+def reads(template: Template, format: ChatFormat) -> bool:
     """Whether an answer of text, with reasoning where the template shows it, is read as such."""
-    for more in ({}, THINKING) if form.reasoning else ({},):
+    for more in ({}, THINKING) if format.reasoning else ({},):
         text = template.said(**more)
         if text is None or SAID not in text:
             continue
-        answer = written(template, form, text)
+        answer = by_the_model(template, format, text)
         opened = answer.lstrip().startswith(THOUGHT)
-        thinking = Thinking.OPEN if opened else thinking_of(form.reasoning, text[: len(text) - len(answer)])
-        found = heard(form, answer, (), thinking)
+        thinking = Thinking.OPEN if opened else thinking_of(format.reasoning, text[: len(text) - len(answer)])
+        found = heard(format, answer, (), thinking)
         front, _, rest = found.content.partition(SAID)
         if front.strip() or not _TAGS_ONLY.fullmatch(without_end(template, rest)):
             return False
@@ -81,17 +81,17 @@ def reads(template: Template, form: ChatFormat) -> bool:
     return True
 
 
-def written(template: Template, form: ChatFormat, text: str) -> str:
+def by_the_model(template: Template, format: ChatFormat, text: str) -> str:
     """What of the text behind the user's words the model would have written."""
     start = same_beginning(template.prompt() or "", text)
     if start < len(template.prompt() or ""):
-        start = written_from(template, text, form.reasoning)
+        start = written_from(template, text, format.reasoning)
     return text[start:]
 
 
-def heard(form: ChatFormat, text: str, tools: Sequence[Tool], thinking: Thinking = Thinking.MAY) -> Answer:
+def heard(format: ChatFormat, text: str, tools: Sequence[Tool], thinking: Thinking = Thinking.MAY) -> Answer:
     """What an answer holds."""
-    return read(form, Toolbox(tuple(tools)), thinking, text)
+    return read(format, Toolbox(tuple(tools)), thinking, text)
 
 
 def called(answer: Answer) -> list[tuple[str, Any]]:

@@ -12,17 +12,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
 
 from hibachi.api import tokenizing
 from hibachi.api.errors import Refused
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.errors import PromptTooLong
+from hibachi.serve import streaming
 from hibachi.web.deadlines import MOST_BYTES
 
 from ...engine.models import until
 from ...serve import test_run
-from ...serve.conftest import ENGINES, site
+from ...serve.conftest import CHATML, ENGINES, site
 from ...serve.test_metrics import scrape
 
 WHICH = pytest.mark.parametrize("which", ENGINES)
@@ -79,7 +81,10 @@ def test_2_headers_without_end_cost_no_memory(start):
 
 @pytest.fixture(scope="module")
 def small():
-    with ENGINES["child"]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts, site(texts) as here:
+    with (
+        ENGINES["child"]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts,
+        site(texts, chat_template=CHATML) as here,
+    ):
         yield here
 
 
@@ -220,6 +225,53 @@ def test_5_who_sends_a_long_text_holds_up_nobody(sleepy):
             worst = max(worst, time.monotonic() - began)
         assert worst < 1, "a text was read by the event loop"
         assert [a.result().status_code for a in asked] == [200] * 3
+
+
+WIDE = (16 << 20) - 100
+HELLO = b'"messages":[{"role":"user","content":"a"}]'
+MANY = {
+    "/v1/chat/completions": b"{" + HELLO + b',"tools":[%s]}',
+    "/v1/responses": b'{"input":[%s]}',
+    "/v1/messages": b'{"model":"tiny","max_tokens":1,' + HELLO + b',"tools":[%s]}',
+    "/v1/completions": b'{"prompt":[%s]}',
+    "/v1/generate": b'{"prompt":[%s]}',
+    "/tokenize": b'{"messages":[%s]}',
+}
+
+
+@pytest.mark.parametrize("path", MANY)
+def test_5_bodies_of_very_many_values_are_not_read(small, path, monkeypatch):
+    def never(*_):
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(msgspec.json, "decode", never)
+    body = MANY[path] % (b"[]," * (WIDE // 3))
+    answer = small.client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413 and "too many values" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_5_long_answers_are_written_beside_the_event_loop(path, small, monkeypatch):
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "prompt": "a"}
+    fields = {"/v1/completions": ("prompt", "max_tokens"), "/v1/responses": ()}.get(path, ("messages", "max_tokens"))
+    body = {"model": "tiny", "temperature": 0} | {name: asked[name] for name in fields}
+    if path == "/v1/responses":
+        body |= {"input": "a", "max_output_tokens": 9}
+    seen, encode = [], streaming.encode
+
+    def noted(answer):
+        seen.append(threading.current_thread().name)
+        return encode(answer)
+
+    monkeypatch.setattr(streaming, "encode", noted)
+    answers = []
+    for most in (8, 9):
+        monkeypatch.setattr(streaming, "LONG", most)
+        answer = small.post(path, body).json()
+        answers.append({name: value for name, value in answer.items() if name in ("choices", "content", "output")})
+    beside = "hibachi-short" in seen[0]
+    assert beside == (path != "/v1/responses") and "hibachi-short" not in seen[1]
+    assert path == "/v1/responses" or answers[0] == answers[1]
 
 
 def test_5_long_texts_wait_for_long_texts_only_and_not_without_end(monkeypatch):

@@ -7,11 +7,12 @@ import pytest
 
 from hibachi.api import asking
 from hibachi.api.bodies import Bounds, ChatBody, read
-from hibachi.api.conversation import conversation, rendered
+from hibachi.api.conversation import conversation, refusing
 from hibachi.api.errors import Refused
 from hibachi.errors import InvalidRequest
 from hibachi.model.text.chat import render_chat
 from hibachi.request import SamplingParams
+from hibachi.tools.history import rendered
 
 from ...serve.conftest import ENGINES, site
 from .conftest import CHATML
@@ -47,7 +48,8 @@ def text_of(template, messages, **variables):
     def render(given, **more):
         return render_chat(template, given, bos_token="<s>", eos_token="</s>", **more)
 
-    return rendered(render, asked.messages, asked.template)
+    with refusing():
+        return rendered(render, asked.messages, asked.template)
 
 
 # ---- tool history (findings 12 and 13, D1) ---------------------------------------------------------------------------
@@ -74,19 +76,36 @@ def test_12_arguments_are_objects_in_a_template(how):
 
 
 @pytest.mark.parametrize("arguments", ["not JSON", "[1]", '"x"', "{", "[" * 100_000])
-def test_12_arguments_that_are_no_object_stay_as_they_are(arguments):
-    [_, assistant, _] = conversation(history(arguments), 10)
-    assert assistant["tool_calls"][0]["function"]["arguments"] == arguments
+def test_12_arguments_that_are_no_object_are_refused(arguments):
+    with pytest.raises(Refused) as caught:
+        conversation(history(arguments), 10)
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
 def test_12_no_arguments_are_none():
     assert conversation(history(""), 10)[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
-@pytest.mark.parametrize("calls", [[], [1], [{}], [{"function": 3}], [{"function": {"arguments": 3}}], "x", None])
-def test_12_calls_of_other_kinds_are_left_to_the_template(calls):
+@pytest.mark.parametrize("calls", [[], None])
+def test_12_no_calls_are_left_to_the_template(calls):
     given = {"role": "assistant", "content": "x", "tool_calls": calls}
     assert conversation([given], 10) == [given]
+
+
+@pytest.mark.parametrize(
+    "calls, place",
+    [
+        ("x", ""),
+        ([1], "[0]"),
+        ([{}], "[0].function"),
+        ([{"function": 3}], "[0].function"),
+        ([{"function": {"arguments": 3}}], "[0].function.name"),
+    ],
+)
+def test_12_calls_that_are_none_are_refused(calls, place):
+    with pytest.raises(Refused) as caught:
+        conversation([{"role": "assistant", "content": "x", "tool_calls": calls}], 10)
+    assert caught.value.param == f"messages[0].tool_calls{place}"
 
 
 def test_12_what_was_sent_is_not_changed():

@@ -5,7 +5,7 @@ import sys
 
 asked = json.loads(sys.argv[1])
 base = asked["url"] + "/v1"
-talks = asked.get("talks", "") + "/v1"  # of the model in talks.py
+talks = asked.get("talks", "") + "/v1"  # of `Talks` in plans.py
 greedy = {"temperature": 0, "max_tokens": asked["max_tokens"]}
 system, user = (message["content"] for message in asked["messages"])
 

@@ -2,7 +2,8 @@
 places at once, and then says what it was told; asked who it is, it calls the tool that takes a mood, if there is one,
 or says JSON. If the question says "think", it reasons first, and if it still sees that afterwards, says "As I thought".
 It knows nothing but the text of its prompt, so what it says shows what was in there. It prefers this, and says
-something else only where it must. Another model says nonsense.
+something else only where it must. Another model says the JSON to anything, and a third one nonsense. All have room for
+the prompts of programs that write much.
 """
 
 import json
@@ -87,11 +88,12 @@ class Bytes:
 class Plans:
     vocab_size, max_model_len, eos_ids = 256, 2**18, (0,)  # agents describe many tools, at length
     tokenizer = Bytes()
+    turn = TURN.encode()  # what the prompt ends with
 
     def logits(self, tokens, lengths):
         scores = np.zeros((len(lengths), 256), np.float32)
         for row, length in enumerate(lengths):
-            prompt, _, said = tokens[row, :length].astype(np.uint8).tobytes().rpartition(TURN.encode())
+            prompt, _, said = tokens[row, :length].astype(np.uint8).tobytes().rpartition(self.turn)
             for worse, text in enumerate(self._plans(prompt)):
                 if text.startswith(said):
                     at = [*text, 0][len(said)]
@@ -102,6 +104,16 @@ class Plans:
     @lru_cache(64)
     def _plans(prompt):
         return [text.encode() for text in plans(prompt.decode(errors="replace"))]
+
+
+class Talks(Plans):
+    """A model that says JSON and, unless it is kept from that, something before: for whatever ends with a line feed."""
+
+    turn = b"\n"
+
+    @staticmethod
+    def _plans(prompt):
+        return [(BEFORE + SAID).encode(), SAID.encode()]
 
 
 class Rambles:

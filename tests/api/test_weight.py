@@ -1,0 +1,95 @@
+"""Bodies of very many values are refused before they are read; large ones of few values are not."""
+
+import gc
+import json
+import random
+import time
+
+import pytest
+
+from hibachi.api import weight
+from hibachi.api.bodies import ChatBody, CompletionBody, read
+from hibachi.api.errors import Refused
+from hibachi.api.weight import LIGHT, MOST, check_weight
+
+
+def weighed(value):
+    """The same of a value that was read."""
+    if isinstance(value, str):
+        return 4
+    if isinstance(value, list):
+        return 3 + sum(map(weighed, value)) + max(len(value) - 1, 0)
+    if isinstance(value, dict):
+        return 3 + sum(8 + weighed(each) for each in value.values()) + max(len(value) - 1, 0)
+    return 0
+
+
+def drawn(rng, depth):
+    luck = rng.random()
+    if depth == 0 or luck < 0.3:
+        return "".join(rng.choice('\\"a,[{:\n') for _ in range(rng.randrange(9)))
+    if luck < 0.4:
+        return rng.randrange(99)
+    if luck < 0.7:
+        return [drawn(rng, depth - 1) for _ in range(rng.randrange(5))]
+    return {drawn(rng, 0): drawn(rng, depth - 1) for _ in range(rng.randrange(5))}
+
+
+def test_values_are_counted_and_texts_are_not_looked_into(monkeypatch):
+    rng = random.Random(0)
+    for _ in range(500):
+        value = drawn(rng, 4)
+        body, own = json.dumps(value).encode(), weighed(value)
+        monkeypatch.setattr(weight, "_PIECE", rng.choice((1, 2, 3, 7, 50, 9999)))
+        monkeypatch.setattr(weight, "MOST", own)
+        check_weight(body)
+        monkeypatch.setattr(weight, "MOST", own - 1)
+        with pytest.raises(Refused, match="too many values"):
+            check_weight(body)
+
+
+MANY = 16 << 20
+FINE = {
+    "a prompt of a million tokens": lambda: json.dumps({"prompt": [i % 100_000 for i in range(10**6)]}),
+    "16 MB of text": lambda: json.dumps({"prompt": "It is a truth, [universally], {acknowledged} " * (MANY // 46)}),
+    "16 MB of JSON in a text": lambda: json.dumps({"prompt": '{"a": [1, "b"]}, ' * (MANY // 22)}),
+    "16 MB of backslashes": lambda: json.dumps({"prompt": "\\" * (MANY // 2 - 40)}),
+}
+
+
+@pytest.mark.parametrize("body", FINE.values(), ids=FINE.keys())
+def test_large_bodies_of_few_values_are_taken(body):
+    data = body().encode()
+    check_weight(data)
+    assert read(CompletionBody, data).prompt
+
+
+UNITS = ["[]", "{}", "[[[[]]]]", '"a"', '{"a":1}', "1", '"é"', '""']
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_is_taken_is_read_soon_and_more_is_refused(unit):
+    def body(n):
+        return b'{"messages":[],"metadata":[' + b",".join([unit.encode()] * n) + b"]}"
+
+    n = MOST // (weighed(json.loads(unit)) + 1)
+    with pytest.raises(Refused) as e:
+        check_weight(body(n + 9))
+    assert e.value.status == 413 and e.value.code == "body_too_large"
+    data = body(n - 99)
+    check_weight(data)
+    assert LIGHT < len(data) < MANY
+    took = []
+    for _ in range(3):
+        began = time.thread_time()
+        read(ChatBody, data)
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.3, f"others would wait for {min(took):.2f} s"  # 0.03 to 0.1 s on two busy cores
+
+
+def test_garbage_is_collected_again_whatever_was_read():
+    assert gc.isenabled()
+    read(CompletionBody, b'{"prompt": "' + b"a" * LIGHT + b'"}')
+    with pytest.raises(Refused):
+        read(CompletionBody, b'{"prompt": "' + b"a" * LIGHT)
+    assert gc.isenabled()
