@@ -215,3 +215,10 @@ def test_results_of_many_calls_in_any_order():
     unnamed = [{"role": "tool", "content": "x"}] * 2
     named = conversation([calls(4), results[-3], *unnamed], 4096)[-2:]
     assert [m["tool_call_id"] for m in named] == ["c0", "c1"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_that_is_no_text_is_refused(name):
+    with pytest.raises(Refused, match="must be a text; got 7") as caught:
+        conversation([USER, {"role": "assistant", "content": "a", name: 7}], 9)
+    assert (caught.value.param, caught.value.code) == (f"messages[1].{name}", "invalid_type")
