@@ -90,6 +90,10 @@ def message(given: dict[str, Any], i: int) -> dict[str, Any]:
     """
     if not isinstance(given.get("role"), str):
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
+    for name in ("reasoning_content", "reasoning"):
+        if not isinstance(given.get(name), (str, type(None))):
+            place = f"messages[{i}].{name}"
+            raise Refused(f"{place} must be a text; got {shown(given[name])}.", param=place, code="invalid_type")
     content = given.get("content")
     given = dict(as_objects(given, f"messages[{i}]"))
     if content is None or isinstance(content, str):

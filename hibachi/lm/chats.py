@@ -67,7 +67,7 @@ class Ready:
 
 
 class Chats:
-    """The chats of one model. checks: raises InvalidRequest where a form cannot be had. ends: tokens that end a text."""
+    """The chats of one model. checks: raises InvalidRequest where no form can be had. ends: tokens that end a text."""
 
     def __init__(self, prompts: Prompts, checks: Callable[[SamplingParams], object], ends: Sequence[int]) -> None:
         self._prompts, self._checks, self._ends = prompts, checks, ends

@@ -135,8 +135,10 @@ def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
 
 
 def _named(given: Any, place: str) -> str:
-    if _kind(given) != "function":
+    if (kind := _kind(given)) != "function":
         _refuse_kind(given, place)
+        if isinstance(given, Mapping):
+            raise InvalidRequest(f'{place}.type must be "function"; got {shown(kind)}.')
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):

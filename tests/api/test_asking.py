@@ -11,6 +11,8 @@ from hibachi.api.asking import Asked
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
 from hibachi.api.errors import Refused
 from hibachi.request import SamplingParams, Terms
+from hibachi.tools.format import PLAIN as PLAIN_FORMAT
+from hibachi.tools.reading.reader import AnswerReader
 
 # What the server was started with; none of it is a default of SamplingParams.
 SERVER = SamplingParams(
@@ -544,6 +546,13 @@ def test_reasoning():
     assert chat(reasoning_effort="low").effort == "low" and chat(reasoning_effort=None) == chat()
 
 
+def test_special_tokens_that_the_text_of_an_answer_shows():
+    asked = chat()
+    assert asked.shown == frozenset()
+    asked.reader = AnswerReader(PLAIN_FORMAT, shown=frozenset({7}))
+    assert asked.shown == {7}
+
+
 # ---- vLLM's fields ---------------------------------------------------------------------------------------------------
 
 # field: what it may say, and what it may not.
@@ -677,6 +686,7 @@ def test_a_prediction_that_is_none_is_refused_by_name(ask, given, param):
 def test_the_size_of_a_vector():
     """The most is what the model has, which is known when there is one."""
     assert embedding(input="a", dimensions=None) == embedding(input="a", dimensions=10**9) == ["a"]
+    assert embedding(input="a", dimensions=1) == ["a"]
     for n in (0, -1, -(10**30)):
         assert refused(embedding, input="a", dimensions=n)[1:] == ("dimensions", "invalid_value")
 

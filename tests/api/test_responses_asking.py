@@ -296,6 +296,7 @@ def test_a_tool_in_a_namespace_is_demanded(named):
     ("space", "param", "code"),
     [
         ({**SPACE, "name": ""}, "tools[1].name", "invalid_value"),
+        ({**SPACE, "tools": [{**INNER, "name": ""}]}, "tools[1].tools[0].name", "invalid_value"),
         ({**SPACE, "tools": None}, "tools[1].tools", "invalid_type"),
         ({**SPACE, "weight": 1}, "tools[1].weight", "unknown_parameter"),
         ({**SPACE, "tools": [FUNCTION, {"type": "custom", "name": "c"}]}, "tools[1].tools[1].type",

@@ -2,7 +2,8 @@
 
 Four descriptions: OpenAI's own of its API, and of its responses; that of text-generation-inference; and ours, GET
 /openapi.json. Each in two runs: with requests as the document describes them, most of which say something that is
-refused; and with those that are answered. Together at least 2,000 examples.
+refused; and with those that are answered. Together at least 2,000 examples. Tools are tried besides, by each of the
+three APIs, of a model that is held to them.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import serving
+from .conftest import TEMPLATE, serving
 from .venvs import CLIENTS, environment, run
 
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("schemathesis")]
@@ -42,6 +43,16 @@ def tgi(tmp_path_factory):
         yield found
 
 
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory):
+    """A server of a model that says nonsense, whose template reads how much it shall reason."""
+    template = "{% if reasoning_effort %}Reason: {{ reasoning_effort }}\n{% endif %}" + TEMPLATE
+    more = ("--served-model-name", "tiny", "--chat-template", template, "--tool-call-parser", "generic")
+    log, model = tmp_path_factory.mktemp("tooled") / "log", f"{CLIENTS / 'plans.py'}:Rambles"
+    with serving(log, "--max-tokens", "80", *more, model=model) as found:
+        yield found
+
+
 def test_openai_s_description_of_its_api_holds(programs, url, home):
     reduce = [programs / "python", CLIENTS / "reduce_spec.py", OPENAI, "OUT", "tiny"]
     _find_nothing(programs, f"{url}/v1", home, [(20, reduce), (100, [*reduce, ANSWERED])])
@@ -61,15 +72,38 @@ def test_tgi_s_description_of_its_api_holds(programs, server, home, request):
 
 def test_our_description_of_our_api_holds(programs, short, home):
     """With every status that an answer has."""
-    own = home / "own.json"
-    with urllib.request.urlopen(f"{short}/openapi.json") as answer:
-        own.write_bytes(answer.read())
+    own = _own(short, home)
     runs = [(20, ["cp", own, "OUT"]), (60, [programs / "python", CLIENTS / "own_spec.py", own, "OUT"])]
     _find_nothing(programs, short, home, runs, checks=f"{CHECKS},status_code_conformance", least=1000)
 
 
-def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100):
-    """runs: most examples of an operation, and a command that makes the document OUT. least: answers that are good."""
+def test_tools_in_chats_are_as_openai_describes_them(programs, tooled, home):
+    cut = [programs / "python", CLIENTS / "reduce_spec.py", OPENAI, "OUT", "tiny"]
+    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (300, [*cut, "--tools"])])
+
+
+def test_tools_in_responses_are_as_openai_describes_them(programs, tooled, home):
+    cut = [programs / "python", CLIENTS / "responses_spec.py", RESPONSES, "OUT", "tiny"]
+    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (200, [*cut, "--tools"])])
+
+
+def test_tools_in_messages_are_as_we_describe_them(programs, tooled, home):
+    cut = [programs / "python", CLIENTS / "own_spec.py", _own(tooled, home), "OUT", "--tools"]
+    _find_nothing(programs, tooled, home, [(200, cut)], checks=f"{CHECKS},status_code_conformance", many=700)
+
+
+def _own(url, home):
+    """A file with our description."""
+    own = home / "own.json"
+    with urllib.request.urlopen(f"{url}/openapi.json") as answer:
+        own.write_bytes(answer.read())
+    return own
+
+
+def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100, many=2000):
+    """runs: most examples of an operation, and a command that makes the document OUT. least: answers that are good.
+    many: examples.
+    """
     schema, generated, accepted = home / "openapi.json", 0, 0
     for examples, command in runs:
         run(*[schema if word == "OUT" else word for word in command], cwd=home)
@@ -78,7 +112,7 @@ def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100):
         accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
         print(run(programs / "python", CLIENTS / "check_streams.py", schema, url, cwd=home))
     print(f"\n{generated} examples, of which {accepted} were valid and answered")
-    assert generated >= 2000 and accepted >= least  # else hardly anything was answered
+    assert generated >= many and accepted >= least  # else hardly anything was answered
 
 
 def _examine(programs, url, home, schema, checks, examples):

@@ -97,6 +97,11 @@ def test_names_that_clients_send(name):
         (TWO, allowed("auto"), "tool_choice.allowed_tools"),
         (TWO, allowed("none", "look"), "tool_choice.allowed_tools"),
         (TWO, {"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        (
+            TWO,
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{**named("look"), "type": 7}]}},
+            "tool_choice.allowed_tools.tools[0].type",
+        ),
         ([], "required", "tool_choice"),
         (None, named("look"), "tool_choice"),
     ],

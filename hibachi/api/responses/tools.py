@@ -74,11 +74,17 @@ def placed_in(text: str, tools: Sequence[Raw] | None) -> str:
 
 def _in_namespace(raw: Raw, place: str) -> Iterator[Placed]:
     space = _read(Namespace, raw, place)
-    if not space.name:
-        raise Refused(f"{place}.name is empty.", param=f"{place}.name", code="invalid_value")
+    _check_name(space, place)
     for i, inner in enumerate(space.tools):
         at = f"{place}.tools[{i}]"
-        yield Placed(at, space, _function(inner, at))
+        function = _function(inner, at)
+        _check_name(function, at)  # as the name that the model knows is never empty
+        yield Placed(at, space, function)
+
+
+def _check_name(named: Namespace | FunctionTool, place: str) -> None:
+    if not named.name:
+        raise Refused(f"{place}.name is empty.", param=f"{place}.name", code="invalid_value")
 
 
 def _function(raw: Raw, place: str) -> FunctionTool:
