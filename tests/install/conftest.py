@@ -1,5 +1,6 @@
 """A server to send requests to, as a process, and a folder for an environment."""
 
+import faulthandler
 import importlib.util
 import re
 import shutil
@@ -11,13 +12,23 @@ from contextlib import contextmanager
 import pytest
 
 from .clients import plans as planning
-from .venvs import CLIENTS
+from .venvs import CLIENTS, strangers_for_node
 from .wheels import Builder
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+PATIENCE = 3600  # seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """These tests may take longer than others, also where nobody has told pytest so, as the Makefile does."""
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__)
 
 
 @contextmanager
@@ -62,6 +73,15 @@ def plans(tmp_path_factory):
 def builder(tmp_path_factory):
     """Of wheels. Whoever asks for it is in the xdist group "wheels"."""
     return Builder(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="session")
+def with_promptfoo(tmp_path_factory):
+    """Where promptfoo is installed, which takes minutes. Whoever asks for it is in the xdist group "promptfoo"."""
+    folder = tmp_path_factory.mktemp("promptfoo")
+    strangers_for_node(folder, "promptfoo")
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
