@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from .clients import plans as planning
 from .venvs import CLIENTS, strangers_for_node
@@ -28,7 +29,8 @@ PATIENCE = 3600  # seconds
 def pytest_runtest_setup(item):
     """These tests may take longer than others, also where nobody has told pytest so, as the Makefile does."""
     faulthandler.cancel_dump_traceback_later()
-    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__)
+    told = item.config.stash[fault_handler_stderr_fd_key]  # where pytest tells of it, which captures what is standard
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=told)
 
 
 @contextmanager
