@@ -300,26 +300,53 @@ def choice_source(choices: Sequence[str]) -> str:
     return f"{FREE}start: CHOICE\nCHOICE: {' | '.join(quoted)}\n"
 
 
+GBNF = re.compile(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=")
+_SKIPPED = r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/'
+WITHIN_LARK = re.compile(rf'%gbnf\s+(?P<gbnf>"(?:\\.|[^"\\])*")|{_SKIPPED}')
+NAMES = re.compile(rf"{_SKIPPED}|(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
+
+
 def grammar_source(text: str, texts: bool) -> str:
     if text.lstrip().startswith("{"):  # which the library would read as grammars in JSON
         raise Refused("it must be in Lark's notation or in GBNF; got JSON")
-    if re.search(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=", text):
+    if GBNF.search(text):
         if not texts:
             raise Refused("it needs token_bytes: the tokens of this model are no text, and GBNF is about text")
-        return from_gbnf(text)
+        return f"{from_gbnf(text)}\n{FREE}"
     if not texts and (part := next(text_parts(text), None)):
         raise Refused(
             f"it needs token_bytes: the tokens of this model are no text, so only `<[..]>` can be used; got {part}"
         )
-    return f"{text}\n{FREE}"  # behind it, so that numbers of lines stay
+    return f"{with_gbnf(text)}\n{FREE}"  # behind it, so that numbers of lines stay
+
+
+def with_gbnf(lark: str) -> str:
+    """A grammar in which each `%gbnf "..."`, a grammar in GBNF within one string of JSON, is a rule."""
+    found = list[str]()
+
+    def as_rule(part: re.Match[str]) -> str:
+        if part["gbnf"] is None:
+            return part[0]
+        prefix = f"gbnf_{len(found)}_"
+        rules = from_gbnf(json.loads(part["gbnf"])).replace("%llguidance {}", "", 1)
+        found.append(NAMES.sub(lambda m: m[0] if m["name"] is None else own_name(prefix, m["name"]), rules))
+        return f"{prefix}start"
+
+    return "\n".join([WITHIN_LARK.sub(as_rule, lark), *found]) if "%gbnf" in lark else lark
+
+
+def own_name(prefix: str, name: str) -> str:
+    """Names of terminals are in capitals."""
+    return f"{prefix.upper() if name.isupper() else prefix}{name}"
 
 
 def from_gbnf(text: str) -> str:
+    """The same in Lark's notation. Raises Refused."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         lark: str = gbnf_to_lark(text)
-        return f"{lark}\n{FREE}"
+        return lark
     except RecursionError:
         raise Refused("it is nested too deep. Make it flatter") from None
     except Exception as e:  # the library raises Exception itself

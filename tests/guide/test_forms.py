@@ -284,6 +284,18 @@ def test_a_grammar_in_gbnf(tiny):
     assert tiny.fits(guide, "1+(2+34)") and not tiny.fits(guide, "1+") and not tiny.fits(guide, "(1")
 
 
+def test_a_grammar_in_gbnf_within_another(tiny):
+    sums = json.dumps('root ::= sum "/"?\nsum ::= TERM ("+" TERM)* # "x"\nTERM ::= [0-9"/]+ | "(" sum ")" | "root"\n')
+    word = json.dumps('root ::= "TERM" root?')
+    guide = tiny.guide(grammar=f'start: "%gbnf " sum word | TERM\nsum: %gbnf {sums}\nword: %gbnf {word}\nTERM: "gbnf"')
+    for text in ("%gbnf 1+(2+root)TERMTERM", '%gbnf "//TERM', "gbnf"):
+        assert tiny.fits(guide, text), text
+    for text in ("%gbnf 1TERM1", "%gbnf gbnfTERM", "1"):
+        assert not tiny.fits(guide, text), text
+    with pytest.raises(FormRefused, match="it is no GBNF: No 'root' rule found"):
+        tiny.check(grammar="start: %gbnf " + json.dumps('a ::= "b"'))
+
+
 @pytest.mark.parametrize(
     "grammar, why",
     [

@@ -224,11 +224,19 @@ ANSWERS = [
     (StructuredOutputs(regex="[0-9]{2}/[0-9]"), "12/3", "1a"),
     (StructuredOutputs(choice=["yes", "no"]), "no", "nope"),
     (StructuredOutputs(grammar='start: "a" x | start_not\nx: "start"\nstart_not: "b"'), "astart", "c"),
+    (
+        StructuredOutputs(
+            grammar='root ::= call json-1 | "\\"root ::= %gbnf \\"b" # start\ncall ::= "a" [/"a-c] call?\n'
+            'json-1 ::= "LEAD" | "(" json-1 ")"'
+        ),
+        'aaa/a"(LEAD)',
+        "(",
+    ),
 ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("answer", ANSWERS, ids=[answer.kind for answer, *_ in ANSWERS])
+@pytest.mark.parametrize("answer", ANSWERS, ids=[f"{answer.kind} {i}" for i, (answer, *_) in enumerate(ANSWERS)])
 def test_beside_a_form_a_call_or_the_form_comes(name, answer):
     form, right, wrong = answer
     found = grammar(name, "auto", answer=form, tools=CHOSEN)
@@ -240,6 +248,21 @@ def test_beside_a_form_a_call_or_the_form_comes(name, answer):
     required = grammar(name, "required", answer=form, tools=CHOSEN)
     assert walked(required, call(name)) == "ends"
     assert walked(required, right).startswith("refused")
+
+
+def test_gbnf_behind_reasoning_and_beside_tools_is_refused_as_by_itself():
+    answer = StructuredOutputs(grammar='root ::= "a"+')
+    found = grammar("hermes", "none", Thinking.OPEN, answer, reasoning=REASONING["text"])
+    assert walked(found, "So b.</think>\n\naa") == "ends"
+    assert walked(found, "So b.</think>\n\nb").startswith("refused: b")
+    for text, why in (
+        ("root ::= (", "it is no GBNF"),
+        ("root ::= x", "Rule 'x' not found"),
+        ('{"a": "b"}', "got JSON"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"^structured_outputs\.grammar: .*{why}"):
+            reader = AnswerReader(chat("hermes"), Toolbox(CHOSEN))
+            checked_form(reader, StructuredOutputs(grammar=text), special, setting().guides.check)
 
 
 def test_where_nothing_is_asked_for_there_is_no_form():
@@ -414,12 +437,6 @@ def test_a_form_beside_tools_is_refused_as_such():
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.json: the keyword `not`"):
         answer = StructuredOutputs(json={"not": {}})
         checked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN)), answer, special, setting().guides.check)
-    with pytest.raises(InvalidRequest, match=r"^structured_outputs\.grammar: beside tools .* Lark"):
-        unchecked_form(
-            AnswerReader(chat("hermes"), Toolbox(CHOSEN)),
-            StructuredOutputs(grammar='root ::= "a"'),
-            special,
-        )
 
 
 def test_formats_that_say_nothing_and_references_work_in_properties():
@@ -540,12 +557,15 @@ IN_TAGS = {
     "tagged": "<tool_call>\n<function=t>\n<parameter=x>\n%s\n</parameter>\n</function>\n</tool_call>",
     "keyed": "<tool_call>t\n<arg_key>x</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
     "cdata": '<function name="t"><param name="x">%s</param></function>',
+    "nested": '<|mini|><tool_call>\n<|mini|><invoke name="t"><|mini|><x>%s<|mini|></x>'
+    "<|mini|></invoke>\n<|mini|></tool_call>",
 }
 LISTED = [  # what a value between tags is read as, or None where it may not come
     ("keyed", {"enum": ["true", False]}, {"true": None, "false": False}),
     ("keyed", {"anyOf": [{"type": "string"}, {"const": False}]}, {"true": None, "false": False, "truth": "truth"}),
     ("keyed", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5}),
     ("keyed", {"enum": ["1", 2.5]}, {"1": None, "2.5": 2.5}),
+    ("keyed", {"enum": ["-1.5", -3]}, {"-1.5": None, "-3": -3}),
     ("keyed", {"anyOf": [{"enum": ["{}"]}, {"type": "object", "required": ["a"]}]}, {"{}": None, '{"a":1}': {"a": 1}}),
     ("tagged", {"enum": ["a", "</parameter>"]}, {"a": "a", "</parameter>": None}),
     ("cdata", {"enum": ["1", "a", 2.5]}, {"1": None, "a": "a", "2.5": 2.5, "<![CDATA[1]]>": "1"}),
@@ -556,7 +576,9 @@ LISTED = [  # what a value between tags is read as, or None where it may not com
     ("tagged", {"type": "object"}, {'{"a": "</parameter>"}': {"a": "</parameter>"}}),
     ("cdata", {"type": "array"}, {'["]]>","\\\\","</param>"]': ["]]>", "\\", "</param>"]}),
     ("python", {"type": "array", "maxItems": 1}, {"[]": [], "[1]": [1], "[1, 2]": None}),
-    ("nested", {"type": "array", "maxItems": 1, "items": {"type": "integer"}}, {}),
+    ("nested", {"type": "array", "maxItems": 1, "items": {"type": "integer"}}, {"": []}),
+    ("nested", {"anyOf": [{"type": "object", "required": ["a"]}, {"type": "array"}]}, {"": None}),
+    ("nested", {"anyOf": [{"type": "object", "properties": {}}, {"type": "array", "maxItems": 0}]}, {"": {}}),
 ]
 
 

@@ -138,7 +138,7 @@ class TaggedWords:
         apart = [" & ~".join([f"({body})", *looks(others)]) for body in free]
         plain_ = [text for text in listed if self._is_read(text, kinds, end)]
         bodies = [*apart, *map(quoted, plain_), *(body for kind in others for body in plain(kind))]
-        found = [self._bare(either(bodies), end)] if free or plain_ else [self._other(kind, end) for kind in others]
+        found = [self._bare(either(bodies), end)] if free or plain_ else self._others(others, end)
         within = [*free, *(quoted(text) for text in listed if "]]>" not in text)]
         if self._dialect.cdata and within:
             found.append(f"{quoted('<![CDATA[')} {self._rules.before(']]>', either(within), ']]>' + end)}")
@@ -151,6 +151,7 @@ class TaggedWords:
         if (self._dialect.cdata and re.search(r"[<&\n]", text)) or end.split()[0] in text:
             return False
         types = ALL if any("type" not in kind for kind in kinds) else {kind["type"] for kind in kinds}
+        types |= {"number"} if "integer" in types else set()  # as a whole number that is listed is read
         return value_of(text, types, self._dialect.python) == f'"{escaped(text)}"'
 
     def _bare(self, body: str, end: str) -> str:
@@ -161,14 +162,21 @@ class TaggedWords:
         line = rules.terminal(f"({body}) & /[^<&\\n]*/", "BARE")
         return f"{line} {rules.fixed(end)}"
 
-    def _other(self, kind: Schema, end: str) -> str:
-        """A value that is no string, and the end."""
+    def _others(self, kinds: list[Schema], end: str) -> list[str]:
+        """Values that are no strings, and the end. Where nothing would be read as an object, an array is not empty."""
+        least = int(self._dialect.item is not None and any(kind["type"] == "object" for kind in kinds))
+        return [self._other(kind, end, least) for kind in kinds if kind.get("maxItems") != 0 or not least]
+
+    def _other(self, kind: Schema, end: str, least: int) -> str:
+        """least: entries of an array that has no brackets."""
         rules, dialect = self._rules, self._dialect
         if dialect.item is not None and kind["type"] == "object" and "enum" not in kind:
             return f"{self.entries(kind)} {rules.fixed(end)}"
         if dialect.item is not None and kind["type"] == "array" and "enum" not in kind:
             each = self._entry(dialect.item, kind.get("items", True))
-            return f"{repeated(*each, kind.get('minItems', 0), kind.get('maxItems', ''))} {rules.fixed(end)}"
+            asked = kind.get("minItems", 0)
+            several = repeated(*each, max(least, asked) if isinstance(asked, int) else asked, kind.get("maxItems", ""))
+            return f"{several} {rules.fixed(end)}"
         schema = number(kind) if kind["type"] in ("number", "integer") else alone(kind, self._root)
         return f"{rules.json(schema)} {rules.fixed(end)}"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from hibachi.errors import InvalidRequest
-from hibachi.guide.worker import Refused, json_part, read_schema
+from hibachi.guide.worker import GBNF, Refused, json_part, read_schema
 from hibachi.structured import MOST_BYTES
 
 Special: TypeAlias = Callable[[str], Sequence[str | int]]
@@ -132,9 +132,11 @@ class Rules:
         return self.rule(json_part(read_schema(text), between, any_of=any_of), "json")
 
     def embed(self, grammar: str) -> str:
-        """A caller's own grammar in Lark's notation; the name of the rule at which it begins. Raises Refused."""
-        if re.search(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=", grammar) or grammar.lstrip().startswith("{"):
-            raise Refused("beside tools or behind reasoning it must be in Lark's notation")
+        """A caller's own grammar in Lark's notation or in GBNF; the name of the rule at which it begins."""
+        if GBNF.search(grammar):  # it is translated where it may take long
+            return self.rule(f"%gbnf {json.dumps(grammar)}", "answer")
+        if grammar.lstrip().startswith("{"):
+            raise Refused("it must be in Lark's notation or in GBNF; got JSON")
         name = self.reserve("answer")
         self._named[f"reserved {name}"] = START.sub(lambda m: name if m["start"] else m[0], grammar)
         return name
