@@ -1,5 +1,6 @@
 """A server to send requests to, as a process, and a folder for an environment."""
 
+import faulthandler
 import importlib.util
 import re
 import shutil
@@ -9,15 +10,27 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from .clients import plans as planning
-from .venvs import CLIENTS
+from .venvs import CLIENTS, strangers_for_node
 from .wheels import Builder
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+PATIENCE = 3600  # seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """These tests may take longer than others, also where nobody has told pytest so, as the Makefile does."""
+    faulthandler.cancel_dump_traceback_later()
+    told = item.config.stash[fault_handler_stderr_fd_key]  # where pytest tells of it, which captures what is standard
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=told)
 
 
 @contextmanager
@@ -62,6 +75,15 @@ def plans(tmp_path_factory):
 def builder(tmp_path_factory):
     """Of wheels. Whoever asks for it is in the xdist group "wheels"."""
     return Builder(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="session")
+def with_promptfoo(tmp_path_factory):
+    """Where promptfoo is installed, which takes minutes. Whoever asks for it is in the xdist group "promptfoo"."""
+    folder = tmp_path_factory.mktemp("promptfoo")
+    strangers_for_node(folder, "promptfoo")
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -204,9 +204,9 @@ def _weather(home, asked):
     return home / "mcp.json"
 
 
-def test_promptfoo(plans, home):
+@pytest.mark.xdist_group("promptfoo")
+def test_promptfoo(plans, with_promptfoo):
     """Two calls by each of its providers, by its own assertions."""
-    strangers_for_node(home, "promptfoo")
     function = {"name": "get_weather", "description": "The weather in a city."}
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tools = {
@@ -224,6 +224,6 @@ def test_promptfoo(plans, home):
             "providers": [{"id": provider, "config": config}],
             "tests": [{"assert": asserted}],
         }
-        (result,) = promptfoo(home, asking)["results"]
+        (result,) = promptfoo(with_promptfoo, asking)["results"]
         assert result["success"], result
         print(f"promptfoo, {provider}: {json.dumps(result['response']['output'])}")

@@ -208,9 +208,9 @@ def test_a_client_for_node(url, home, expected, forms, packages, name, flow, way
     forms.check(packages, run("node", f"{name}_forms.mjs", forms.asked, cwd=home), ways)
 
 
-def test_promptfoo(url, home, expected):
+@pytest.mark.xdist_group("promptfoo")
+def test_promptfoo(url, with_promptfoo, expected):
     """A chat, a text and an answer in a form that must be as expected, by its own assertions."""
-    strangers_for_node(home, "promptfoo")
     config = {"apiBaseUrl": f"{url}/v1", "apiKey": "none", "temperature": 0, "max_tokens": LENGTH}
     chat = {"prompts": [json.dumps(MESSAGES)], "providers": [{"id": "openai:chat:tiny", "config": config}]}
     text = {"prompts": [PROMPT], "providers": [{"id": "openai:completion:tiny", "config": config}]}
@@ -218,7 +218,7 @@ def test_promptfoo(url, home, expected):
     typed = {**chat, "providers": [{"id": "openai:chat:tiny", "config": config}]}
     for name, asking in (("chat", chat), ("text", text), ("mood", typed)):
         asking["tests"] = [{"assert": [{"type": "equals", "value": expected[name]}]}]
-        stats = promptfoo(home, asking)["stats"]
+        stats = promptfoo(with_promptfoo, asking)["stats"]
         assert (stats["successes"], stats["failures"], stats["errors"]) == (1, 0, 0), stats
         assert stats["tokenUsage"]["completion"] == LENGTH or name == "mood"
         print(f"promptfoo, {name}: as expected")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.install, pytest.mark.xdist_group("schemathesis")]
 DATA = Path(__file__).parents[1] / "data"
 OPENAI = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-openapi.json"))  # or all of it, in YAML
 RESPONSES = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-responses.json"))
-ANSWERED = "--answered"
+ANSWERED, TOOLS = "--answered", "--tools"
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
 
 
@@ -79,17 +79,18 @@ def test_our_description_of_our_api_holds(programs, short, home):
 
 def test_tools_in_chats_are_as_openai_describes_them(programs, tooled, home):
     cut = [programs / "python", CLIENTS / "reduce_spec.py", OPENAI, "OUT", "tiny"]
-    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (300, [*cut, "--tools"])])
+    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (300, [*cut, TOOLS])], streams=[TOOLS])
 
 
 def test_tools_in_responses_are_as_openai_describes_them(programs, tooled, home):
     cut = [programs / "python", CLIENTS / "responses_spec.py", RESPONSES, "OUT", "tiny"]
-    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (200, [*cut, "--tools"])])
+    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (200, [*cut, TOOLS])], streams=[TOOLS])
 
 
 def test_tools_in_messages_are_as_we_describe_them(programs, tooled, home):
-    cut = [programs / "python", CLIENTS / "own_spec.py", _own(tooled, home), "OUT", "--tools"]
-    _find_nothing(programs, tooled, home, [(200, cut)], checks=f"{CHECKS},status_code_conformance", many=700)
+    cut = [programs / "python", CLIENTS / "own_spec.py", _own(tooled, home), "OUT", TOOLS]
+    every = f"{CHECKS},status_code_conformance"
+    _find_nothing(programs, tooled, home, [(200, cut)], checks=every, many=700, streams=[TOOLS])
 
 
 def _own(url, home):
@@ -100,9 +101,9 @@ def _own(url, home):
     return own
 
 
-def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100, many=2000):
+def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100, many=2000, streams=()):
     """runs: most examples of an operation, and a command that makes the document OUT. least: answers that are good.
-    many: examples.
+    many: examples. streams: of which kind.
     """
     schema, generated, accepted = home / "openapi.json", 0, 0
     for examples, command in runs:
@@ -110,7 +111,7 @@ def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100, many=2000
         report = _examine(programs, url, home, schema, checks, examples)
         generated += report["test_cases"]["generated"]
         accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
-        print(run(programs / "python", CLIENTS / "check_streams.py", schema, url, cwd=home))
+        print(run(programs / "python", CLIENTS / "check_streams.py", schema, url, *streams, cwd=home))
     print(f"\n{generated} examples, of which {accepted} were valid and answered")
     assert generated >= many and accepted >= least  # else hardly anything was answered
 

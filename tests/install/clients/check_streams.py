@@ -1,6 +1,6 @@
-"""Every kind of stream against a document that describes its events: check_streams.py DOCUMENT URL.
+"""Every kind of stream against a document that describes its events: check_streams.py DOCUMENT URL [--tools].
 
-Streams are asked of the routes below that the document has. Each must have several events.
+Streams are asked of the routes below that the document has; --tools: those with calls. Each must have several events.
 """
 
 import json
@@ -9,7 +9,7 @@ import urllib.request
 
 import jsonschema_rs
 
-document, url = sys.argv[1:]
+document, url, *more = sys.argv[1:]
 with open(document) as file:
     described = json.load(file)
 SSE, LINES = "text/event-stream", "application/x-ndjson"
@@ -37,6 +37,25 @@ REQUESTS = [
     ("/v1/generate", IDS, SSE),
     ("/v1/generate", IDS | {"logprobs": 2, "encoding": "base64"}, LINES),
 ]
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"]}
+FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": CITY, "strict": True}
+FUNCTIONS = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "max_tokens": 99}
+TOOL = {"type": "function", **FUNCTION}
+SPACE = {"type": "namespace", "name": "places", "description": "Of places.", "tools": [TOOL]}
+CALLED = {"tool_choice": "required", "max_output_tokens": 99}
+MESSAGE = CHAT | {"model": "tiny", "max_tokens": 99, "temperature": 0, "stream": True}
+WITH_TOOLS = [
+    ("/chat/completions", OPENAI | CHAT | FUNCTIONS, SSE),
+    ("/chat/completions", OPENAI | CHAT | FUNCTIONS | {"n": 2, "logprobs": True}, SSE),
+    ("/chat/completions", OPENAI | CHAT | FUNCTIONS | {"max_tokens": 20}, SSE),
+    ("/responses", RESPONSE | CALLED | {"tools": [TOOL]}, SSE),
+    ("/responses", RESPONSE | CALLED | {"tools": [SPACE], "max_output_tokens": 20}, SSE),
+    (
+        "/v1/messages",
+        MESSAGE | {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "any"}},
+        SSE,
+    ),
+]
 
 
 def schema_of(path):
@@ -59,7 +78,7 @@ def answered(path, body, kind):
 
 count = 0
 for base in ("", "/v1"):  # OpenAI's document leaves it out
-    for path, body, kind in REQUESTS:
+    for path, body, kind in WITH_TOOLS if "--tools" in more else REQUESTS:
         if base + path not in described["paths"]:
             continue
         schema, end = schema_of(base + path)
