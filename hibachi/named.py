@@ -72,6 +72,14 @@ def look_here() -> None:
     _see(Path.cwd())
 
 
+def look_beside(spec: str) -> None:
+    """`look_here`, and of `path/to/file.py:Name` the folder of the file: what `object_named` makes importable."""
+    look_here()
+    module = spec.rpartition(":")[0]
+    if module.endswith(".py"):
+        _see(Path(module).resolve().parent)
+
+
 def _models(path: Path) -> list[str]:
     """The classes in a file that have a method of a model, possibly from a base class in the same file. Nothing is
     run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from hibachi.draft.config import as_config
 from hibachi.errors import ConfigError, shown
@@ -16,7 +16,7 @@ from hibachi.lm.tokens import Tokens
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import pooling_of
-from hibachi.named import look_here
+from hibachi.named import look_beside
 from hibachi.options import check_options
 from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Pooling, SamplingParams
@@ -64,8 +64,7 @@ class RemoteLLM(Texts):
             if is_own(model):
                 if ready.tokenizer is None:
                     raise ConfigError(no_text(model, "has only `forward`, or returns tokens"))
-                look_here()  # its class may stand in the module of the model
-                tokenizer, params = pickle.loads(ready.tokenizer), ready.default_params
+                tokenizer, params = _unpickled(ready.tokenizer, model), ready.default_params
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
@@ -78,3 +77,16 @@ class RemoteLLM(Texts):
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
         return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)
+
+
+def _unpickled(tokenizer: bytes, model: str) -> Any:
+    """Raises ConfigError."""
+    look_beside(model)  # its class may stand in the module of the model, or in one beside it
+    try:
+        return pickle.loads(tokenizer)
+    except Exception as e:
+        raise ConfigError(
+            f"The tokenizer of {model} comes from the engine's process, and cannot be made here: {type(e).__name__}: "
+            f"{e}. Define its class where both processes can import it, such as beside the model, or run the engine in "
+            f"the same process (engine=own)."
+        ) from e

@@ -284,6 +284,31 @@ def own(tmp_path):
     return f"{tmp_path}/letters.py"
 
 
+def test_a_tokenizer_may_stand_in_a_module_beside_the_model(own, tmp_path, monkeypatch):
+    """It is sent by the engine's process, and the folder is not the working directory of either."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_it.py").write_text("from letters import Nearly\nclass Spells(Nearly):\n    pass\n")
+    (tmp_path / "spelled.py").write_text(
+        "from beside_it import Spells\nfrom letters import Letters\nclass Spelled(Letters):\n    tokenizer = Spells()\n"
+    )
+    with RemoteLLM(f"{tmp_path}/spelled.py:Spelled") as texts:
+        (out,) = texts.generate("abc", SamplingParams(temperature=0, max_tokens=2))
+        assert out.text == "de"
+
+
+def test_a_tokenizer_that_cannot_be_made_here_is_told_by_name(own, tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "hidden_away.py").write_text("from letters import Nearly\nclass Spells(Nearly):\n    pass\n")
+    (tmp_path / "spelled.py").write_text(
+        f"import sys\nsys.path.append({str(tmp_path / 'deep')!r})\nfrom hidden_away import Spells\n"
+        "from letters import Letters\nclass Spelled(Letters):\n    tokenizer = Spells()\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"tokenizer of .*:Spelled .* ModuleNotFoundError: .*'hidden_away'.*engine=own"
+    ):
+        RemoteLLM(f"{tmp_path}/spelled.py:Spelled")
+
+
 @pytest.mark.parametrize("make", (open_texts, RemoteLLM))
 def test_a_class_of_ones_own_is_served(own, make):
     with make(f"{own}:Letters") as texts:
