@@ -14,8 +14,10 @@ DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 KERNELS := $(wildcard hibachi/kernels/src/*)
 
 WORKERS ?= 2
-# Threads that wait sleep: those of two processes that spin on two cores take twice the time.
-TESTS = OMP_WAIT_POLICY=passive OPENBLAS_THREAD_TIMEOUT=4 .venv/bin/python -m pytest -n $(WORKERS)
+# Threads that wait sleep: those of two processes that spin on two cores take twice the time. What was compiled is kept
+# even where the environment says otherwise, as the tests start some thousand processes.
+TESTS = OMP_WAIT_POLICY=passive OPENBLAS_THREAD_TIMEOUT=4 PYTHONDONTWRITEBYTECODE= \
+	.venv/bin/python -m pytest -n $(WORKERS)
 # A slow test may take long, and those that install (in one worker, as they share what they made) far longer.
 PATIENT = -o faulthandler_timeout=3600 --dist loadgroup
 

@@ -69,18 +69,15 @@ NEW, CHECKED, COMPANY = 10, 6, 32
 
 def all_pairs(factors):
     """Few combinations such that each pair of values of two factors is in one of them; chosen greedily."""
-    names = list(factors)
-    wanted = {
-        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
-    everything = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
-
-    def covers(choice):
-        return {frozenset(pair) for pair in itertools.combinations(choice.items(), 2)} & wanted
-
+    bits, everything = {}, []  # pairs as bits of a number, which are counted fast
+    for values in itertools.product(*factors.values()):
+        choice = dict(zip(factors, values, strict=True))
+        pairs = (1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(choice.items(), 2))
+        everything.append((sum(pairs), choice))
+    wanted = (1 << len(bits)) - 1
     while wanted:
-        best = max(everything, key=lambda choice: len(covers(choice)))
-        wanted -= covers(best)
+        covers, best = max(everything, key=lambda each: (each[0] & wanted).bit_count())
+        wanted &= ~covers
         yield best
 
 
