@@ -18,6 +18,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
@@ -44,9 +45,14 @@ class File:
         parts = Path(self.path).parts
         return "/".join(parts[:2]) if parts[0] == "hibachi" else parts[0]
 
+    @cached_property
+    def code(self) -> set[int]:
+        """The numbers of its lines of code."""
+        return _code(self.source, self.tree)
+
     @property
     def code_lines(self) -> int:
-        return len(_code(self.source, self.tree))
+        return len(self.code)
 
 
 def files(root: Path = ROOT) -> list[File]:
@@ -81,10 +87,9 @@ def _code(source: str, tree: ast.Module) -> set[int]:
 
 def classes(file: File) -> Iterator[tuple[str, int]]:
     """(name, lines of code) of each class of a file."""
-    code = _code(file.source, file.tree)
     for node in ast.walk(file.tree):
         if isinstance(node, ast.ClassDef):
-            yield node.name, len(code.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+            yield node.name, len(file.code.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
 
 
 # ---- imports ---------------------------------------------------------------------------------------------------------
