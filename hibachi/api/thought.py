@@ -25,7 +25,7 @@ class Thought:
 
     def _look(self) -> None:
         if self._state is Thinking.MAY:
-            head = self._tail.lstrip()
+            head = self._tail = self._tail.lstrip()
             if head.startswith(self._begin):
                 self._state = Thinking.OPEN
             elif not self._begin.startswith(head):

@@ -324,6 +324,17 @@ def test_what_refuses_a_tool_of_a_chat_names_where_it_stands(chat, ours):
     assert (str(found), found.param) == (f"{ours}.name is that of tools[1].tools[0].", f"{ours}.name")
 
 
+@pytest.mark.parametrize("said", ["tools[2]", f"tools[{'9' * 5000}]"])
+def test_what_only_looks_like_the_place_of_a_tool_is_told_as_it_is(said):
+    tools = [FUNCTION, SPACE]
+
+    def refuse():
+        with told_as_sent(tools):
+            raise Refused(f"tools[1].function.name is {said}.", param="tools[1].function.name")
+
+    assert str(refused(refuse)) == f"tools[1].tools[0].name is {said}."
+
+
 REFUSED = {
     "background": True,
     "conversation": "conv_1",

@@ -582,6 +582,13 @@ LISTED = [  # what a value between tags is read as, or None where it may not com
 ]
 
 
+@pytest.mark.parametrize(("more", "became"), [(True, "ends"), ({}, "ends"), (False, "refused: ")])
+def test_a_tool_that_names_no_arguments_may_allow_any(more, became):
+    schema = {"type": "object", "properties": {}, "additionalProperties": more}
+    text = walked(grammar("named", tools=(Tool("t", schema),)), '[TOOL_CALLS]t[ARGS]{"a": 1}')
+    assert text.startswith(became)
+
+
 @pytest.mark.parametrize(("name", "schema", "values"), LISTED)
 def test_what_is_listed_comes_where_it_is_read_as_what_it_is(name, schema, values):
     tools = one(schema)

@@ -245,6 +245,11 @@ def test_a_schema_that_refers_to_itself_many_times_takes_no_time(word):
     assert Typed(loop).types == Typed(loop).property("a").types == Typed(loop).item().types == ALL
 
 
+@pytest.mark.parametrize("schema", [{"enum": [10**400]}, {"const": 10**400}])
+def test_integers_in_a_schema_may_be_larger_than_any_float(schema):
+    assert Typed(schema).types == {"integer", "number"}
+
+
 @pytest.mark.parametrize(("python", "value"), [(True, True), (False, "True")])
 def test_values_of_python_are_read_without_a_schema_if_the_format_says_so(python, value):
     assert json.loads(value_of("True", ALL, python)) == value

@@ -15,7 +15,7 @@ from hibachi.api.responses.items import PAGE
 
 Raw = dict[str, Any]
 JOINT = "__"
-_FLAT = re.compile(r"\btools\[(\d+)\]")  # a tool in the words of a chat
+_FLAT = re.compile(r"\btools\[(\d{1,9})\]")  # a tool in the words of a chat
 
 
 class Placed(NamedTuple):
@@ -68,8 +68,8 @@ def placed_in(text: str, tools: Sequence[Raw] | None) -> str:
     """The same text with the places that tools have in the body, in the place of those in the chat."""
     if not tools or all(raw.get("type") != "namespace" for raw in tools):
         return text
-    places = [placed.place for placed in functions(tools)]
-    return _FLAT.sub(lambda found: places[int(found[1])], text)
+    places = {str(i): placed.place for i, placed in enumerate(functions(tools))}
+    return _FLAT.sub(lambda found: places.get(found[1], found[0]), text)  # others are words of the body
 
 
 def _in_namespace(raw: Raw, place: str) -> Iterator[Placed]:

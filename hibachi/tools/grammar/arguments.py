@@ -59,8 +59,9 @@ def as_object(parameters: Any) -> dict[str, Any]:
 
 def is_empty(schema: Schema) -> bool:
     """No arguments. To JSON Schema any would do, but the client has named none."""
-    named = any(schema.get(key) for key in ("properties", "required", "additionalProperties"))
-    return not named and not set(schema) - {"type", "properties", "required", "additionalProperties", "$schema", *NOTES}
+    named = schema.get("properties") or schema.get("required")
+    more = schema.get("additionalProperties", False) is not False  # {} is as good as true
+    return not named and not more and not set(schema) - {"type", "properties", "required", "additionalProperties", "$schema", *NOTES}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def types_of(value: Any) -> frozenset[str]:
     if isinstance(value, bool):
         return frozenset(("boolean",))
     if isinstance(value, (int, float)):
-        return frozenset(("integer", "number") if float(value).is_integer() else ("number",))
+        whole = isinstance(value, int) or value.is_integer()  # not every integer is as small as a float
+        return frozenset(("integer", "number") if whole else ("number",))
     return frozenset(("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object",))
 
 
