@@ -245,6 +245,19 @@ def test_a_schema_that_refers_to_itself_many_times_takes_no_time(word):
     assert Typed(loop).types == Typed(loop).property("a").types == Typed(loop).item().types == ALL
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("[it's]", "[it's]"), ("['it's']", ["it's"]), ('["it\'s", "</p>"]', ["it's", "</p>"]), ("['</p>']", ["</p>"])],
+)
+def test_a_quote_behind_a_letter_begins_no_string_in_which_an_end_would_be_none(text, value):
+    schema = {"properties": {"a": {"type": "array"}}}
+    whole = f"<p=a>{text}</p><p=b>1</p></call>"
+    for pieces in ([whole], whole):
+        reader = TaggedArguments(Tagged("<p=", ">", "</p>"), "</call>", Typed(schema))
+        out = "".join(map(reader.feed, pieces)) + reader.closing
+        assert reader.done and json.loads(out) == {"a": value, "b": 1}
+
+
 @pytest.mark.parametrize("schema", [{"enum": [10**400]}, {"const": 10**400}])
 def test_integers_in_a_schema_may_be_larger_than_any_float(schema):
     assert Typed(schema).types == {"integer", "number"}

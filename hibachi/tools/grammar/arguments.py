@@ -61,7 +61,8 @@ def is_empty(schema: Schema) -> bool:
     """No arguments. To JSON Schema any would do, but the client has named none."""
     named = schema.get("properties") or schema.get("required")
     more = schema.get("additionalProperties", False) is not False  # {} is as good as true
-    return not named and not more and not set(schema) - {"type", "properties", "required", "additionalProperties", "$schema", *NOTES}
+    known = {"type", "properties", "required", "additionalProperties", "$schema", *NOTES}
+    return not named and not more and not set(schema) - known
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

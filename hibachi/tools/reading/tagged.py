@@ -170,7 +170,7 @@ class TaggedArguments:
         while at >= 0:
             end = match(self._end, text, at)
             if self._quotes:
-                within, seen = quote_open(text[seen:at], within), at
+                within, seen = quote_open(text[seen:at], within, text[seen - 1] if seen > start else self._last()), at
             if end == NO or within:  # within a string of the value it does not end
                 at = text.find(self._word, at + 1)
                 continue
@@ -187,15 +187,20 @@ class TaggedArguments:
         if self._is_string:
             self._out.append(escaped(text))
         elif text:
+            last = self._last()
             self._value.append(text)
             if self._quotes:
-                self._within = quote_open(text, self._within)
+                self._within = quote_open(text, self._within, last)
             if self._undecided and (begun := (self._begun + (text if self._begun else text.lstrip()))[:_LONG]):
                 self._begun, self._undecided = begun, begun[0] in _LETTERS and len(begun) < _LONG
                 if not _may_be_other(begun):
                     self._is_string = True
                     self._out.append(f'"{escaped("".join(self._value))}')
                     self._value = []
+
+    def _last(self) -> str:
+        """The last letter of the value so far."""
+        return self._value[-1][-1] if self._value else ""
 
     def _end_value(self, at: int) -> bool:
         if self._is_string:
@@ -216,16 +221,18 @@ class TaggedArguments:
         return True
 
 
-def quote_open(text: str, within: str) -> str:
+def quote_open(text: str, within: str, last: str = "") -> str:
     """The quote of the string that is open behind a text, with a backslash if that escapes what comes next; "" for
-    none. within: the same of what was before the text.
+    none. A quote behind a letter, as in "it's", opens none. within: the same of what was before the text. last: the
+    letter before the text.
     """
     at = 1 if len(within) > 1 and text else 0
     within = within[:1] if text else within
     while found := _MARKS.search(text, at):
         sign, at = found[0], found.end()
         if not within:
-            within = sign if sign != "\\" else ""
+            before = text[at - 2] if at > 1 else last
+            within = sign if sign != "\\" and not before.isalnum() else ""
         elif sign == "\\":
             if at == len(text):
                 return within + sign
