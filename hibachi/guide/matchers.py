@@ -53,8 +53,9 @@ class Matchers:
                 self._kept.move_to_end(source)
                 return found
         made = Original(make(source, MOST_STATES), user)
-        with self._lock:
-            self._keep(source, made)
+        if len(source) <= MOST_BYTES:  # or all others would go, and then it as well
+            with self._lock:
+                self._keep(source, made)
         return made
 
     def _keep(self, source: str, made: Original) -> None:
