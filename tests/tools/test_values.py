@@ -258,6 +258,12 @@ def test_a_quote_behind_a_letter_begins_no_string_in_which_an_end_would_be_none(
         assert reader.done and json.loads(out) == {"a": value, "b": 1}
 
 
+@pytest.mark.parametrize("ref", ["List%3Ccity%3E", "List<city>", "100%", "a~1b", "a%7E1b", "%C3%A9"])
+def test_a_reference_is_a_uri(ref):
+    root = {"$defs": {name: {"type": "integer"} for name in ("List<city>", "100%", "a/b", "é")}}
+    assert Typed({"$ref": f"#/$defs/{ref}"}, root).types == {"integer"}
+
+
 @pytest.mark.parametrize("schema", [{"enum": [10**400]}, {"const": 10**400}])
 def test_integers_in_a_schema_may_be_larger_than_any_float(schema):
     assert Typed(schema).types == {"integer", "number"}
