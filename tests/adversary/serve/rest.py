@@ -25,8 +25,8 @@ LEFT = 1.5  # seconds until the request of a client that left has ended, as far 
 POOLED = 5  # threads that the server's pools have at most, begun when they are first needed
 GRAMMARS = 2 + (os.cpu_count() or 1)  # threads of the engine, likewise: two compile grammars, others fill masks
 PIPES = 2 * PROCESSES  # to processes that check forms, begun when they are first needed and after an end
-# Bytes that a process may hold more at the end than in an early pause, which may come before the first large bodies: 79 MiB
-# were seen after 12 seconds, and no more after 70.
+# Bytes that a process may hold more at the end than in an early pause, which may come before the first large bodies. In
+# 12 seconds 79 MiB were seen, and no more after 70.
 KEPT = 100 * MIB
 
 
