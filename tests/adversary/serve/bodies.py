@@ -230,6 +230,7 @@ LARGEST = (
     Body("/tokenize", json.dumps({"prompt": ("z9#" * MOST)[:MOST], "return_token_strs": True}).encode()),
     Body("/detokenize", json.dumps({"tokens": [5] * (MOST // 4)}).encode()),
     Body("/v1/completions", json.dumps(START["/v1/completions"] | {"metadata": [[1]] * (MOST // 10)}).encode()),
+    Body("/tokenize", json.dumps({"prompt": "漢" * (MOST // 3), "return_token_strs": True}).encode()),
 )
 """What takes the most memory, so that it has been taken once."""
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hibachi.guide.checks import WORKER
+
 from ..watch import MALLOC
 
 ROWS, QUEUED, ARRIVAL, DRAIN = 8, 24, 2.0, 3.0
@@ -114,6 +116,7 @@ class House:
     def belongings(self) -> dict[str, int]:
         """Memory in bytes, descriptors and threads."""
         held = {"descriptors": _count(self.pid, "fd"), "threads": _count(self.pid, "task")}
+        held["descriptors"] -= 2 * _checking(self.pid)
         held["memory of the server"] = _resident(self.pid)
         if (engine := self.engine) is not None:
             held["memory of the engine"] = _resident(engine)
@@ -156,6 +159,18 @@ def _command(pid: int) -> bytes:
 
 def _count(pid: int, what: str) -> int:
     return len(os.listdir(f"/proc/{pid}/{what}"))
+
+
+def _checking(pid: int) -> int:
+    """How many processes check forms for this one, each at the other end of two pipes. A form may end one at any time,
+    and the next is begun when it is needed.
+    """
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # threads and children may end meanwhile
+            for child in (task / "children").read_text().split():
+                found += str(WORKER).encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+    return found
 
 
 def _resident(pid: int) -> int:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hibachi.guide.checks import PROCESSES
-
 from .house import HOSTILE_MOST, KEYS, QUEUED, ROWS
 from .report import MIB
 from .wire import Wire, ask, request
@@ -24,10 +22,7 @@ RESTING = 5.0  # seconds until nothing runs after all have left: less than their
 LEFT = 1.5  # seconds until the request of a client that left has ended, as far as /metrics knows
 POOLED = 5  # threads that the server's pools have at most, begun when they are first needed
 GRAMMARS = 2 + (os.cpu_count() or 1)  # threads of the engine, likewise: two compile grammars, others fill masks
-PIPES = 2 * PROCESSES  # to processes that check forms, begun when they are first needed and after an end
-# Bytes that a process may hold more at the end than in an early pause, which may come before the first large bodies. In
-# 12 seconds 79 MiB were seen, and no more after 70.
-KEPT = 100 * MIB
+KEPT = 60 * MIB  # bytes that a process may hold more at the end than in an early pause
 
 
 @contextmanager
@@ -129,7 +124,7 @@ def compare(storm: Any) -> None:
     held = storm.report.held
     first, last = held[min(1, max(0, len(held) - 3))], held[-1]
     for name in first.keys() & last.keys():
-        pools = {"threads": POOLED, "threads of the engine": GRAMMARS, "descriptors": PIPES}
+        pools = {"threads": POOLED, "threads of the engine": GRAMMARS}
         more = KEPT if "memory" in name else pools.get(name, 0)
         if last[name] - first[name] > more:
             storm.judge.complain(f"{name}: {first[name]} in an early pause, and {last[name]} in the last")
