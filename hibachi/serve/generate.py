@@ -32,6 +32,7 @@ from hibachi.api.tokens.writing import (
     Whole,
     about,
 )
+from hibachi.api.weight import check_packed_weight
 from hibachi.api.writing import reason_of
 from hibachi.engine.conversions import to_host
 from hibachi.errors import HibachiError, InvalidRequest, ModelError, NonFiniteOutput, PromptTooLong
@@ -65,6 +66,8 @@ async def generate(served: Served, x: Exchange) -> None:
     raw = await served.body(x, json=False)
     if is_json(kind):
         await served.weigh(raw)
+    elif kind in MSGPACKS:
+        await served.weigh(raw, check_packed_weight)
     size = len(raw) if len(raw) > INLINE else 0
     given = await served.arrays.run(size, partial(Given, raw, kind, x.query), x.tenant)
     name, dtype = served.check_name(given.said.model), None if facts.token is None else facts.token[1]

@@ -137,10 +137,10 @@ class Served:
             await self.weigh(found)
         return found
 
-    async def weigh(self, body: bytes) -> None:
-        """Check that reading a body of JSON does not hold up others. Raises Refused."""
+    async def weigh(self, body: bytes, check: Callable[[bytes], None] = check_weight) -> None:
+        """Check that reading a body of JSON, or what `check` weighs, does not hold up others. Raises Refused."""
         if len(body) > LIGHT:
-            await self.apart(partial(check_weight, body))
+            await self.apart(partial(check, body))
 
     def drain(self) -> None:
         """Take no new requests from now on, nor those whose body is not complete."""

@@ -5,12 +5,13 @@ import json
 import random
 import time
 
+import msgspec
 import pytest
 
 from hibachi.api import weight
 from hibachi.api.bodies import ChatBody, CompletionBody, read
 from hibachi.api.errors import Refused
-from hibachi.api.weight import LIGHT, MOST, check_weight
+from hibachi.api.weight import LIGHT, MOST, check_packed_weight, check_weight
 
 
 def weighed(value):
@@ -85,6 +86,52 @@ def test_what_is_taken_is_read_soon_and_more_is_refused(unit):
         read(ChatBody, data)
         took.append(time.thread_time() - began)
     assert min(took) < 0.3, f"others would wait for {min(took):.2f} s"  # 0.03 to 0.1 s on two busy cores
+
+
+def numbers(value):
+    """What a value of msgpack weighs."""
+    if isinstance(value, str):
+        return 4
+    if isinstance(value, list):
+        return 3 + sum(map(numbers, value))
+    if isinstance(value, dict):
+        return 3 + sum(numbers(name) + numbers(each) for name, each in value.items())
+    return 1
+
+
+LEAVES = [None, True, 0, 127, 128, 300, 2**17, 2**33, 2**63, -1, -32, -33, -200, -40_000, -(2**33), 1.5]
+LEAVES += [kind(n * b"]") for kind in (bytes, bytes.decode) for n in (0, 31, 32, 255, 256, 70_000)]
+LEAVES += [msgspec.msgpack.Ext(1, b"a" * n) for n in (1, 2, 3, 4, 8, 16, 17, 256, 70_000)]
+
+
+def any_of_msgpack(rng, depth):
+    if depth and rng.random() < 0.6:
+        some = [any_of_msgpack(rng, depth - 1) for _ in range(rng.choice((0, 1, 3, 15, 16, 40)))]
+        return some if rng.random() < 0.6 else {f"{i}": each for i, each in enumerate(some)}
+    return rng.choice(LEAVES)
+
+
+def test_values_of_msgpack_are_counted_and_bytes_are_not_looked_into(monkeypatch):
+    rng = random.Random(0)
+    monkeypatch.setattr(weight, "_STEPS", 7)
+    for _ in range(300):
+        value = any_of_msgpack(rng, 3)
+        body, own = msgspec.msgpack.encode(value), numbers(value)
+        monkeypatch.setattr(weight, "MOST", own)
+        check_packed_weight(body)
+        check_packed_weight(body[: rng.randrange(len(body) + 1)])  # cut off: its reader says so
+        monkeypatch.setattr(weight, "MOST", own - 1)
+        with pytest.raises(Refused, match="too many values"):
+            check_packed_weight(body)
+
+
+def test_large_lists_of_msgpack():
+    check_packed_weight(msgspec.msgpack.encode({"prompt": list(range(10**6))}))
+    check_packed_weight(msgspec.msgpack.encode({"prompt": {"data": b"\x90" * MANY}}))
+    check_packed_weight(b"\xc1" * 1000)
+    for unit in (b"\x90", b"\x80", b"\xa0", b"\x91" * 30 + b"\x01"):
+        with pytest.raises(Refused, match="too many values"):
+            check_packed_weight(b"\x81\xa6prompt\xdd" + (2**24).to_bytes(4, "big") + unit * (MANY // len(unit)))
 
 
 def test_garbage_is_collected_again_whatever_was_read():

@@ -250,6 +250,13 @@ def test_5_bodies_of_very_many_values_are_not_read(small, path, monkeypatch):
     assert answer.status_code == 413 and "too many values" in answer.text
 
 
+def test_5_nor_are_those_of_msgpack(small):
+    """Reading these held the event loop for a second."""
+    body = b"\x81\xa6prompt\xdd" + (WIDE - 12).to_bytes(4, "big") + b"\x90" * (WIDE - 12)
+    answer = small.client.post("/v1/generate", content=body, headers={"Content-Type": "application/msgpack"})
+    assert answer.status_code == 413 and "too many values" in answer.text
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_5_long_answers_are_written_beside_the_event_loop(path, small, monkeypatch):
     asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "prompt": "a"}
