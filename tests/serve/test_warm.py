@@ -41,6 +41,16 @@ def test_what_was_warmed_is_found(server):
     assert again["chunks_stored"] == count // block - cached(again) // block < 2
 
 
+def test_only_what_is_new_is_stored(server):
+    """Of a longer text that begins like one that was warmed."""
+    first = server.post("/v1/warm", {"text": "longer: " + TEXT}).json()
+    answer = server.post("/v1/warm", {"text": "longer: " + 3 * TEXT}).json()
+    count, block = answer["token_count"], answer["chunk_size"]
+    shared = first["token_count"] // block
+    assert shared >= 1 and cached(answer) // block >= shared - 1
+    assert answer["chunks_stored"] == count // block - cached(answer) // block >= 2
+
+
 def test_a_text_that_fills_its_blocks(server):
     block = server.post("/v1/warm", {"text": "a"}).json()["chunk_size"]
     ids = server.post("/tokenize", {"prompt": "aligned " + TEXT}).json()["tokens"]
