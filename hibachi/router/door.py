@@ -24,7 +24,7 @@ from hibachi.router.policies import Ask, at_home
 from hibachi.router.routes import STORED, TOKENS, Kind, Routes, response_of_path
 from hibachi.web.access import tell
 from hibachi.web.deadlines import LEFT, Left, check_headers
-from hibachi.web.exchange import Exchange, Gone
+from hibachi.web.exchange import Exchange, Gone, Leaving
 from hibachi.web.tenants import Tenants
 
 log: logging.Logger = logging.getLogger("hibachi.route")
@@ -233,23 +233,10 @@ class Door:
 
     async def _while_here(self, x: Exchange, work: Awaitable[None]) -> None:
         """Await `work` in this task; if the client leaves meanwhile, it is cancelled. Raises Gone then."""
-        task, gone = asyncio.current_task(), False
-        assert task is not None
-
-        def leave() -> None:
-            nonlocal gone
-            if not x.done:
-                gone = True
-                task.cancel()
-
         left: Left = x.scope[LEFT]
-        left.then(leave)
         try:
-            await work
-        except asyncio.CancelledError:
-            if not gone:
-                raise
-            task.uncancel()
-            raise Gone from None
+            with Leaving() as leaving:
+                left.then(lambda: x.done or leaving.now())
+                await work
         finally:
             left.then(None)

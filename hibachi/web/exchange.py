@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
 
 from hibachi.api.answers import encode, event
@@ -26,6 +26,30 @@ _UNASKED = frozenset((b"none", b"", b"text/plain", b"application/x-www-form-urle
 
 class Gone(Exception):
     """The client has left."""
+
+
+class Leaving:
+    """A block of a task, which ends with Gone once `now` was called."""
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] | None = task
+        self._asked, self._gone = task.cancelling(), False  # how often others have cancelled this task
+        return self
+
+    def now(self) -> bool:
+        """Cancel the block. Returns False, and does nothing, where that was done or the block is over."""
+        if self._task is None or self._gone:
+            return False
+        self._gone = True
+        return self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, e: object, trace: object) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        if self._gone and task.uncancel() <= self._asked and kind is asyncio.CancelledError:
+            raise Gone from None
 
 
 class Exchange:
@@ -128,18 +152,23 @@ class Exchange:
             pass
 
     async def while_here(self, work: Awaitable[None], leave: Callable[[], object]) -> None:
-        """Await `work`; if the client leaves meanwhile, call `leave` and raise Gone."""
-        mine, theirs = asyncio.ensure_future(work), asyncio.ensure_future(self.left())
+        """Await `work`; if the client leaves meanwhile, call `leave`, cancel `work` and raise Gone.
+
+        It runs in this task: a client that has its whole answer may ask again at once, and finds what is given back
+        behind `work` given back.
+        """
+        theirs = asyncio.ensure_future(self.left())
         try:
-            await asyncio.wait((mine, theirs), return_when=asyncio.FIRST_COMPLETED)
-            if not mine.done():
-                leave()
-                raise Gone
-            mine.result()
+            with Leaving() as leaving:
+
+                def left(done: asyncio.Task[None]) -> None:
+                    if not done.cancelled() and leaving.now():
+                        leave()
+
+                theirs.add_done_callback(left)
+                await work
         finally:
             theirs.cancel()
-            if not mine.done():
-                mine.cancel()
 
     # ---- the answer --------------------------------------------------------------------------------------------
 

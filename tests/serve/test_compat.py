@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import http.client
 import importlib.util
 import json
 import logging
@@ -33,6 +34,7 @@ from hibachi.serve.metrics import is_work
 from hibachi.serve.settings import SETTINGS, settle
 from hibachi.serve.tgi_settings import BY_KEY, FLAGS, NAMELESS, TgiAsked, table
 from hibachi.web.keys import tenants_of
+from hibachi.web.tenants import Tenant, Tenants
 
 from .conftest import Gate, site
 from .test_metrics import Figures
@@ -617,6 +619,25 @@ def test_t32_one_more_is_refused_at_once_before_anything_of_it_is_read(full):
         assert found[0].status_code == 200
     assert here.complete([65], max_tokens=1)  # there is room again, also after those refused
     assert refusal(here.post("/v1/completions", wrong), 400)
+
+
+@pytest.mark.parametrize("stream", (False, True), ids=("whole", "stream"))
+def test_who_has_the_whole_answer_may_ask_again_at_once(stream):
+    """Even where that is all that may be served at once; on another connection, as on the same one requests wait."""
+    keys = Tenants((("key-1", "one"),), {"one": Tenant(max_requests=1)})
+    body = json.dumps({**BYTES, "stream": stream})
+    headers = {"Authorization": "Bearer key-1", "Content-Type": "application/json"}
+    limits, options = TgiLimits(max_concurrent_requests=1), {"max_num_seqs": 4, "max_model_len": 64}
+    with open_texts("tiny", **options) as texts, site(texts, tgi=limits, tenants=keys) as here:
+        lines = [http.client.HTTPConnection("127.0.0.1", here.port) for _ in range(2)]
+        for i in range(120):
+            line = lines[i % 2]
+            line.request("POST", "/v1/completions", body, headers)
+            answer = line.getresponse()
+            said = answer.read()
+            assert answer.status == 200, (i, said)
+        for line in lines:
+            line.close()
 
 
 def test_who_sends_slowly_or_leaves_takes_nobodys_place(full):
