@@ -46,7 +46,7 @@ async def answer_text(
         record.text, record.stream = text, asked.stream
         try:
             work = (
-                _stream(x, writer, text, record, headers)
+                _stream(served, x, writer, text, record, headers)
                 if asked.stream
                 else _whole(served, x, writer, text, record, headers)
             )
@@ -61,41 +61,53 @@ async def _whole(
     while pieces := await text.come(each=writer.each):
         record.came(pieces)
         writer.came(pieces)
-    if writer.beside and _size(writer) > LONG:
-        data = await served.apart(lambda: encode(writer.whole()))
-    else:
-        data = encode(writer.whole())
+    data = await _made(served, writer, _of_prompts(writer) + _new(writer), lambda: encode(writer.whole()))
     await x.answer(data, JSON, 200, None if headers is None else headers(record))
 
 
-def _size(writer: Writer) -> int:
-    """Tokens and log-probabilities of a whole answer."""
-    asked = writer.asked.params
+async def _made(served: Served, writer: Writer, size: int, make: Callable[[], bytes]) -> bytes:
+    """What `make()` returns; beside the event loop, if it is long. size: as that of LONG."""
+    return await served.apart(make) if writer.beside and size > LONG else make()
+
+
+def _of_prompts(writer: Writer) -> int:
+    """Tokens and log-probabilities of the prompts that an answer has."""
+    asked = writer.asked
+    if not asked.echo and asked.params.prompt_logprobs is None:
+        return 0
+    each = sum(map(len, writer.ids)) * (1 + (asked.params.prompt_logprobs or 0))
+    return each * asked.params.n if asked.echo else each
+
+
+def _new(writer: Writer) -> int:
+    """Tokens and log-probabilities of the continuations."""
     new = sum(len(choice.token_ids) for stream in writer.streams for choice in stream.choices)
-    prompt = 0 if asked.prompt_logprobs is None else sum(map(len, writer.ids)) * (1 + asked.prompt_logprobs)
-    return new * (1 + (asked.logprobs or 0)) + prompt
+    return new * (1 + (writer.asked.params.logprobs or 0))
 
 
-async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
+async def _stream(
+    served: Served, x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None
+) -> None:
     more = None if headers is None else headers(record)
     comments, dialect = Comments(x, comment=writer.waiting, more=more), writer.dialect
-    chunks: list[Any] | None = None  # None means nothing has come
+    first: bytes | None = None  # events before all text, until they are sent; None means nothing has come
+    chunks: list[Any] = []
     open_ = {c.index: c for c in text.choices}
     try:
         while True:
             pieces = await text.come(each=writer.each)
             record.came(pieces)
             await comments.settled()
-            if chunks is None:
+            if first is None:
                 if not x.begun:
                     await x.begin(200, SSE, more)
-                chunks = writer.opening()
+                first = await _made(served, writer, _of_prompts(writer), lambda: _events(writer, writer.opening()))
             chunks += [writer.piece(p) for p in pieces]
             chunks += [writer.end(c) for c in _over(open_)]
             if not pieces:
                 break
-            await x.write(_events(writer, chunks))
-            chunks = []
+            await x.write(first + _events(writer, chunks))
+            first, chunks = b"", []
         chunks += [writer.end(c) for c in open_.values()]
         if writer.asked.usage:
             chunks.append(writer.last())
@@ -106,10 +118,10 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
         record.failed(e)
         refused = as_refused(e)
         x.blame(refused, e)
-        chunks = [*(chunks or ()), writer.failed(refused, x.id)]  # with what came before it and was not sent
+        chunks.append(writer.failed(refused, x.id))  # with what came before it and was not sent
     finally:
         comments.stop()
-    await x.write(_events(writer, chunks) + dialect.end, more=False)
+    await x.write((first or b"") + _events(writer, chunks) + dialect.end, more=False)
 
 
 def _events(writer: Writer, chunks: Iterable[Any]) -> bytes:

@@ -281,6 +281,30 @@ def test_5_long_answers_are_written_beside_the_event_loop(path, small, monkeypat
     assert path == "/v1/responses" or answers[0] == answers[1]
 
 
+def test_5_a_long_prompt_is_written_beside_the_event_loop_before_its_text(small, monkeypatch):
+    """It is the first chunk of a stream, and of each continuation."""
+    body = {"prompt": [97, 98, 99], "max_tokens": 3, "temperature": 0, "n": 2, "echo": True, "logprobs": 1}
+    whole = small.post("/v1/completions", body).json()["choices"]
+    seen, events = [], streaming._events
+
+    def noted(writer, chunks):
+        seen.append("hibachi-short" in threading.current_thread().name)
+        return events(writer, chunks)
+
+    monkeypatch.setattr(streaming, "_events", noted)
+    for most in (11, 12):  # 3 tokens, 2 numbers each, 2 continuations
+        monkeypatch.setattr(streaming, "LONG", most)
+        seen.clear()
+        *lines, done, _ = small.post("/v1/completions", body | {"stream": True}).text.split("\n\n")
+        assert done == "data: [DONE]" and seen == [most == 11, *[False] * (len(seen) - 1)]
+        each = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+        for choice in whole:
+            own = [part for part in each if part["index"] == choice["index"]]
+            tokens = [token for part in own if part["logprobs"] for token in part["logprobs"]["tokens"]]
+            assert "".join(part["text"] for part in own) == choice["text"]
+            assert tokens == choice["logprobs"]["tokens"]
+
+
 def test_5_long_texts_wait_for_long_texts_only_and_not_without_end(monkeypatch):
     monkeypatch.setattr(tokenizing, "MOST", 1_000_000)
     gate = threading.Event()
