@@ -236,7 +236,9 @@ def test_a_prompt_in_pieces_takes_a_call_for_each(eight, monkeypatch):
         inputs, pieces = e._built.runner.inputs, []
         packed = inputs.packed
         monkeypatch.setattr(
-            inputs, "packed", lambda rows, start, q, emit: pieces.append(q[0]) or packed(rows, start, q, emit)
+            inputs,
+            "packed",
+            lambda rows, start, q, *more, **by: pieces.append(q[0]) or packed(rows, start, q, *more, **by),
         )
         prompt = [1 + i % 5 for i in range(39)]
         stream = e.run(prompt, SamplingParams(temperature=0, max_tokens=1))
