@@ -14,7 +14,16 @@ from hibachi.api.responses.asking import as_chat, own_items, told_as_sent
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import PAGE, Item
 from hibachi.api.responses.preparing import prepared
-from hibachi.api.responses.store import Kept, Known, Store, no_item, no_response, resolved
+from hibachi.api.responses.store import (
+    Kept,
+    Known,
+    Store,
+    Stored,
+    as_items,
+    no_item,
+    no_response,
+    resolved,
+)
 from hibachi.api.responses.writing import RESPONSES, ResponsesWriter
 from hibachi.serve.conversing import prepare
 from hibachi.serve.routes import About, Route, for_chat
@@ -36,8 +45,9 @@ async def create(served: Served, x: Exchange) -> None:
         served.responses.of(x.tenant).keep(done.id, encode(done), before, own, done.output)
 
     with told_as_sent(body.tools):
-        more = sum(len(data) for _, data in before.each)
-        chat = await served.beside(x, lambda: as_chat(body, [*before.items(), *own], len(before.each)), more)
+        items = [*before.each, *own]
+        more = sum(len(item[1]) for item in items if isinstance(item, tuple))
+        chat = await served.beside(x, lambda: as_chat(body, as_items(items), len(before.each)), more)
         asked, ids = await prepared(
             partial(prepare, served, x), served.reading.check_length, chat, shortens=body.truncation == "auto"
         )
@@ -83,7 +93,7 @@ async def input_items(served: Served, x: Exchange) -> None:
 # ---- what came before ----------------------------------------------------------------------------------------------
 
 
-async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item]]:
+async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item | Stored]]:
     """What is kept of it, and the input. Raises Refused."""
     given = await served.beside(x, partial(own_items, body, served.bounds))
     store = served.responses.of(x.tenant)

@@ -12,9 +12,10 @@ pytest.importorskip("msgspec")
 
 
 from hibachi.api.bodies import Bounds, read
+from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.asking import LOGPROBS, as_chat, own_items, told_as_sent, turns
+from hibachi.api.responses.asking import LOGPROBS, as_chat, own_items, shortened, starts, told_as_sent, turns
 from hibachi.api.responses.bodies import ResponsesBody
 from hibachi.api.responses.items import as_kept, kept
 from hibachi.errors import PromptTooLong
@@ -137,6 +138,20 @@ ITEMS = {  # items of an input, and the messages that they stand for
     "a call that was cut off": (
         [user("a"), spoke("b"), call(1, status="incomplete")],
         [user("a"), {"role": "assistant", "content": "b"}],
+    ),
+    "a result for one that was cut off": (
+        [user("a"), spoke("b"), call(2), call(1, status="incomplete"), result(2), result(1), call(1), result(1)],
+        [
+            user("a"),
+            {"role": "assistant", "content": "b", **called(2)},
+            answered(2),
+            {**ASSISTANT, **called(1)},
+            answered(1),
+        ],
+    ),
+    "what a client has in them besides": (
+        [{**call(1), "async": None, "created_by": "me"}, {**result(1), "async": False, "async_": None}],
+        [{**ASSISTANT, **called(1)}, answered(1)],
     ),
 }
 
@@ -422,7 +437,7 @@ def test_no_input():
     ("items", "param", "words"),
     [
         ([result(1)], "call_id", "names a call that was not made"),
-        ([call(1, status="incomplete"), result(1)], "call_id", "names a call that was not made"),
+        ([call(1, status="incomplete"), result(2)], "call_id", "names a call that was not made"),
         ([thought("I"), spoke("a"), call(1), call(2, arguments='{"n": ')], "arguments", "is no JSON"),
         ([call(2, arguments="[]")], "arguments", "must be a JSON object"),
         ([call(2, name="")], "name", "must be the name"),
@@ -475,3 +490,25 @@ def test_reasoning_in_many_items_is_joined_once():
     [message] = as_chat(body, own_items(body, BOUNDS)).messages
     assert time.process_time() - begun < 1  # 4 s, if each was copied for the next
     assert message["reasoning_content"] == "\n".join(["x" * 3500] * 4096)
+
+
+def test_what_no_model_is_shown_of_an_item_takes_no_room():
+    part = {**PART, "text": "a", "annotations": [[]] * 9, "logprobs": [[]] * 9}
+    [item] = own_items(body_of([{"role": "assistant", "content": [part]}]), BOUNDS)
+    assert as_kept(item, "x") == as_kept(own_items(body_of([spoke("a")]), BOUNDS)[0], "x")
+
+
+def test_calls_of_functions_are_waited_for():
+    tool = {"type": "function", "name": "f"}
+    assert chat_of("a", tools=[{**tool, "async": False}]).tools == chat_of("a", tools=[tool]).tools
+    assert refused(chat_of, "a", tools=[{**tool, "async": True}]).param == "tools[0].async"
+
+
+def test_a_conversation_begins_where_no_result_is_left_without_its_call():
+    """Also where the user says something before a result comes."""
+    given = [user("a"), call(1), user("b"), result(1), spoke("c"), user("d"), call(2), result(2), user("e")]
+    chat = chat_of(given)
+    texts = [chat.messages[i]["content"] for i in starts(chat)]
+    assert texts == ["d", "e"]
+    for start in starts(chat):
+        conversation(shortened(chat, start).messages, 99)

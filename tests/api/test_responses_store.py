@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("msgspec")
 
 from hibachi.api.errors import Refused
-from hibachi.api.responses.items import FunctionCallOutput, ItemReference, Message, as_kept
-from hibachi.api.responses.store import OVERHEAD, Known, Store, Stores, resolved
+from hibachi.api.responses.items import FunctionCallOutput, ItemReference, Message, as_kept, given
+from hibachi.api.responses.store import OVERHEAD, Known, Store, Stores, as_items, resolved
 
 
 class Clock:
@@ -30,13 +30,14 @@ def said(text, id=None, role="user"):
     return Message(role=role, content=text, **({} if id is None else {"id": id}))
 
 
-def keep(store, name, given, answer=b"{}", before=None):
+def keep(store, name, own, answer=b"{}", before=None):
     output = [said(f"to {name}", f"msg_{name}", "assistant")]
-    return store.keep(name, answer, before or Known(), given, output)
+    return store.keep(name, answer, before or Known(), own, output)
 
 
 def conversation(store, name):
-    return store.conversation(store.find(name)).items()
+    """Its items, as a client sends them again."""
+    return [given(json.loads(data), "input") for _, data in store.conversation(store.find(name)).each]
 
 
 def texts(items):
@@ -49,11 +50,11 @@ def test_a_conversation_is_found_again():
     assert keep(store, "a", [said("one"), FunctionCallOutput(call_id="c", output="two")], b'{"id": "a"}')
     found = store.find("a")
     assert found.answer == b'{"id": "a"}'
-    first, second, third = store.conversation(found).items()
+    first, second, third = conversation(store, "a")
     assert (first.role, texts([first]), second.output, texts([third])) == ("user", ["one"], "two", ["to a"])
     assert first.id.startswith("msg_abcdefgh_") and second.id.startswith("fco_abcdefgh_") and third.id == "msg_a"
     assert [json.loads(data)["id"] for data in store.data(found.items)] == [first.id, second.id, third.id]
-    assert store.item(first.id) == first and store.item("msg_other") is None
+    assert texts(as_items([store.item(first.id)])) == ["one"] and store.item("msg_other") is None
 
 
 def test_items_that_several_responses_have_are_counted_once():
@@ -68,7 +69,7 @@ def test_items_that_several_responses_have_are_counted_once():
     keep(store, "c", changed)
     new, same, _ = store.find("c").items
     assert (new == before[0].id, same) == (False, "msg_a")
-    assert texts([store.item(before[0].id), store.item(new)]) == ["one" * 1000, "won"]
+    assert texts(as_items([store.item(before[0].id), store.item(new)])) == ["one" * 1000, "won"]
 
 
 def test_what_came_before_is_kept_as_it_was():
@@ -164,7 +165,7 @@ def test_references_are_resolved_in_their_places():
     before = store.conversation(store.find("a"))
     keep(store, "b", [said("two")])
     found = resolved([said("three"), ItemReference("msg_b"), said("four")], before, store)
-    assert texts(found) == ["three", "to b", "four"]
+    assert texts(as_items(found)) == ["three", "to b", "four"]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_references_are_resolved_in_their_places():
         ([ItemReference("msg_z")], 404, "input[0].id", "item_not_found"),
         ([said("b"), ItemReference("msg_a")], 400, "input[1].id", "invalid_value"),
         ([ItemReference("msg_b"), ItemReference("msg_b")], 400, "input[1].id", "invalid_value"),
+        ([said("to a", "msg_a", "assistant")], 400, "input[0].id", "invalid_value"),
     ],
 )
 def test_references_that_cannot_be(own, status, param, code):

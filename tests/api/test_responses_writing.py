@@ -12,11 +12,11 @@ pytest.importorskip("msgspec")
 
 import msgspec
 
-from hibachi.api.answers import Vocabulary
+from hibachi.api.answers import TokenLogprob, Vocabulary
 from hibachi.api.asking import Asked
 from hibachi.api.errors import Refused
 from hibachi.api.responses.bodies import ReasoningAsked, ResponsesBody
-from hibachi.api.responses.writing import ResponsesWriter
+from hibachi.api.responses.writing import ResponsesWriter, _of_text
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish, SamplingParams, Terms
 from hibachi.streams.textstream import Choice, Piece
@@ -274,6 +274,23 @@ def test_log_probabilities_are_those_of_the_text(described):
     assert [item for item in whole["output"] if item["type"] == "message"] == [
         item for item in built(events)["output"] if item["type"] == "message"
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "count"),
+    [
+        (["}", "\n", "</tool_call>", "\n", "bye"], "bye", 1),
+        (["\n", "\n", "h", "i"], "hi", 2),
+        (["\n", " hi"], "hi", 1),  # of which a part is left out
+        (["<", "x"], "<x", 2),
+        (["so", " world"], "so ", 2),  # a stop string ended it
+        (["\u00e9"], "\u00e9", 1),
+        ([], "a", 0),
+    ],
+)
+def test_log_probabilities_of_what_stood_before_a_text_are_left_out(tokens, text, count):
+    scores = [TokenLogprob(token, -1.0, list(token.encode())) for token in tokens]
+    assert _of_text(scores, text) == scores[len(scores) - count :]
 
 
 def test_ids_of_calls_are_the_models_where_it_says_them():

@@ -383,6 +383,31 @@ def test_a_last_turn_that_does_not_fit_is_refused(server):
     assert error_of(answer, 400)["code"] == "context_length_exceeded"
 
 
+def test_log_probabilities_are_those_of_the_stream_where_a_stop_string_ends_a_text(server):
+    fields = {"include": ["message.output_text.logprobs"], "max_output_tokens": 40}
+    whole = text_of(respond(server, "Hello", **fields))
+    fields["stop"] = whole[5:8]
+    told = respond(server, "Hello", **fields)["output"][0]["content"]
+    streamed = events_of(server, "Hello", **fields)[-1]["response"]["output"][0]["content"]
+    assert told == streamed and told[0]["text"] == whole[: whole.index(fields["stop"])] and told[0]["logprobs"]
+
+
+def test_pages_of_items_end_where_an_item_comes_twice(server):
+    """And one that the conversation has already is refused where it is sent again."""
+    first = respond(server, "Hello")
+    again = {"previous_response_id": first["id"], "input": [*first["output"], user("and")], **ASKED}
+    assert error_of(server.post(URL, again), 400)["param"] == "input[0].id"
+    twice = respond(server, [*first["output"], *first["output"], user("and")])
+    ids, after = [], ""
+    while True:
+        page = server.client.get(f"{URL}/{twice['id']}/input_items?order=asc&limit=1{after}").json()
+        ids += [item["id"] for item in page["data"]]
+        after = f"&after={page['last_id']}"
+        if not page["has_more"]:
+            break
+    assert len(ids) == len(set(ids)) == 3
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD = {

@@ -104,20 +104,23 @@ _OF_ITEMS = {".id": ".call_id", ".tool_call_id": ".call_id"}
 
 def turns(items: Iterable[Item], instructions: str | None = None) -> list[tuple[dict[str, Any], list[int]]]:
     """The messages that items stand for, and the places of the items of each. Reasoning, the text and the calls of one
-    turn are one message. A call that was cut off is left out, as nothing can answer it.
+    turn are one message. A call that was cut off is left out, as it was not made; so is a result for it.
     """
     found = list[tuple[dict[str, Any], list[int]]]()
     if instructions is not None:
         found.append(({"role": "system", "content": instructions}, []))
     turn: dict[str, Any] | None = None  # the model's, which may go on
+    cut = set[str]()  # ids of calls that were cut off
     for k, item in enumerate(items):
-        if isinstance(item, FunctionCallOutput):
+        if isinstance(item, FunctionCall):
+            (cut.add if item.status == "incomplete" else cut.discard)(item.call_id)
+        if isinstance(item, FunctionCallOutput) and item.call_id not in cut:
             found.append(({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}, [k]))
             turn = None
         elif isinstance(item, Message) and item.role != "assistant":
             found.append(({"role": item.role, "content": _text(item.content)}, [k]))
             turn = None
-        elif not isinstance(item, FunctionCall) or item.status != "incomplete":
+        elif not isinstance(item, FunctionCall | FunctionCallOutput) or item.call_id not in cut:
             if turn is None or not _goes_on(turn, item):
                 turn = {"role": "assistant", "content": None}
                 found.append((turn, []))
@@ -223,8 +226,18 @@ def _format(body: ResponsesBody) -> Format | None:
 
 
 def starts(chat: ChatBody) -> list[int]:
-    """Where turns of the user begin, but the first."""
-    return [i for i, message in enumerate(chat.messages) if message["role"] == "user"][1:]
+    """Where turns of the user begin, but the first, and no result comes whose call stands before."""
+    found, open_ = list[int](), set[Any]()  # results whose calls are yet to come, on the way back
+    for i in range(len(chat.messages) - 1, -1, -1):
+        message = chat.messages[i]
+        if message["role"] == "tool":
+            open_.add(message.get("tool_call_id"))
+        for call in message.get("tool_calls") or ():
+            open_.discard(call.get("id"))
+        if message["role"] == "user" and not open_:
+            found.append(i)
+    first = next((i for i, message in enumerate(chat.messages) if message["role"] == "user"), None)
+    return [i for i in reversed(found) if i != first]
 
 
 def shortened(chat: ChatBody, start: int) -> ChatBody:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
 from hibachi.api.bodies import Anything
 from hibachi.api.forms import Schema
@@ -64,6 +64,7 @@ class FunctionTool(Struct, tag="function", kw_only=True, forbid_unknown_fields=T
     output_schema: Any = None  # null only
     defer_loading: bool = False  # false only
     allowed_callers: Any = None  # null only
+    asynchronous: bool | None = field(default=None, name="async")  # null or false only
 
 
 class Namespace(Struct, tag="namespace", kw_only=True, forbid_unknown_fields=True):

@@ -31,6 +31,13 @@ class OutputText(_Strict, tag="output_text"):
     logprobs: list[Any] | None = msgspec.field(default_factory=list)
 
 
+class _KeptText(OutputText, tag="output_text"):
+    """What it has beside its text is not read, as it may be long."""
+
+    annotations: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
+    logprobs: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
+
+
 class RefusalText(_Strict, tag="refusal"):
     refusal: str
 
@@ -49,6 +56,10 @@ class Message(_Strict, tag="message", kw_only=True):
     content: str | list[InputText | OutputText | RefusalText]
     status: Status | None = "completed"
     phase: str | UnsetType | None = UNSET  # it changes nothing
+
+
+class _KeptMessage(Message, tag="message"):
+    content: list[InputText | _KeptText | RefusalText]  # type: ignore[assignment]
 
 
 class Reasoning(_Strict, tag="reasoning", kw_only=True):
@@ -104,14 +115,17 @@ _KINDS: Mapping[str, type[Any]] = {
     "item_reference": ItemReference,
 }
 _NULL = ("encrypted_content", "caller")
-_READ = ("parsed_arguments", "parsed")
-"""Fields that OpenAI's clients add to our items, and send back with them: what they have read in a text."""
-_decoder = msgspec.json.Decoder(Item)
+_READ = ("parsed_arguments", "parsed", "created_by")
+"""Fields that OpenAI's clients have in our items, and send back with them: what they have read in a text, and what says
+nothing to a model.
+"""
+_IDLE = ("async", "async_")  # the same, where they are null or false
+_decoder = msgspec.json.Decoder(_KeptMessage | Reasoning | FunctionCall | FunctionCallOutput)
 _encode = msgspec.json.Encoder().encode
 
 
 def kept(data: bytes) -> Item:
-    """An item that `as_kept` wrote."""
+    """An item that `as_kept` wrote, to be shown to a model."""
     item: Item = _decoder.decode(data)
     return item
 
@@ -149,6 +163,9 @@ def given(raw: Any, place: str) -> Given:
     for name in _NULL:
         if getattr(item, name, UNSET) not in (UNSET, None):
             raise unsupported(f"{place}.{name}", "It is of another server, so only null is")
+    for part in item.content if isinstance(item, Message) and isinstance(item.content, list) else ():
+        if isinstance(part, OutputText):  # no model is shown these, so they take no room
+            part.annotations, part.logprobs = [], []
     if isinstance(item, FunctionCall | FunctionCallOutput) and not item.call_id:
         raise Refused(f"{place}.call_id is empty.", param=f"{place}.call_id", code="invalid_value")
     return item
@@ -156,7 +173,11 @@ def given(raw: Any, place: str) -> Given:
 
 def _as_sent(raw: dict[str, Any]) -> dict[str, Any]:
     """An item without what a client has added."""
-    out = {name: value for name, value in raw.items() if name not in _READ}
+    out = {
+        name: value
+        for name, value in raw.items()
+        if name not in _READ and (name not in _IDLE or value not in (None, False))
+    }
     if isinstance(content := out.get("content"), list):
         out["content"] = [_as_sent(part) if isinstance(part, dict) else part for part in content]
     return out

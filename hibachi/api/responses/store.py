@@ -6,8 +6,9 @@ import secrets
 import string
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hibachi.api.errors import Refused
 from hibachi.api.responses.items import PREFIXES, Given, Item, ItemReference, as_kept, kept
@@ -38,14 +39,15 @@ class Kept:
     used: float
 
 
+Stored: TypeAlias = tuple[str, bytes]
+"""Id and JSON of an item that is kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A conversation that is kept, as it was when it was asked for. each: id and JSON of its items."""
+    """A conversation that is kept, as it was when it was asked for. each: its items."""
 
-    each: Sequence[tuple[str, bytes]] = ()
-
-    def items(self) -> list[Item]:
-        return [kept(data) for _, data in self.each]
+    each: Sequence[Stored] = ()
 
 
 class Store:
@@ -85,7 +87,7 @@ class Store:
         self._use(found)
         return found
 
-    def item(self, id: str) -> Item | None:
+    def item(self, id: str) -> Stored | None:
         """An item. The response that it is of counts as used."""
         self.expire()
         data = self._items.get(id)
@@ -94,7 +96,7 @@ class Store:
         for holder in reversed(self._holders[id]):
             if not self._old(self._responses[holder]):
                 self._use(self._responses[holder])
-                return kept(data)
+                return id, data
         return None
 
     def data(self, ids: Sequence[str]) -> list[bytes]:
@@ -107,12 +109,18 @@ class Store:
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
-    def keep(self, id: str, answer: bytes, before: Known, given: Sequence[Item], output: Sequence[Item]) -> bool:
+    def keep(
+        self, id: str, answer: bytes, before: Known, given: Sequence[Item | Stored], output: Sequence[Item]
+    ) -> bool:
         """Keep a response. given: its input, behind what came before. An item without an id that is known, or whose
-        text is another than that of the one with this id, gets an id of its own. False means that it is too large.
+        text is another than that of the one with this id, gets an id of its own, as does one that comes again. False
+        means that it is too large.
         """
         self.expire()
-        items = [*before.each, *(self._named(item) for item in given)]
+        items, names = list(before.each), {name for name, _ in before.each}
+        for one in given:
+            items.append(one if isinstance(one, tuple) else self._named(one, names))
+            names.add(items[-1][0])
         inputs = len(items)
         items += [(str(item.id), as_kept(item, str(item.id))) for item in output]
         size = len(answer) + OVERHEAD + HELD * len(items)
@@ -129,9 +137,9 @@ class Store:
             self._drop(next(iter(self._responses)))
         return True
 
-    def _named(self, item: Item) -> tuple[str, bytes]:
-        """Its id and its JSON."""
-        if isinstance(item.id, str):
+    def _named(self, item: Item, others: Container[str]) -> Stored:
+        """others: ids that it must not have."""
+        if isinstance(item.id, str) and item.id not in others:
             data = as_kept(item, item.id)
             if self._items.get(item.id) == data:
                 return item.id, data
@@ -218,21 +226,28 @@ def no_item(id: str, param: str) -> Refused:
     )
 
 
-def resolved(own: Sequence[Given], before: Known, store: Store) -> list[Item]:
+def as_items(items: Sequence[Item | Stored]) -> list[Item]:
+    """Items to be shown to a model."""
+    return [kept(item[1]) if isinstance(item, tuple) else item for item in items]
+
+
+def resolved(own: Sequence[Given], before: Known, store: Store) -> list[Item | Stored]:
     """The items of an input, with those that it refers to. Raises Refused."""
-    found = list[Item]()
-    seen = {id for id, _ in before.each}
+    found = list[Item | Stored]()
+    known_before = {id for id, _ in before.each}
+    seen = set(known_before)
     for i, item in enumerate(own):
-        if not isinstance(item, ItemReference):
-            found.append(item)
-            continue
-        place = f"input[{i}].id"
-        if item.id in seen:
+        place, refers = f"input[{i}].id", isinstance(item, ItemReference)
+        if isinstance(item.id, str) and item.id in (seen if refers else known_before):
+            what = "reference" if refers else "item"
             raise Refused(
-                f"{place}: the conversation has the item {item.id[:100]!r} already. Leave the reference out.",
+                f"{place}: the conversation has the item {item.id[:100]!r} already. Leave the {what} out.",
                 param=place,
                 code="invalid_value",
             )
+        if not isinstance(item, ItemReference):
+            found.append(item)
+            continue
         known = store.item(item.id)
         if known is None:
             raise no_item(item.id, place)

@@ -105,6 +105,8 @@ def _function(raw: Raw, place: str) -> FunctionTool:
     for name in ("output_schema", "allowed_callers", "defer_loading"):
         if getattr(tool, name):
             raise unsupported(f"{place}.{name}", "It is of tools that OpenAI runs")
+    if tool.asynchronous:
+        raise unsupported(f"{place}.async", "The next request comes with the result of a call")
     return tool
 
 

@@ -71,7 +71,7 @@ class ResponsesWriter(Writer):
         self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.reader is None else asked.reader.parser()
-        self.each = self._parser is not None and asked.logprobs is not None  # so that each has its own
+        self.each = asked.logprobs is not None  # so that each has its own
         self._spaces, self._echoed = split(functions(body.tools)), _echo(body, asked)
         self._output: list[Output] = []
         self._open: _Open | None = None
@@ -115,6 +115,7 @@ class ResponsesWriter(Writer):
         told = list[Any]()
         self._close(told, "incomplete")
         failed = self._response("failed")
+        failed.store = False
         code = {429: "rate_limit_exceeded"}.get(refused.status, "server_error")
         failed.error = Failure(code, str(refused))
         return [*told, answers.ResponseFailed(self._next(), failed)]
@@ -157,7 +158,7 @@ class ResponsesWriter(Writer):
         if now is None or type(now.item) is not Message:
             now = self._begin_message(told)
         now.pieces.append(text)
-        scores, self._scores = self._scores, []
+        scores, self._scores = _of_text(self._scores, text), []
         now.logprobs += scores
         told.append(answers.TextDelta(self._next(), str(now.item.id), now.index, 0, text, scores))
 
@@ -289,6 +290,21 @@ class ResponsesWriter(Writer):
             answers.OutputDetails(used.reasoning or 0),
             used.total_tokens,
         )
+
+
+def _of_text(scores: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Those of the tokens that a text is made of, without those before them, which have ended a call or are blanks that
+    were left out. All, where the tokens do not end as the text does.
+    """
+    made, data = b"".join([bytes(score.bytes) for score in scores]), text.encode()
+    if not made.endswith(data):
+        return scores
+    at = 0
+    more = len(made) - len(data)
+    while at < len(scores) and len(scores[at].bytes) <= more:
+        more -= len(scores[at].bytes)
+        at += 1
+    return scores[at:]
 
 
 def _as_piece(choice: Choice) -> Piece:

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from hibachi.api.responses.items import Message, OutputText
-from hibachi.api.responses.store import Known, Store
+from hibachi.api.responses.store import Known, Store, as_items
+from hibachi.serve import responses
 
 from ...engine.models import until
 from ...serve.conftest import CHATML, ENGINES, Gate, site
@@ -175,3 +176,30 @@ def test_a_store_that_is_full_of_long_conversations_makes_room_soon():
     began = time.thread_time()
     assert store.keep("large", b"{}", Known(), large, [])
     assert time.thread_time() - began < 0.3 and store.find("large")  # 0.05 s on two busy cores
+
+
+def test_what_is_large_is_not_kept_unless_a_model_is_shown_it_and_is_read_beside_the_event_loop(here, monkeypatch):
+    """Many small requests would fill a store with lists that one small request then has read at once."""
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [[]] * 50_000}
+    store = here.served.responses.of("")
+    before = store.size
+    respond(here, [{"role": "assistant", "content": [part]}, {"role": "user", "content": "b"}])
+    assert store.size - before < 10_000
+    kept = respond(here, [{"type": "reasoning", "summary": [{"type": "summary_text", "text": ""}] * 2000}, *users("b")])
+    [item] = here.client.get(f"{URL}/{kept['id']}/input_items?order=asc&limit=1").json()["data"]
+    threads = []
+
+    def noted(items):
+        threads.append(threading.current_thread().name)
+        return as_items(items)
+
+    monkeypatch.setattr(responses, "as_items", noted)
+    respond(here, [{"type": "item_reference", "id": item["id"]}, *users("c")])
+    respond(here, users("c"), previous_response_id=kept["id"])
+    respond(here, users("c"))
+    large, again, small = threads
+    assert large.rpartition("_")[0] == again.rpartition("_")[0] != small
+
+
+def users(text):
+    return [{"role": "user", "content": text}]
