@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hibachi.errors import ConfigError, printable
+from hibachi.errors import ConfigError, InvalidRequest, printable
+from hibachi.tools.asked import toolbox_of
 from hibachi.tools.tools import ToolCall
 
 MOST_TURNS = 8  # answers to one message, or a model may call for ever
@@ -31,17 +32,14 @@ class Functions:
                 f"--tools {file}: expected a Python file that runs; got {type(e).__name__}: {e!s:.200}."
             ) from e
         self._functions: dict[str, Callable[..., Any]] = {
-            name: value
-            for name, value in found.items()
-            if inspect.isfunction(value) and value.__module__ == "hibachi_tools" and not name.startswith("_")
+            name: value for name, value in found.items() if _is_own(value) and not name.startswith("_")
         }
         if not self._functions:
             raise ConfigError(
                 f"--tools {file}: expected functions with type hints and docstrings; it has none whose name begins "
                 f"without an underscore."
             )
-        self.tools = [{"type": "function", "function": _described(*each)} for each in self._functions.items()]
-        """As OpenAI's API has them."""
+        self.tools = [_tool(*each) for each in self._functions.items()]
 
     def call(self, call: ToolCall) -> str:
         """The result of a call, as text; what went wrong is a result as well."""
@@ -52,6 +50,31 @@ class Functions:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as e:
             return f"{type(e).__name__}: {e}"
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is a function that the file defines, be it behind a decorator such as functools.lru_cache."""
+    if getattr(value, "__module__", None) != "hibachi_tools":
+        return False
+    return inspect.isfunction(value) or (callable(value) and inspect.isfunction(getattr(value, "__wrapped__", None)))
+
+
+def _tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """A function as OpenAI's API has tools. Raises ConfigError."""
+    tool = {"type": "function", "function": _described(name, function)}
+    try:
+        toolbox_of([tool])
+    except InvalidRequest as e:
+        why = str(e).removeprefix("tools[0].function.")
+        raise ConfigError(f"--tools: {name} cannot be a tool: its {why} Letters are those from a to z.") from e
+    try:
+        json.dumps(tool, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(
+            f"--tools: expected type hints of {name} with values that JSON has, such as Literal['a', 1]; got: {e}. "
+            f"Change them, or let the function's name begin with an underscore."
+        ) from e
+    return tool
 
 
 def _described(name: str, function: Callable[..., Any]) -> dict[str, Any]:
@@ -72,7 +95,7 @@ def _described(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         "description": inspect.getdoc(function) or "",
         "parameters": {
             "type": "object",
-            "properties": {p.name: _schema(hints.get(p.name, str)) for p in parameters},
+            "properties": {p.name: _schema(hints.get(p.name, Any)) for p in parameters},
             "required": [p.name for p in parameters if p.default is p.empty],
             "additionalProperties": False,
         },

@@ -12,7 +12,7 @@ from hibachi.request import SamplingParams
 from hibachi.streams.textstream import Choice, Completion, cut_off
 from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
-from hibachi.tools.history import as_objects
+from hibachi.tools.messages import plain_messages
 from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.talk import Talk
 from hibachi.tools.templates.choosing import Parsers
@@ -95,8 +95,7 @@ class Chats:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
-        objects = [as_objects(m, f"messages[{i}]") for i, m in enumerate(messages)]
-        prompt, reader = talk.prompt(objects, given, box, effort=asking.effort)
+        prompt, reader = talk.prompt(plain_messages(messages), given, box, effort=asking.effort)
         self._prompts.check_text(prompt)
         answer = params.structured_outputs
         if reader is not None:

@@ -86,6 +86,8 @@ def test_a_file_without_functions(tmp_path, content):
         ("def f(*numbers: int): ...", r"of f that are given by name; got '\*numbers: int', which is variadic"),
         ("def f(x, /): ...", "of f that are given by name; got 'x', which is positional-only"),
         ("def f(**more): ...", "of f that are given by name"),
+        ("def größe(): ...", "^--tools: größe cannot be a tool: its name must have .* got 'größe'. Rename the tool"),
+        ("from typing import *\ndef f(x: Literal[b'a']): ...", "type hints of f with values that JSON has.* bytes"),
         ("def f(x: 'Nowhere'): ...", "type hints of f that can be evaluated; got NameError: name 'Nowhere'"),
     ],
 )
@@ -99,6 +101,42 @@ def test_a_function_without_a_name_of_its_own_has_that_of_its_variable(tmp_path)
     (tmp_path / "a.py").write_text("double = lambda x: 2 * x")
     [tool] = Functions(tmp_path / "a.py").tools
     assert tool["function"]["name"] == "double"
+
+
+def test_a_parameter_without_a_hint_takes_any_value(tmp_path):
+    (tmp_path / "a.py").write_text("def f(a, b=3, *, c: object): ...")
+    [tool] = Functions(tmp_path / "a.py").tools
+    assert tool["function"]["parameters"]["properties"] == {"a": {}, "b": {}, "c": {}}
+
+
+CACHED = """
+import functools
+from functools import lru_cache
+from textwrap import dedent
+
+@lru_cache
+def half(n: int):
+    "Half of it."
+    return n / 2
+
+@functools.cache
+def _hidden(): ...
+
+class Number: ...
+class Adder:
+    def __call__(self, n: int): ...
+add, cached = Adder(), lru_cache(dedent)
+"""
+
+
+def test_a_function_that_caches_is_a_function(tmp_path):
+    """Classes, their objects and what is imported are none."""
+    (tmp_path / "a.py").write_text(CACHED)
+    functions = Functions(tmp_path / "a.py")
+    [half] = (tool["function"] for tool in functions.tools)
+    assert (half["name"], half["description"]) == ("half", "Half of it.")
+    assert half["parameters"]["properties"] == {"n": {"type": "integer"}}
+    assert functions.call(ToolCall("half", '{"n": 3}')) == "1.5"
 
 
 class Scripted:

@@ -83,3 +83,33 @@ def test_what_is_wrong(llm):
     for option, words in ("tool_call_parser", "auto, generic, apertus"), ("reasoning_parser", "auto, none, apertus"):
         with pytest.raises(ConfigError, match=f"^{option} 'nonsense' is not known: expected one of {words}"):
             llm.chat(HI, GREEDY, chat_template=CHATML, **{option: "nonsense"})
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+SHORT = GREEDY.with_(max_tokens=1)
+
+
+def test_lists_of_texts_are_one_text(llm):
+    [done] = llm.chat([{"role": "user", "content": PARTS}], SHORT, chat_template=CHATML)
+    assert done.prompt.startswith("<|im_start|>user\na\nb<|im_end|>")
+    system, developer = {"role": "system", "content": tuple(PARTS)}, {"role": "developer", "content": PARTS}
+    [done] = llm.chat([system, developer, *HI], SHORT, chat_template=CHATML)
+    assert done.prompt.startswith("<|im_start|>system\na\nb\n\na\nb<|im_end|>\n<|im_start|>user\nHi")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "tool", "tool_call_id": "nope", "content": "y"},
+            r"\[1\]\.tool_call_id names a call that was not made",
+        ),
+        ({"role": "tool", "content": "y"}, r"\[1\]\.tool_call_id is missing"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, r"\[1\]\.content: only parts of text are served"),
+        ({"role": "user", "content": {"text": "y"}}, r"\[1\]\.content must be a text or a list of parts"),
+        ({"content": "y"}, r"\[1\] has no role"),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_refused_at_the_call(llm, message, words):
+    with pytest.raises(InvalidRequest, match="^messages" + words):
+        llm.chat([*HI, message], SHORT, **GENERIC)

@@ -157,3 +157,43 @@ def test_a_row_of_another_kind_of_tools_is_alone_wrong():
     for tools in ({"a": 1}, 5, ["x"], [None], "[1]"):
         with pytest.raises(InvalidRequest, match="tools"):
             asking.read(Row(0, "f", 1, {"m": told("x"), "tools": tools}))
+
+
+def read_of_arrow(rows, **columns):
+    """What each row asks for, as it comes out of a file of Parquet."""
+    batch = pytest.importorskip("pyarrow").RecordBatch.from_pylist(rows)
+    asking = Asking(Columns(messages="messages", **columns), SamplingParams())
+    return [asking.read(Row(i, "f", i, v, arrow=(batch, i))) for i, v in enumerate(batch.to_pylist())]
+
+
+def called(name, arguments):
+    call = {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [*told("x"), asked, {"role": "tool", "tool_call_id": name, "content": "y"}]
+
+
+def test_messages_of_arrow_have_no_fields_of_other_rows():
+    talks = [called("weather", {"city": "Rome", "near": [{"a": 1}, {"b": None}]}), called("news", {"topic": "x"})]
+    first, second = read_of_arrow([{"messages": talk} for talk in talks])
+    assert second.prompt == talks[1], "a content of null stays, as templates may tell it from none"
+    assert first.prompt == [talks[0][0], called("weather", {"city": "Rome", "near": [{"a": 1}, {}]})[1], talks[0][2]]
+
+
+def test_nulls_in_json_text_stay():
+    schema = {"type": "object", "properties": {"a": {"enum": [1, None]}, "b": {"const": None}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    messages = called("f", {"a": 1, "b": None})
+    row = {"messages": json.dumps(messages), "tools": json.dumps(tools), "form": json.dumps({"json": schema})}
+    [asked] = read_of_arrow([row], param_columns={"structured_outputs": "form"})
+    assert asked.prompt == messages and asked.options.tools == tools
+    assert '"const":null' in asked.params.structured_outputs.text.replace(" ", "")
+
+
+def test_a_form_of_arrow_has_no_fields_of_other_rows():
+    schemas = [
+        {"type": "object", "properties": {"a": {"type": "string"}}},
+        {"type": "array", "items": {"type": "null"}},
+    ]
+    rows = [{"messages": told("x"), "form": {"json": schema}} for schema in schemas]
+    asked = read_of_arrow(rows, param_columns={"structured_outputs": "form"})
+    assert [json.loads(a.params.structured_outputs.text) for a in asked] == schemas

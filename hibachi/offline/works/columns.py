@@ -198,6 +198,8 @@ class Asking:
             prompt = _decoded(_of(values, columns.messages), columns.messages, "a list of messages")
             if not all(isinstance(message, dict) for message in prompt):
                 raise InvalidRequest(f"{columns.messages} must be a list of messages, objects; got {shown(prompt)}.")
+            if _structured(row, columns.messages):
+                prompt = [_own_fields(message) for message in prompt]
         elif columns.tokens is not None:
             prompt = _decoded(_of(values, columns.tokens), columns.tokens, "a list of tokens")
         elif columns.features:
@@ -209,14 +211,12 @@ class Asking:
                 raise InvalidRequest(f"A prompt for a chat must be a text; got {shown(prompt)}.")
             user = {"role": "user", "content": prompt}
             prompt = [user] if columns.system is None else [{"role": "system", "content": columns.system}, user]
-        params, seeded = self._params(values)
+        params, seeded = self._params(row)
         return Asked(prompt, params, seeded, self._options(row) if columns.talks else NO_OPTIONS)
 
     def _options(self, row: Row) -> ChatOptions:
         of = self._options_of
-        given = {name: said for name, c in of.items() if (said := value_of(name, row.values.get(c))) is not None}
-        if row.arrow is not None:
-            given = without_nulls(given)
+        given = {name: said for name, c in of.items() if (said := _said(row, name, c)) is not None}
         found = self._columns.options_of(given) if given else self._own
         found.check()
         return found
@@ -231,11 +231,11 @@ class Asking:
                 )
         return _of(values, name)
 
-    def _params(self, values: Mapping[str, Any]) -> tuple[SamplingParams, bool]:
+    def _params(self, row: Row) -> tuple[SamplingParams, bool]:
         columns = self._columns_of
         if not columns:
             return self._defaults, self._defaults.seed is not None
-        given = {name: said for name, c in columns.items() if (said := value_of(name, values.get(c))) is not None}
+        given = {name: said for name, c in columns.items() if (said := _said(row, name, c)) is not None}
         key = repr(given)  # as True, 1 and 1.0 are equal
         known = self._known.get(key)
         if known is None:
@@ -268,6 +268,23 @@ def _of(values: Mapping[str, Any], name: str) -> Any:
             f"The row has no {name!r}: expected a value; got none. Its columns: {_listed(list(values))}."
         )
     return found
+
+
+def _structured(row: Row, column: str) -> bool:
+    """Whether the value is one of Arrow's, where all rows have the names that any has, and no JSON in a text."""
+    return row.arrow is not None and not isinstance(row.values.get(column), str)
+
+
+def _own_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of Arrow without what only other rows have. A content of null is a message's own: some templates
+    tell it from a missing one."""
+    return {name: without_nulls(v) for name, v in message.items() if v is not None or name == "content"}
+
+
+def _said(row: Row, name: str, column: str) -> Any:
+    """What a row says of the parameter `name`; None means nothing."""
+    said = value_of(name, row.values.get(column))
+    return without_nulls(said) if _structured(row, column) else said
 
 
 def _decoded(value: Any, name: str, what: str) -> Any:
