@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import IO, Any
 
 from hibachi.api.errors import SERVER, Refused
-from hibachi.router.peek import look, server_in
+from hibachi.router.peek import Named, goes_on_from, look
 from hibachi.web.exchange import Gone
 
 log: logging.Logger = logging.getLogger("hibachi.route")
@@ -91,15 +91,15 @@ class Body:
         assert self._file is not None
         return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)  # an error may still refer to it
 
-    async def server(self, encoding: bytes, room: Room) -> str:
-        """See `peek.server_in`."""
+    async def named(self, encoding: bytes, room: Room) -> Named | None:
+        """See `peek.goes_on_from`."""
         if self._file is None and not encoding:
-            return server_in(self.data, encoding)
+            return goes_on_from(self.data, encoding)
         async with room.looking:
-            return await asyncio.to_thread(self._server, encoding)
+            return await asyncio.to_thread(self._named, encoding)
 
-    def _server(self, encoding: bytes) -> str:
-        return server_in(self.data if self._file is None else self._mapped(), encoding)
+    def _named(self, encoding: bytes) -> Named | None:
+        return goes_on_from(self.data if self._file is None else self._mapped(), encoding)
 
     async def digest(self, *more: bytes) -> bytes:
         """Of the body, and of what else makes the request the same."""

@@ -19,7 +19,7 @@ from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
 from hibachi.router.forward import Broken, Forwarder, Job, unknown
 from hibachi.router.passing import without_hops
-from hibachi.router.peek import model_of_path, model_of_query, server_of
+from hibachi.router.peek import Named, model_of_path, model_of_query, server_of
 from hibachi.router.policies import Ask, at_home
 from hibachi.router.routes import STORED, TOKENS, Kind, Routes, response_of_path
 from hibachi.web.access import tell
@@ -30,7 +30,6 @@ from hibachi.web.tenants import Tenants
 log: logging.Logger = logging.getLogger("hibachi.route")
 CLIENT_LEFT = 499  # as nginx logs a client that left
 Own = Callable[[Exchange], Awaitable[None]]
-PREVIOUS_GONE = "previous_response_not_found"  # OpenAI's code
 _NOT_SENT = frozenset((b"host", b"content-length"))
 
 
@@ -123,11 +122,12 @@ class Door:
         headers, path = self._sendable(x)
         body = await self._body(x)
         try:
-            ask = await self._ask(x, kind, body)
+            named = await self._named(x, body)
+            ask = await self._ask(x, kind, body, goes_on=named is not None)
             if body.size or b"content-length" in x.headers:
                 headers.append(("Content-Length", str(body.size)))
-            if keeper := await self._keeper(x, body):
-                ask = replace(ask, only=keeper)
+            if named is not None:
+                ask = self._to_its_keeper(ask, kind, named)
             elif kind is Kind.OBJECT or (ask.sticky and x.path in STORED):
                 own = self._its_own(x, ask)
                 if kind is Kind.OBJECT or any(u.name == own for u in self._fleet.having(ask.model)):
@@ -162,8 +162,10 @@ class Door:
             headers = [(name, value) for name, value in headers if name not in ("authorization", "x-api-key")]
         return headers, path
 
-    async def _ask(self, x: Exchange, kind: Kind, body: Body) -> Ask:
-        """The facts of a request for the policy. Raises Refused for a model that no upstream has."""
+    async def _ask(self, x: Exchange, kind: Kind, body: Body, *, goes_on: bool) -> Ask:
+        """The facts of a request for the policy. goes_on: from what an upstream keeps, so that it need not name a
+        model. Raises Refused for a model that no upstream has.
+        """
         wants_text = getattr(self._forwarder.lines.policy, "pieces", False) and kind is Kind.GENERATES
         model, text = model_of_path(x.path), b""
         if body.size and (model is None or kind is Kind.GENERATES):
@@ -180,12 +182,12 @@ class Door:
         fleet = self._fleet
         if model is None:
             models = fleet.models
-            if kind is Kind.GENERATES and len(models) > 1:
+            if kind is Kind.GENERATES and len(models) > 1 and not goes_on:
                 raise Refused(
                     f"The request names no model, and there are several: {shown(models, 50)}.",
                     kind=INVALID, param="model", code="model_missing",
                 )  # fmt: skip
-            model = models[0] if kind is Kind.GENERATES and models else ANY
+            model = models[0] if kind is Kind.GENERATES and models and not goes_on else ANY
         elif not fleet.having(model):
             if kind is not Kind.GENERATES and model_of_path(x.path) is None:
                 model = ANY  # a field of this name in something else
@@ -194,28 +196,28 @@ class Door:
         sticky = x.headers.get(self._sticky, b"").decode("latin-1")
         return Ask(model, pieces_of(text) if text else (), sticky)
 
-    async def _keeper(self, x: Exchange, body: Body) -> str:
-        """The upstream that keeps a response which the path or the body names; "" means none is named, or there is only
-        one upstream. Raises Refused where none of them made it.
-        """
-        if len(self._fleet.upstreams) <= 1:
-            return ""
-        named = response_of_path(x.path)
-        server = server_of(named)
+    async def _named(self, x: Exchange, body: Body) -> Named | None:
+        """What the path or the body names that some server keeps. None also means that it makes no difference."""
+        if len(self._fleet.upstreams) <= 1 and len(self._fleet.models) <= 1:
+            return None
+        if server := server_of(id := response_of_path(x.path)):
+            return Named(server, id)
         if x.path in STORED and body.size:
-            server = await body.server(x.headers.get(b"content-encoding", b""), self._room)
-        if not server:
-            return ""
-        found = self._fleet.keeper(server)
-        if found is None:
-            what, code = ("Response", "response_not_found") if named else ("Previous response", PREVIOUS_GONE)
-            raise Refused(
-                f"{what} not found: no upstream is the one that kept it. Send the whole conversation as input.",
-                status=404,
-                param=None if named else "previous_response_id",
-                code=code,
-            )
-        return found.name
+            return await body.named(x.headers.get(b"content-encoding", b""), self._room)
+        return None
+
+    def _to_its_keeper(self, ask: Ask, kind: Kind, named: Named) -> Ask:
+        """For the upstream that keeps what is named. Raises Refused where none does, or where it lacks the model."""
+        keeper = self._fleet.keeper(named.server)
+        if keeper is None:
+            if len(self._fleet.upstreams) <= 1:
+                return ask  # it says so itself
+            raise lost(named, "no upstream is the one that kept it")
+        if kind is not Kind.GENERATES:
+            ask = replace(ask, model=ANY)
+        elif ask.model != ANY and ask.model not in keeper.models:
+            raise lost(named, f"the server that keeps it does not have the model {shown([ask.model], 1)}")
+        return replace(ask, only=keeper.name)
 
     def _its_own(self, x: Exchange, ask: Ask) -> str:
         """What a path names is kept by one upstream: that of the sticky header. Raises Refused without one."""
@@ -240,3 +242,15 @@ class Door:
                 await work
         finally:
             left.then(None)
+
+
+def lost(named: Named, why: str) -> Refused:
+    """What is named is not to be had: in the words and codes of our servers."""
+    id = named.id[:100]
+    if named.param is None:
+        return Refused(f"Response with id {id!r} not found: {why}.", status=404, code="response_not_found")
+    if named.param == "previous_response_id":
+        what, then, code = "Previous response", "Send the whole conversation as input.", "previous_response_not_found"
+    else:
+        what, then, code = "Item", "Send the item itself.", "item_not_found"
+    return Refused(f"{what} with id {id!r} not found: {why}. {then}", status=404, param=named.param, code=code)

@@ -34,6 +34,7 @@ HELD_FOR = 1.0  # seconds for them to come
 POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
 MOST_POISON = 4096
 UNWELL = (503, 529)  # the latter in Anthropic's dialect
+LATE = 504  # a deadline in Anthropic's dialect, where others say 408; or a proxy had no answer: the code tells which
 
 
 @dataclass(slots=True)
@@ -302,10 +303,12 @@ class Forwarder:
             u.answers[status] += 1
             await self._pass_on(job, u, answer, held.body)
             return True
-        code = _code_of(held.body) if status in UNWELL else ""
+        code = _code_of(held.body) if status in (*UNWELL, LATE) else ""
         u.answers[status] += 1
         job.tried += (u,)
-        if code == "shutting_down":
+        if status == LATE and code == "deadline_exceeded":
+            self._well(u)  # the request had its time there, and would have no more elsewhere
+        elif code == "shutting_down":
             drain(u, "it is shutting down")
             self.lines.changed()
             if self._others(job):
@@ -432,8 +435,8 @@ def unknown(model: str, models: list[str]) -> Refused:
 
 
 def _code_of(body: bytes) -> str:
-    """What our own servers say of what is `UNWELL`: "shutting_down", "engine_failed", ...; in TGI's dialect only the
-    latter.
+    """What our own servers say of what is `UNWELL` or `LATE`: "shutting_down", "engine_failed", ...; in TGI's dialect
+    only the latter.
     """
     try:
         told = msgspec.json.decode(body)

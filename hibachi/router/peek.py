@@ -6,7 +6,7 @@ import mmap
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
@@ -51,14 +51,30 @@ class _Keeps(msgspec.Struct):
     input: msgspec.Raw = _NOTHING
 
 
-class _Reference(msgspec.Struct):
+class _Item(msgspec.Struct):
     type: Any = None
     id: Any = None
+    role: msgspec.Raw = _NOTHING
+
+    @property
+    def refers(self) -> bool:
+        """As servers read it: what has neither a type nor a role is a reference, too."""
+        return bool(self.type == "item_reference") or (self.type is None and self.role is _NOTHING)
 
 
-_keeps, _references = msgspec.json.Decoder(_Keeps), msgspec.json.Decoder(list[_Reference])
+class Named(NamedTuple):
+    """A response or an item that a request goes on from. server: that keeps it. param: the field that names it; None
+    means the path does.
+    """
+
+    server: str
+    id: str
+    param: str | None = None
+
+
+_keeps, _items = msgspec.json.Decoder(_Keeps), msgspec.json.Decoder(list[_Item])
 _OURS = re.compile(r"(?:resp|msg|rs|fc|fco)_([a-z]{8})_\w+")
-_REFERENCE = re.compile(rb'"item_reference"')
+_ID_OF_OURS = re.compile(rb'"id"\s*:\s*"(?:resp|msg|rs|fc|fco)_[a-z]{8}_')  # without it there is no reference to us
 _named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Texts)
 _packed = msgspec.msgpack.Decoder(_Named)
 _MSGPACK = frozenset((b"application/msgpack", b"application/x-msgpack", b"application/vnd.msgpack"))
@@ -85,23 +101,27 @@ def server_of(id: Any) -> str:
     return found[1] if found else ""
 
 
-def server_in(body: Data, encoding: bytes) -> str:
-    """`server_of` what the body of a response goes on from, or else of the first item that it refers to."""
+def goes_on_from(body: Data, encoding: bytes) -> Named | None:
+    """The response that the body of a request names, or else the first item that it refers to, where an id of ours
+    says who keeps it.
+    """
     plain = body if not encoding or encoding == b"identity" else _unpacked(body, encoding)
     if plain is None:
-        return ""
+        return None
     try:
         found = _keeps.decode(plain)
         previous = _named_by(found.previous_response_id, msgspec.json.decode)
-        if (server := server_of(previous)) or not _REFERENCE.search(memoryview(found.input)):
-            return server
+        if server := server_of(previous):
+            return Named(server, previous, "previous_response_id")
+        if not _ID_OF_OURS.search(memoryview(found.input)):
+            return None
         check_weight(given := bytes(found.input))
         with at_once(len(given)):
-            references = _references.decode(given)
-        each = (server_of(one.id) for one in references if one.type == "item_reference")
-        return next((server for server in each if server), "")
+            items = _items.decode(given)
+        each = (Named(server_of(item.id), item.id, f"input[{i}].id") for i, item in enumerate(items) if item.refers)
+        return next((named for named in each if named.server), None)
     except (Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""  # its server says what is wrong
+        return None  # its server says what is wrong
 
 
 def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: bool = True) -> tuple[str | None, bytes]:

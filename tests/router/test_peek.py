@@ -9,7 +9,7 @@ import pytest
 
 from hibachi.api.errors import Refused
 from hibachi.router import peek
-from hibachi.router.peek import look, model_of_path, server_in, server_of
+from hibachi.router.peek import Named, goes_on_from, look, model_of_path, server_of
 from hibachi.router.routes import response_of_path
 
 JSON = b"application/json"
@@ -68,12 +68,15 @@ def test_a_model_of_very_many_values_is_not_read(kind, many):
         b'{"previous_response_id":' + MANY + b"}",
         b'{"input":[' + MANY + b',{"type":"item_reference","id":"msg_abcdefgh_1"}]}',
         b'{"input":[{"type":"item_reference","id":' + MANY + b"}]}",
+        b'{"input":[{"id":"msg_abcdefgh_1"},{"role":' + MANY + b"}]}",
+        b'{"input":["' + b'\\"id\\"' * 1_000_000 + b'",{"id":7}]}',
+        b'{"input":[{"id"' + b" " * 8_000_000 + b':"msg_abcdefgh"}]}',
     ],
-    ids=["a response", "an item", "an id"],
+    ids=["a response", "an item", "an id", "a role", "a text", "spaces"],
 )
 def test_very_many_values_name_no_server(body):
     began = time.thread_time()
-    assert server_in(body, b"") == ""
+    assert goes_on_from(body, b"") is None
     assert time.thread_time() - began < 0.3
 
 
@@ -137,32 +140,38 @@ def test_b27_the_model_of_a_path():
 
 # ---- servers that keep responses -----------------------------------------------------------------------------------
 
-OURS = "resp_abcdefgh_0a1b2c"
+OURS, ITEM = "resp_abcdefgh_0a1b2c", "msg_zzzzzzzz_1_0"
+REFERENCE = {"type": "item_reference", "id": ITEM}
 
 
 @pytest.mark.parametrize(
-    "body, server",
+    "body, id, param",
     [
-        ({"previous_response_id": OURS}, "abcdefgh"),
-        ({"previous_response_id": None, "input": "a"}, ""),
-        ({"previous_response_id": 7}, ""),
-        ({"previous_response_id": "resp_67ccd2bed1ec8190b14f964abc054267"}, ""),
-        ({"input": f"previous_response_id {OURS}"}, ""),
-        ({"input": [{"previous_response_id": OURS}]}, ""),
-        ({"input": [{"content": "item_reference"}, {"type": "item_reference", "id": OURS}]}, "abcdefgh"),
-        ({"input": [{"type": "item_reference", "id": "other"}, {"type": "item_reference", "id": "msg_b_1"}]}, ""),
-        ({"input": [{"type": "item_reference", "id": f"msg_{8 * 'z'}_1_0"}], "previous_response_id": None}, "zzzzzzzz"),
-        ({"input": [{"type": "item_reference", "id": "msg_abcdefgh_1"}], "previous_response_id": f"resp_{8 * 'z'}_1"},
-         "zzzzzzzz"),
-        ({"input": [{"type": "message", "id": "msg_abcdefgh_1"}, {"type": "item_reference"}]}, ""),
-        ({"input": ["item_reference", 7]}, ""),
-        ([], ""),
+        ({"previous_response_id": OURS}, OURS, "previous_response_id"),
+        ({"previous_response_id": None, "input": "a"}, None, None),
+        ({"previous_response_id": 7}, None, None),
+        ({"previous_response_id": "resp_67ccd2bed1ec8190b14f964abc054267"}, None, None),
+        ({"input": f"previous_response_id {OURS}"}, None, None),
+        ({"input": [{"previous_response_id": OURS}]}, None, None),
+        ({"input": [{"content": "item_reference"}, {"type": "item_reference", "id": OURS}]}, OURS, "input[1].id"),
+        ({"input": [{"type": "item_reference", "id": "x"}, {"type": "item_reference", "id": "msg_b_1"}]}, None, None),
+        ({"input": [REFERENCE], "previous_response_id": None}, ITEM, "input[0].id"),
+        ({"input": [REFERENCE], "previous_response_id": OURS}, OURS, "previous_response_id"),
+        ({"input": [{"role": "user", "content": "a"}, {"id": ITEM}]}, ITEM, "input[1].id"),
+        ({"input": [{"type": None, "id": ITEM}, {"id": OURS}]}, ITEM, "input[0].id"),
+        ({"input": [{"role": "assistant", "id": ITEM, "content": "a"}]}, None, None),
+        ({"input": [{"role": None, "id": ITEM}]}, None, None),
+        ({"input": [{"type": "message", "id": "msg_abcdefgh_1"}, {"type": "item_reference"}]}, None, None),
+        ({"input": ["item_reference", 7, {"id": ITEM}]}, None, None),
+        ([], None, None),
     ],
-)  # fmt: skip
-def test_the_server_that_a_response_goes_on_from(body, server):
-    data = json.dumps(body).encode()
-    assert server_in(data, b"") == server_in(gzip.compress(data), b"gzip") == server
-    assert server_in(data[:-1], b"") == server_in(data, b"br") == ""
+)
+def test_what_a_response_goes_on_from(body, id, param):
+    """References need not say their type; what has a role is a message."""
+    named = None if id is None else Named("zzzzzzzz" if id == ITEM else "abcdefgh", id, param)
+    for data in (json.dumps(body).encode(), json.dumps(body, indent=1, separators=(" ,", " : ")).encode()):
+        assert goes_on_from(data, b"") == goes_on_from(gzip.compress(data), b"gzip") == named
+        assert goes_on_from(data[:-1], b"") is goes_on_from(data, b"br") is None
 
 
 @pytest.mark.parametrize(

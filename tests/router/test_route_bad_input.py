@@ -670,9 +670,11 @@ def test_what_names_a_response_goes_to_the_server_that_keeps_it(keepers):
     for name, one in servers.items():
         id = f"resp_{name}_01"
         reference = {"type": "item_reference", "id": f"msg_{name}_01_0"}
-        bodies = ({"previous_response_id": id, "input": "a"}, {"input": [{"role": "user", "content": "a"}, reference]})
-        for body in bodies:
-            told = json.dumps({"model": "m", **body}).encode()
+        bodies = [{"previous_response_id": id, "input": "a"}]
+        for each in (reference, {**reference, "type": None}, {"id": reference["id"]}):
+            bodies.append({"input": [{"role": "user", "content": "a"}, each]})
+        for body in ({**given, **model} for given in bodies for model in ({"model": "m"}, {})):
+            told = json.dumps(body).encode()
             for lines in ((), (b"X-Session-Id: me",)):
                 assert [here.ask("/v1/responses", told, *lines).json["port"] for _ in range(3)] == [one.port] * 3
         for path in (f"/v1/responses/{id}", f"/v1/responses/{id}/input_items"):
@@ -690,6 +692,11 @@ def test_a_response_whose_server_is_gone_is_not_found(keepers):
         "previous_response_not_found",
         "previous_response_id",
     )
+    for more in ({"type": "item_reference"}, {}):
+        given = {"model": "m", "input": [{"role": "user", "content": "a"}, {"id": "msg_zzzzzzzz_01_0", **more}]}
+        item = here.ask("/v1/responses", json.dumps(given).encode())
+        assert (item.status, item.error["code"], item.error["param"]) == (404, "item_not_found", "input[1].id")
+        assert item.error["message"].startswith("Item with id 'msg_zzzzzzzz_01_0' not found: ")
     path = here.ask("/v1/responses/resp_zzzzzzzz_01", None)
     assert (path.status, path.error["code"]) == (404, "response_not_found")
     one = servers["aaaaaaaa"]
@@ -701,6 +708,35 @@ def test_a_response_whose_server_is_gone_is_not_found(keepers):
     one.stop()
     answer = here.ask("/v1/responses", body % b"dddddddd")
     assert answer.status == 503  # it may come back, and no other has it
+
+
+@pytest.mark.parametrize(
+    "given, param, code",
+    [
+        ({"previous_response_id": "resp_aaaaaaaa_01"}, "previous_response_id", "previous_response_not_found"),
+        ({"input": [{"id": "msg_aaaaaaaa_01_0"}]}, "input[0].id", "item_not_found"),
+    ],
+)
+def test_a_conversation_that_changes_to_a_model_of_another_server(keepers, given, param, code):
+    """At once, and in words by which the client sends all of it."""
+    _, here, _ = keepers
+    began = time.monotonic()
+    answer = here.ask("/v1/responses", json.dumps({"model": "only-bbbbbbbb", "input": "a", **given}).encode())
+    assert time.monotonic() - began < 0.9  # wait_for is 1 s
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (404, param, code)
+    assert "the server that keeps it does not have the model only-bbbbbbbb. Send the" in answer.error["message"]
+    unknown = here.ask("/v1/responses", json.dumps({"model": "none", "input": "a", **given}).encode())
+    assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+    about = b'{"model": "only-bbbbbbbb"}'  # what a path names has its model already
+    assert here.ask("/v1/responses/resp_aaaaaaaa_01/cancel", about).status == 200
+
+
+def test_one_upstream_of_several_models_gets_what_goes_on_without_a_model(keepers, route):
+    servers, _, _ = keepers
+    here = route(servers["aaaaaaaa"])
+    for server in ("aaaaaaaa", "zzzzzzzz"):  # it says itself what it does not have
+        assert here.ask("/v1/responses", b'{"previous_response_id": "resp_%s_01"}' % server.encode()).status == 200
+    assert here.ask("/v1/responses", b'{"input": "a"}').error["code"] == "model_missing"
 
 
 def test_a_router_behind_a_router_tells_of_all_servers(keepers, route):

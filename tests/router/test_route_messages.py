@@ -9,6 +9,8 @@ from itertools import count
 
 import pytest
 
+from hibachi.router.upstreams import State
+
 from .conftest import BODY, eventually
 from .mocks import full, of_json, sse
 
@@ -97,6 +99,35 @@ def test_an_engine_that_failed_is_ill(mock, route):
     a, b = mock("m"), mock("m")
     router = route(a, b)
     a.script = b.script = lambda r: [overloaded("engine_failed")] if len(a.requests + b.requests) < 2 else [full()]
+    assert router.ask(PATH, BODY).status == 200
+    assert router.of(a).faults + router.of(b).faults == 1
+
+
+def late(code):
+    about = {"type": "timeout_error", "message": "no", "details": {"error_code": code}}
+    return of_json({"type": "error", "error": about}, 504)
+
+
+def test_a_late_request_is_no_fault_of_its_server(mock, route):
+    """408 in OpenAI's dialect is 504 in Anthropic's: both pass on as they are, however often they come."""
+    a, b = mock("m"), mock("m")
+    a.script = b.script = lambda r: [late("deadline_exceeded")]
+    router = route(a, b, check_interval=30)
+    answers = [router.ask(PATH, BODY) for _ in range(3)]
+    assert {(answer.status, answer.error["details"]["error_code"]) for answer in answers} == {
+        (504, "deadline_exceeded")
+    }
+    assert len(a.requests + b.requests) == 3 and not router.router.forwarder.meter.poisonous
+    assert all((u.state, u.faults) == (State.UP, 0) for u in (router.of(a), router.of(b)))
+    assert router.of(a).answers[504] + router.of(b).answers[504] == 3
+
+
+@pytest.mark.parametrize("code", ["upstream_timeout", "broken"])
+def test_another_504_is_a_fault(mock, route, code):
+    """Such as that of a router or a proxy whose server says nothing."""
+    a, b = mock("m"), mock("m")
+    a.script = b.script = lambda r: [late(code)] if len(a.requests + b.requests) < 2 else [full()]
+    router = route(a, b)
     assert router.ask(PATH, BODY).status == 200
     assert router.of(a).faults + router.of(b).faults == 1
 
