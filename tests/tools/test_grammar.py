@@ -324,6 +324,28 @@ def test_gbnf_behind_reasoning_and_beside_tools_is_refused_as_by_itself():
             checked_form(reader, StructuredOutputs(grammar=text), special, setting().guides.check)
 
 
+def test_names_of_a_callers_grammar_may_be_those_of_ours():
+    """Whatever ours are called, and words in texts, expressions and tokens stay as they are."""
+    bare = grammar("hermes", "auto", answer=StructuredOutputs(grammar='start: "a"'), tools=CHOSEN).text
+    names = re.findall(r"(?m)^(\w+)", bare)
+    assert {"call_", "LEAD_"} <= {name.rstrip("0123456789") for name in names}
+    ours = [name for name in names if name != "start"]
+    rules = "".join(f'{name}: "{name}"\n' for name in ours)
+    answer = StructuredOutputs(
+        grammar=f'start: "a" more <|start|> /start/ // start call_1\nmore: {" ".join(ours)}\n{rules}'
+    )
+    found = grammar("hermes", "auto", answer=answer, tools=CHOSEN)
+    assert walked(found, f"a{''.join(ours)}<|start|>start") == "ends"
+    assert walked(found, call("hermes")) == "ends"
+
+
+def test_a_callers_grammar_cannot_use_our_rules():
+    answer = StructuredOutputs(grammar='start: "a" call_1')
+    with pytest.raises(InvalidRequest, match="call_1"):
+        reader = AnswerReader(chat("hermes"), Toolbox(CHOSEN))
+        checked_form(reader, answer, special, setting().guides.check)
+
+
 def test_where_nothing_is_asked_for_there_is_no_form():
     answer = StructuredOutputs(json_object=True)
     for toolbox in (Toolbox(), Toolbox(CHOSEN, "none")):
