@@ -87,7 +87,7 @@ class Writer:
         for choice in (c for s in self.streams for c in s.choices):
             found = self._thoughts.get(choice.index)
             if found is None:
-                found = self._thoughts[choice.index] = Thought(reader.format.reasoning, reader.thinking, self._raw)
+                found = self._thoughts[choice.index] = Thought(reader, self._raw)
             total += found.upto(choice.token_ids)
         return total
 

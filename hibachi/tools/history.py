@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -150,7 +151,8 @@ def _apart(m: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What is said and what is called, each as a message of its own."""
     if not m.get("tool_calls") or not m.get("content"):
         return [m]
-    return [{name: value for name, value in m.items() if name != "tool_calls"}, {**m, "content": None}]
+    said = {name: value for name, value in m.items() if name != "tool_calls"}
+    return [said, {"role": m.get("role"), "content": None, "tool_calls": m["tool_calls"]}]
 
 
 def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
@@ -166,17 +168,33 @@ def _one_by_one(messages: Messages) -> list[Mapping[str, Any]]:
         behind = at
         while behind < len(messages) and messages[behind].get("role") == "tool":
             behind += 1
-        left = messages[at:behind]
-        of: dict[Any, list[Mapping[str, Any]]] = {}  # results, by the id of their call
-        for r in left:
-            of.setdefault(_key(r.get("tool_call_id")), []).append(r)
-        for call in calls:
+        of, rest = _paired(calls, messages[at:behind])
+        for call, results in zip(calls, of, strict=True):
             found.append({**m, "tool_calls": [call]})
             m = {"role": m.get("role"), "content": None}
-            found += of.pop(_key(call.get("id")), ())
-        found += [r for r in left if _key(r.get("tool_call_id")) in of]
+            found += results
+        found += rest
         at = behind
     return found
+
+
+def _paired(calls: Sequence[Mapping[str, Any]], results: Messages) -> tuple[list[Messages], Messages]:
+    """The results of each call, and those of no call. A result without an id is of the first call that has none yet,
+    and one whose id no call has, of the first such call without an id.
+    """
+    of: list[list[Mapping[str, Any]]] = [[] for _ in calls]
+    rest: list[Mapping[str, Any]] = []
+    every = deque(range(len(calls)))
+    named: dict[Any, deque[int]] = {}
+    for n, call in enumerate(calls):
+        named.setdefault(_key(call.get("id")), deque()).append(n)
+    for r in results:
+        id = _key(r.get("tool_call_id"))
+        places = every if id is None else named.get(id) or named.get(None)
+        while places and len(places) > 1 and of[places[0]]:
+            places.popleft()
+        (of[places[0]] if places else rest).append(r)
+    return [*of], rest
 
 
 def _key(id: Any) -> Any:

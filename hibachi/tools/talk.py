@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.format import ChatFormat, thinking_of
+from hibachi.tools.format import ChatFormat, Thinking, thinking_of
 from hibachi.tools.generic import described, with_calls_said
 from hibachi.tools.grammar.answer import served_form
 from hibachi.tools.grammar.recent import RecentForms, content_of
@@ -119,7 +120,8 @@ class Talk:
         if box is None and format.reasoning is None and not format.before_said and not format.silent:
             return text, None
         shown = marks(format, self._tokenizer.split_special)
-        return text, AnswerReader(format, box or NO_TOOLS, thinking_of(format.reasoning, text), shown)
+        reader = AnswerReader(format, box or NO_TOOLS, thinking_of(format.reasoning, text), shown)
+        return text, _going_on(reader, messages[-1]["content"]) if open_end else reader
 
     def _effort(self, asked: str, *, tools: bool) -> Mapping[str, Any]:
         try:
@@ -147,3 +149,16 @@ class Talk:
         if found is not answer:
             self._forms.keep(content, found)
         return found
+
+
+def _going_on(reader: AnswerReader, content: str) -> AnswerReader:
+    """What reads an answer that goes on with a content: in its reasoning, or behind what it has said. Behind that no
+    reasoning comes, but in formats whose answers may have further messages.
+    """
+    if reader.format.reasoning is None or not content.strip():
+        return reader
+    parser = replace(reader, thinking=Thinking.MAY).parser()
+    parser.feed(content)
+    if parser.reasoning:
+        return replace(reader, thinking=Thinking.OPEN)
+    return reader if reader.format.prompted else replace(reader, thinking=Thinking.NONE)

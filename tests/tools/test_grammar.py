@@ -212,6 +212,65 @@ class TestReasoning:
         assert walked(found, f"yes or no?{reasoning.end}maybe").startswith("refused: m")
 
 
+@pytest.mark.parametrize("how", ["text", "special"])
+@pytest.mark.parametrize("name", ["hermes", "tagged", "named", "numbered", "alone"])
+class TestFurtherReasoning:
+    """Behind other reasoning, and behind calls, as the parser reads it."""
+
+    def tell(self, name, how, text, thinking=Thinking.MAY):
+        """What becomes of a text, and the calls that are read."""
+        reasoning = REASONING[how]
+        text = text.replace("{", reasoning.begin).replace("}", reasoning.end)
+        for mark, put in (("CALL", call(name)), ("ODD", call(name).replace("Paris", "Parisian"))):
+            text = text.replace(mark, put)
+        found = grammar(name, "auto", thinking, reasoning=reasoning, tools=CHOSEN)
+        return walked(found, text), len(Read(name, text, "auto", thinking, CHOSEN, reasoning).calls)
+
+    def test_calls_in_it_are_none(self, name, how):
+        for thought in ("hm CALL", "hm ODD", ""):
+            for end in ("}", "}\n\n", "} So.", ""):
+                assert self.tell(name, how, f"{{a}}\n{{{thought}{end}") == ("ends", 0)
+                assert self.tell(name, how, f"a}}{{b}}\n\n{{{thought}{end}", Thinking.OPEN) == ("ends", 0)
+
+    def test_behind_it_they_keep_to_their_schemas(self, name, how):
+        assert self.tell(name, how, "{a}\n{b ODD}\nCALL") == ("ends", 1)
+        became, read = self.tell(name, how, "{a}\n{b ODD}\nODD")
+        assert became.startswith("refused: an") and read == 1
+
+    def test_it_comes_behind_calls(self, name, how):
+        if self.tell(name, how, "CALL\n\n")[0] != "ends":
+            pytest.skip("nothing comes behind calls of this format")
+        for end in ("}", "} So.", ""):
+            assert self.tell(name, how, f"CALL\n{{b ODD{end}") == ("ends", 1)
+        assert self.tell(name, how, "{a}CALL\n{b ODD}\n{ODD}CALL\n{ODD") == ("ends", 2)
+        became, read = self.tell(name, how, "CALL\n{b ODD}\nODD")
+        assert became.startswith("refused: an") and read == 2
+
+    def test_what_is_said_holds_none(self, name, how):
+        """So a call in it is one."""
+        if how == "special" or FORMATS[name].alone:
+            return  # the mark does not come in what is said, or calls do not
+        became, read = self.tell(name, how, "{a}\nSo {b ODD}")
+        assert became.startswith("refused: an") and read == 1
+
+
+@pytest.mark.parametrize("how", ["text", "special"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in PROMPTED])
+def test_what_the_grammar_takes_for_a_call_the_parser_reads_as_one(name, how):
+    """Of marks and calls in any order: calls that break their schemas are refused, but not those in thoughts."""
+    rng, reasoning = random.Random(name + how), REASONING[how]
+    right, odd = call(name), call(name).replace("Paris", "Parisian")
+    for thinking in (Thinking.MAY, Thinking.OPEN):
+        found = grammar(name, "auto", thinking, reasoning=reasoning, tools=CHOSEN)
+        for _ in range(12):
+            pieces = [reasoning.begin, reasoning.begin, reasoning.end, reasoning.end, right, odd, "\n", "So "]
+            text = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 8)))
+            became = walked(found, text)
+            read = Read(name, text, "auto", thinking, CHOSEN, reasoning)
+            if became == "ends" or became.startswith("refused: an"):
+                assert (became != "ends") == any("Parisian" in arguments for _, arguments in read.calls), text
+
+
 ANSWER = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -263,6 +322,28 @@ def test_gbnf_behind_reasoning_and_beside_tools_is_refused_as_by_itself():
         with pytest.raises(InvalidRequest, match=rf"^structured_outputs\.grammar: .*{why}"):
             reader = AnswerReader(chat("hermes"), Toolbox(CHOSEN))
             checked_form(reader, StructuredOutputs(grammar=text), special, setting().guides.check)
+
+
+def test_names_of_a_callers_grammar_may_be_those_of_ours():
+    """Whatever ours are called, and words in texts, expressions and tokens stay as they are."""
+    bare = grammar("hermes", "auto", answer=StructuredOutputs(grammar='start: "a"'), tools=CHOSEN).text
+    names = re.findall(r"(?m)^(\w+)", bare)
+    assert {"call_", "LEAD_"} <= {name.rstrip("0123456789") for name in names}
+    ours = [name for name in names if name != "start"]
+    rules = "".join(f'{name}: "{name}"\n' for name in ours)
+    answer = StructuredOutputs(
+        grammar=f'start: "a" more <|start|> /start/ // start call_1\nmore: {" ".join(ours)}\n{rules}'
+    )
+    found = grammar("hermes", "auto", answer=answer, tools=CHOSEN)
+    assert walked(found, f"a{''.join(ours)}<|start|>start") == "ends"
+    assert walked(found, call("hermes")) == "ends"
+
+
+def test_a_callers_grammar_cannot_use_our_rules():
+    answer = StructuredOutputs(grammar='start: "a" call_1')
+    with pytest.raises(InvalidRequest, match="call_1"):
+        reader = AnswerReader(chat("hermes"), Toolbox(CHOSEN))
+        checked_form(reader, answer, special, setting().guides.check)
 
 
 def test_where_nothing_is_asked_for_there_is_no_form():

@@ -1,12 +1,14 @@
 """Conversations with calls, as clients send them, in templates of many forms."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hibachi.errors import InvalidRequest
 from hibachi.model.text import render_chat
-from hibachi.tools.history import NotShown, as_objects
+from hibachi.tools.format import HERMES, ChatFormat, History
+from hibachi.tools.history import NotShown, as_objects, as_written
 from hibachi.tools.talk import Talk
 
 TEMPLATES = {f.stem: f.read_text() for f in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -85,6 +87,44 @@ def test_calls_that_a_content_would_hide_are_shown():
     talk = [TALK[0], {**TALK[1], "content": "Sone"}]
     text = behind(written(template, talk), "Uone")
     assert all(word in text for word in ("Sone", "look_up", "Aone", "send_off", "Btwo"))
+
+
+def test_reasoning_of_what_is_shown_apart_is_written_once():
+    said = {
+        "role": "assistant",
+        "content": "Sone",
+        "reasoning_content": "Rone",
+        "reasoning": "Rone",
+        "tool_calls": CALLS,
+    }
+    first, second = as_written([said], ChatFormat(HERMES, history=History(beside="content")))
+    assert first == {"role": "assistant", "content": "Sone", "reasoning_content": "Rone", "reasoning": "Rone"}
+    assert {**second, "content": None} == {"role": "assistant", "content": None, "tool_calls": CALLS}
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "expected"),
+    [
+        ([None, None], [None, None], "A0B1"),
+        (["a", "b"], ["b", "a"], "A1B0"),
+        (["a", "b"], ["b", None], "A1B0"),
+        (["a", "b"], [None, None], "A0B1"),
+        (["a", None], ["a", "x"], "A0B1"),
+        ([None, None], ["x", "y"], "A0B1"),
+        (["a", "a"], ["a", "a"], "A0B1"),
+        ([None, None], [None], "A0B"),
+        (["a", "b"], ["b", "x", "b"], "AB021"),
+        ([None, None], [None, None, None], "A0B12"),
+    ],
+)
+def test_where_one_call_is_written_results_follow_their_calls(ids, results, expected):
+    """A result without an id is of the first call that has none yet."""
+    calls = [{"id": id, "function": {"name": name}} for id, name in zip(ids, "AB", strict=True)]
+    talk = [{"role": "assistant", "tool_calls": calls}]
+    talk += [{"role": "tool", "tool_call_id": id, "content": str(n)} for n, id in enumerate(results)]
+    found = as_written(talk, ChatFormat(replace(HERMES, most=1)))
+    shown = [m["content"] or "".join(c["function"]["name"] for c in m["tool_calls"]) for m in found]
+    assert "".join(shown) == expected
 
 
 @pytest.mark.parametrize(

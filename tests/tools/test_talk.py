@@ -8,7 +8,9 @@ pytest.importorskip("minijinja")
 
 from hibachi.errors import InvalidRequest
 from hibachi.model.text.chat import choose_template, render_chat
+from hibachi.structured import StructuredOutputs
 from hibachi.tools.asked import as_shown, toolbox_of
+from hibachi.tools.format import Thinking
 from hibachi.tools.history import NotShown, as_objects
 from hibachi.tools.reading.whole import Answer
 from hibachi.tools.talk import Talk
@@ -20,6 +22,7 @@ TOOLS = [
 ]  # fmt: skip
 SHOWS = "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
 CALL = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 HERMES = (
     SHOWS + "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n" + CALL + "\n</tool_call>{% endfor %}[end]\n{% endfor %}"
@@ -127,6 +130,35 @@ def test_reasoning_is_looked_for_unless_it_is_said_to_be_text():
     _, reader = talk(template).prompt(*asks)
     assert reader.read("<think>So</think>Yes", cut=False) == Answer("So", "Yes")
     assert talk(template, reasoning="none").prompt(*asks)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "thinking"),
+    [
+        ("<think>\nabc", Thinking.OPEN),
+        ("<think>", Thinking.OPEN),
+        ("<think>a</think>\n<think>b", Thinking.OPEN),
+        (f"{CALLED}\n<think>b", Thinking.OPEN),
+        ("<think>a</think>", Thinking.NONE),
+        ("<think>a</think>\n\nThe ans", Thinking.NONE),
+        ("The ans", Thinking.NONE),
+        ("The tag <think> is", Thinking.NONE),
+        ("", Thinking.MAY),
+    ],
+)
+def test_an_answer_goes_on_in_its_reasoning_or_behind_it(content, thinking):
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    text, reader = prompt(talk(HERMES, reasoning="think"), begun, open_end=True, add_generation_prompt=False)
+    assert text.endswith(f"[assistant]{content}") and reader.thinking is thinking
+    form = talk(HERMES).form(reader, StructuredOutputs(json_object=True), lambda _: None, ())
+    assert ("</think>" in form.text) == (thinking is not Thinking.NONE)
+
+
+def test_further_messages_of_an_answer_that_goes_on_may_think():
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The ans"}]
+    _, reader = prompt(talk(PLAIN, tools="gpt_oss"), begun, open_end=True, add_generation_prompt=False)
+    more = "wer.<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
+    assert reader.read(more, cut=False) == Answer("So.", "wer.")
 
 
 def test_tools_that_a_template_drops_are_refused_or_described():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hibachi.errors import InvalidRequest, MissingExtra, UnsupportedOperation
@@ -43,7 +44,8 @@ def unchecked_form(
 
     Where the model must call, calls come and nothing else. Where it may, any text comes, and from the text that begins
     calls on, calls that keep to their schemas. answer: the form of what is said: then either that comes or calls.
-    Reasoning, where there may be some, comes first, and is free.
+    Reasoning, where there may be some, comes first, and is free. Where the model may call, more comes behind it and
+    behind calls, as the parser reads it.
 
     special: cuts a fixed text into texts and ids of special tokens. ids: special tokens, which free text may hold.
     ends: tokens that end an answer. loose: names of tools whose arguments may be any object.
@@ -170,6 +172,26 @@ def words_of(error: InvalidRequest) -> str:
 # ---- reasoning, and what is said -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """Rules for reasoning at the beginning, behind other and behind calls; "" where none is told from what is said.
+
+    whole: one with its end. open: one that the answer ends in. barred: special tokens that nothing but it begins with.
+    """
+
+    whole: str = ""
+    open: str = ""
+    barred: frozenset[int] = frozenset()
+
+    @property
+    def lead(self) -> str:
+        """Any number of whole ones, in front of something."""
+        return f"({self.whole})* " if self.whole else ""
+
+
+NO_THOUGHTS = Thoughts()
+
+
 class AnswerRules:
     """The rules of one answer."""
 
@@ -188,6 +210,7 @@ class AnswerRules:
         self._calls = CallRules(rules, format, toolbox, loose) if called else None
         self._answer = answer
         self._said = None if answer is None else said_as(rules, answer)
+        self._thoughts = self._further()
 
     def source(self) -> str:
         if self._reasoning is None:
@@ -196,7 +219,7 @@ class AnswerRules:
         if self._open:
             return self._rules.source(thought)
         begin = self._begin(self._reasoning)
-        if begin is None:
+        if begin is None or (self._thoughts.whole and not self._format.prompted.strip()):
             return self._rules.source(self._body(first=True))
         thought = f"{self._began(begin)} {self._rules.rule(thought, 'thought')}"
         return self._rules.source(f"{thought} | {self._body(first=True, barred=self._rules.barred(begin))}")
@@ -206,12 +229,35 @@ class AnswerRules:
         begin, prompted = reasoning.begin.strip(), self._format.prompted.lstrip()
         return begin.removeprefix(prompted) if begin.startswith(prompted) else None
 
+    def _further(self) -> Thoughts:
+        """Reasoning wherever it may come. Calls are looked for behind its end, as the parser does."""
+        rules, calls = self._rules, self._calls
+        if self._reasoning is None or calls is None or self._said is not None or self._required:
+            return NO_THOUGHTS
+        begin, end = self._reasoning.begin.strip(), self._reasoning.end.strip()
+        if not told_apart(rules.cut(begin), rules.cut(calls.marker)):
+            return NO_THOUGHTS
+        began, whole = self._marked(begin), f"{self._marked(begin)} {rules.upto(end)}"
+        ended = rules.cut(end)
+        if is_text(ended) and all(told_apart(ended, rules.cut(other)) for other in (begin, calls.marker)):
+            whole += f" | {self._marked(end)}"  # an end of nothing, which is left out
+        return Thoughts(
+            rules.rule(whole, "thought"), f"{began} {rules.free(rules.barred(end))}", frozenset(rules.barred(begin))
+        )
+
+    def _marked(self, mark: str) -> str:
+        """A mark behind blanks, which nothing else can be where it has come."""
+        parts = self._rules.cut(mark)
+        if is_text(parts):  # any blanks may come, as they might be said
+            return self._rules.rule(f"/[ \\t\\r\\n]*/ {joined(parts)}", "mark", "[lazy]")
+        return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "mark")
+
     def _began(self, begin: str) -> str:
         """The beginning of the reasoning, behind blanks; but what goes on with the prompt's text comes at once."""
         parts = self._rules.cut(begin)
         if self._format.prompted.strip():
             return self._rules.lazily(parts)
-        if all(isinstance(part, str) for part in parts):
+        if is_text(parts):
             return self._rules.rule(f"/[ \\t\\r\\n]{{0,8}}/ {joined(parts)}", "think", "[lazy]")
         return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "think")
 
@@ -235,7 +281,7 @@ class AnswerRules:
         if self._required:
             body = calls.only(first=first)
         elif said is None or self._answer is None:
-            body = calls.perhaps(barred, first=first)
+            body = calls.perhaps(barred, self._thoughts, first=first)
         else:
             body = calls.or_json(self._answer) or f"{calls.only(first=first)} | {said}"
         return self._rules.rule(body, "body")
@@ -322,25 +368,36 @@ class CallRules:
             return f"{self._rules.fixed(self._lead.removeprefix(prompted))} {self._all()}"
         return f"{self._rules.spaced(self._lead, self._blanks if first else BLANKS)} {self._all()}"
 
-    def perhaps(self, barred: Collection[int], *, first: bool) -> str:
-        """Text, and calls from the first marker on. barred: special tokens that the text does not hold."""
+    @property
+    def marker(self) -> str:
+        """The text that says that calls come."""
+        return split(self._format, self._lead)[0]
+
+    def perhaps(self, barred: Collection[int], thoughts: Thoughts, *, first: bool) -> str:
+        """Text, and calls from the first marker on. barred: special tokens that the text does not hold. thoughts: come
+        behind calls, and in front unless the prompt has begun the answer.
+        """
         rules = self._rules
         marker, rest = split(self._format, self._lead)
+        barred = {*barred, *thoughts.barred}
         free = rules.free({*barred, *rules.barred(marker)})
+        last = f"({free} | {thoughts.open})" if thoughts.open else free
+        prompted = first and bool(self._prompted.strip())
+        before, end = ("", free) if prompted else (thoughts.lead, last)
         begun = self._opening(marker) if first else ""
         if self._format.alone:
-            return f"{begun or self._first(marker)} {rules.fixed(rest)} {self._all()} | {free}"
+            return f"{before}({begun or self._first(marker)} {rules.fixed(rest)} {self._all()} | {end})"
         head = f"{rules.upto(marker, barred)} {rules.fixed(rest)}"
+        further = ""
         if self._again:
             calls = f"{self._call} {joined(self._closing)}" if self._apart else self._all()
-            most = "*" if self._format.most is None else f"{{0,{self._format.most}}}"
-            found = f"{rules.rule(f'{head} {calls}', 'said_and_called')}{most} {free}"
+            most = "*" if self._format.most is None else f"{{0,{self._format.most - prompted}}}"
+            called = rules.rule(f"{head} {calls}", "said_and_called")
+            further = rules.rule(f"({thoughts.lead}{called}){most} {thoughts.lead}{last}", "further")
+            found = f"{called} {further} | {free}" if prompted else further
         else:
-            found = f"{head} {self._all()} | {free}"
-        if not begun:
-            return found
-        further = rules.rule(found, "further") if self._again else ""
-        return f"{begun} {rules.fixed(rest)} {self._all()} {further} | {found}"
+            found = f"{before}({head} {self._all()} | {end})"
+        return f"{begun} {rules.fixed(rest)} {self._all()} {further} | {found}" if begun else found
 
     def _all(self) -> str:
         """From behind the first text of the first call to the end of the last."""
@@ -375,9 +432,22 @@ class CallRules:
     def _first(self, marker: str) -> str:
         """A marker at the beginning of an answer, behind blanks."""
         parts = self._rules.cut(marker.lstrip())
-        if all(isinstance(part, str) for part in parts):
+        if is_text(parts):
             return self._rules.rule(f"/[ \\t\\r\\n]{{0,8}}/ {joined(parts)}", "first", "[lazy]")
         return self._rules.rule(f"({BLANKS})? {self._rules.lazily(parts)}", "first")
+
+
+def is_text(parts: Sequence[str | int]) -> bool:
+    """Whether there is no special token among them."""
+    return all(isinstance(part, str) for part in parts)
+
+
+def told_apart(a: Sequence[str | int], b: Sequence[str | int]) -> bool:
+    """Whether no text can be the beginning of both: where one begins like the other, the shorter would be taken."""
+    x, y = next(((x, y) for x, y in zip(a, b, strict=False) if x != y), (None, None))
+    if isinstance(x, str) and isinstance(y, str):
+        return not (x.startswith(y) or y.startswith(x))
+    return x is not None
 
 
 def parts_of(tools: ToolFormat) -> tuple[str, list[str | Slot], str]:

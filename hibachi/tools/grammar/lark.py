@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from hibachi.errors import InvalidRequest
-from hibachi.guide.worker import GBNF, Refused, json_part, read_schema
+from hibachi.guide.worker import GBNF, Refused, json_part, own_name, read_schema
 from hibachi.structured import MOST_BYTES
 
 Special: TypeAlias = Callable[[str], Sequence[str | int]]
@@ -20,7 +20,11 @@ Special: TypeAlias = Callable[[str], Sequence[str | int]]
 ANY = "/(?s:.*)/"
 BLANKS = "/[ \\t\\r\\n]{1,4}/"
 EMPTY = '""'
-START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<start>(?<![\w-])start(?![\w-]))')
+OURS = re.compile(
+    r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>'
+    r"|(?<![\w-])(?:(?P<start>start)|(?P<like>\w+_[0-9]+))(?![\w-])"
+)
+"""In a caller's grammar, outside of texts, expressions and tokens: where it begins, and names that look like ours."""
 
 
 class Rules:
@@ -138,7 +142,11 @@ class Rules:
         if grammar.lstrip().startswith("{"):
             raise Refused("it must be in Lark's notation or in GBNF; got JSON")
         name = self.reserve("answer")
-        self._named[f"reserved {name}"] = START.sub(lambda m: name if m["start"] else m[0], grammar)
+
+        def ours(found: re.Match[str]) -> str:
+            return name if found["start"] else own_name("own_", found["like"]) if found["like"] else found[0]
+
+        self._named[f"reserved {name}"] = OURS.sub(ours, grammar)
         return name
 
     # ---- free text -------------------------------------------------------------------------------------------------

@@ -68,11 +68,33 @@ class Parser:
         """Whether the text is in the reasoning now."""
         return self._state == self._reason
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether the text is in the reasoning, or some may still come."""
+        return self._state == self._reason or (bool(self._think) and self._state != self._say_all)
+
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back, the prompt's included."""
+        return bool(self._text)
+
+    def plain(self, text: str) -> type[Said | Reasoned] | None:
+        """What all of the next text surely is; most of the time that is quickly seen. None: it may be anything."""
+        if self._text or not text:
+            return None
+        if self._state == self._say_all:
+            return Said
+        kind = Said if self._state == self._speak else Reasoned if self.reasoning else None
+        if kind not in self._given or kind in self._apart or text[-1] in BLANKS:
+            return None
+        suspect = self._suspect(text) if kind is Said else self._thought[0] in text
+        return None if suspect else kind
+
     def feed(self, text: str) -> list[Event]:
         """What more text gives."""
         if not text:
             return []
-        if not self._text and (kind := self._plain(text)):
+        if kind := self.plain(text):
             return [kind(text)]
         self._text += text
         return self._read()
@@ -88,16 +110,6 @@ class Parser:
         events = self._read()
         self._state = self._say_all
         return events
-
-    def _plain(self, text: str) -> type[Said | Reasoned] | None:
-        """What all of a text surely is; most of the time that is quickly seen."""
-        if self._state == self._say_all:
-            return Said
-        kind = Said if self._state == self._speak else Reasoned if self.reasoning else None
-        if kind not in self._given or kind in self._apart or text[-1] in BLANKS:
-            return None
-        suspect = self._suspect(text) if kind is Said else self._thought[0] in text
-        return None if suspect else kind
 
     def _read(self) -> list[Event]:
         while self._state():
