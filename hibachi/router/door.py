@@ -25,12 +25,13 @@ from hibachi.router.routes import STORED, TOKENS, Kind, Routes, response_of_path
 from hibachi.web.access import tell
 from hibachi.web.deadlines import LEFT, Left, check_headers
 from hibachi.web.exchange import Exchange, Gone, Leaving
-from hibachi.web.tenants import Tenants
+from hibachi.web.tenants import PART, Tenants, named_part
 
 log: logging.Logger = logging.getLogger("hibachi.route")
 CLIENT_LEFT = 499  # as nginx logs a client that left
 Own = Callable[[Exchange], Awaitable[None]]
 _NOT_SENT = frozenset((b"host", b"content-length"))
+_OURS = frozenset(("authorization", "x-api-key", PART))  # where the router has keys
 
 
 class Door:
@@ -159,7 +160,9 @@ class Door:
                 "This request cannot be sent on: its path must be ASCII, and its headers UTF-8.", code="invalid_http"
             ) from None
         if self._tenants.keys:  # ours; an upstream has one of its own
-            headers = [(name, value) for name, value in headers if name not in ("authorization", "x-api-key")]
+            given = [value for name, value in headers if name == PART]
+            headers = [(name, value) for name, value in headers if name not in _OURS]
+            headers.append((PART, named_part(x.tenant, given)))  # its key is that of all who come through here
         return headers, path
 
     async def _ask(self, x: Exchange, kind: Kind, body: Body, *, goes_on: bool) -> Ask:

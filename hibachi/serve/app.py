@@ -21,6 +21,7 @@ from hibachi.serve.served import Served
 from hibachi.web.access import tell, tell_of_none
 from hibachi.web.deadlines import Tell, check_headers
 from hibachi.web.exchange import Exchange, Gone
+from hibachi.web.tenants import PART, part_of
 
 LEFT = 499  # as nginx logs a client that left
 
@@ -51,6 +52,7 @@ class Endpoint:
             check_headers(scope)
             if route.keyed:
                 x.tenant = tenants.admit(key_of(x.headers))
+                x.part = part_of(x.headers.get(PART.encode()))
             tenants.running[x.tenant] += 1
             try:
                 with served.gate.around(x) if self._counts else nullcontext():

@@ -122,7 +122,7 @@ async def _answer(
     with (
         said_by(None),
         served.record(x, params, [range(n)]) as record,
-        served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant)) as stream,
+        served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant, x.part)) as stream,
     ):
         record.text, record.stream = Generated(stream), said.stream
         answer = _Answer(served, x, writer, asked, stream, record, n)

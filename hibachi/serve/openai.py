@@ -124,7 +124,7 @@ async def answer_vectors(
         served.reading.check_length(own, None)
     with (
         served.record(x, SamplingParams(max_tokens=1), ids) as record,
-        served.submit_vectors(ids, served.terms(terms, x.tenant)) as items,
+        served.submit_vectors(ids, served.terms(terms, x.tenant, x.part)) as items,
     ):
         await answer_items(x, record, items, lambda vectors: answer(vectors, sum(map(len, ids))))
 

@@ -72,7 +72,7 @@ async def classify(served: Served, x: Exchange) -> None:
 
     with (
         served.record(x, SamplingParams(max_tokens=1), [range(len(inputs))]) as record,
-        served.submit_inputs(inputs, served.terms(terms_of(body), x.tenant)) as items,
+        served.submit_inputs(inputs, served.terms(terms_of(body), x.tenant, x.part)) as items,
     ):
         await answer_items(x, record, items, answer)
 

@@ -42,7 +42,7 @@ async def create(served: Served, x: Exchange) -> None:
     keeps = served.responses.keeps and body.store is not False
 
     def keep(done: Response) -> None:
-        served.responses.of(x.tenant).keep(done.id, encode(done), before, own, done.output)
+        served.responses.of(x.tenant, x.part).keep(done.id, encode(done), before, own, done.output)
 
     with told_as_sent(body.tools):
         items = [*before.each, *own]
@@ -74,7 +74,7 @@ async def retrieve(served: Served, x: Exchange) -> None:
 async def delete(served: Served, x: Exchange) -> None:
     """Forget a response."""
     id = _found(served, x).id
-    served.responses.of(x.tenant).forget(id)
+    served.responses.of(x.tenant, x.part).forget(id)
     await x.json(Deleted(id))
 
 
@@ -86,7 +86,7 @@ async def input_items(served: Served, x: Exchange) -> None:
     found = _found(served, x)
     query = dict(x.query)
     ids, limit = _listed(found, query), _limit(query.get("limit"))
-    data = served.responses.of(x.tenant).data(ids[:limit])
+    data = served.responses.of(x.tenant, x.part).data(ids[:limit])
     await x.json(listed(ids[:limit], data, more=len(ids) > limit))
 
 
@@ -96,7 +96,7 @@ async def input_items(served: Served, x: Exchange) -> None:
 async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item | Stored]]:
     """What is kept of it, and the input. Raises Refused."""
     given = await served.beside(x, partial(own_items, body, served.bounds))
-    store = served.responses.of(x.tenant)
+    store = served.responses.of(x.tenant, x.part)
     before = _before(store, body.previous_response_id)
     own = resolved(given, before, store)
     check_count("input", [*before.each, *own], served.bounds.messages, "items, with those before it")
@@ -115,7 +115,7 @@ def _before(store: Store, previous: str | None) -> Known:
 def _found(served: Served, x: Exchange) -> Kept:
     """Raises Refused."""
     id = x.params["response"]
-    found = served.responses.of(x.tenant).find(id)
+    found = served.responses.of(x.tenant, x.part).find(id)
     if found is None:
         raise no_response(id)
     return found

@@ -311,18 +311,24 @@ class Served:
         finally:
             self.tenants.served[tenant] -= n
 
-    def terms(self, given: Terms, tenant: str) -> Terms:
-        """A request's terms with what the server decides: its tenant, its cache salt, and the most of its time."""
+    def terms(self, given: Terms, tenant: str, part: str = "") -> Terms:
+        """A request's terms with what the server decides: its tenant, its cache salt, and the most of its time.
+
+        part: of the tenant; it shares prefixes with no other.
+        """
         priority = given.priority
         if tenant:  # a request may not improve its place among tenants
             priority = max(self.tenants.of(tenant).priority, given.priority)
+        salt = given.cache_salt
+        if not self.tenants.share_prefixes:
+            salt = salt_of(tenant, salt_of(part, salt))
         return replace(
             given,
             tenant=tenant,
             priority=priority,
             timeout=smaller(given.timeout, self.timeout),
             queue_timeout=smaller(given.queue_timeout, self.queue_timeout),
-            cache_salt=given.cache_salt if self.tenants.share_prefixes else salt_of(tenant, given.cache_salt),
+            cache_salt=salt,
         )
 
     def record(self, x: Exchange, params: SamplingParams, ids: Sequence[Sequence[int]]) -> Record:

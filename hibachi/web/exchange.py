@@ -78,6 +78,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.client: tuple[str, int] | None = scope.get("client")
         self.tenant = ""
+        self.part = ""  # of the tenant; see `tenants.part_of`
         self.came: float = time.monotonic()
         self.status = 0  # of its answer
         self.record: Any = None  # what a server notes of a request for text; see `access.Told`

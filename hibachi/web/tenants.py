@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hibachi.api.errors import DENIED, LIMITED, Refused
@@ -23,6 +24,7 @@ class Tenant:
 
 
 NOBODY = Tenant()
+PART = "x-hibachi-tenant"  # a header, by which a router tells its tenants apart: they share its key
 
 
 @dataclass(eq=False)
@@ -100,6 +102,21 @@ def salt_of(tenant: str, given: str | None) -> str | None:
     The length of the name stands before it, so that no salt in a request can equal another tenant's.
     """
     return f"{len(tenant)}:{tenant}{given or ''}" if tenant else given
+
+
+def named_part(tenant: str, given: Sequence[str]) -> str:
+    """What a router with keys sends as PART for one of its tenants. given: values of PART that came to it. They count
+    as well: a router in front of this one, whose tenants have one key here, may have sent them.
+    """
+    return hashlib.blake2b(json.dumps([tenant, *given]).encode(), digest_size=16).hexdigest()
+
+
+def part_of(header: bytes | None) -> str:
+    """The part of a tenant whose request this is, from its header PART; "" means it has none.
+
+    It only divides what the key gives access to, so it may come from anybody. Hashed, a long one takes no more memory.
+    """
+    return "" if header is None else hashlib.blake2b(header, digest_size=16).hexdigest()
 
 
 def _digest(key: bytes) -> bytes:

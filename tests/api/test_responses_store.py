@@ -159,6 +159,35 @@ def test_each_tenant_has_its_own():
     assert len({Stores().tag for _ in range(9)}) == 9 and len(Stores().tag) == 8
 
 
+def test_parts_of_a_tenant_find_only_what_is_theirs():
+    """Also where one sends what another keeps, word for word: it would learn that it is there."""
+    stores = Stores(tag="abcdefgh")
+    whole, one, two = (stores.of("a", part) for part in ("", "one", "two"))
+    keep(one, "x", [said("hers")])
+    ids = one.find("x").items
+    for other in (whole, two, stores.of("b", "one")):
+        assert other.find("x") is None and other.item("msg_x") is None and not other.forget("x")
+        keep(other, "y", conversation(one, "x"))
+        assert not set(ids) & set(other.find("y").items)
+        assert other.forget("y")
+    keep(stores.of("a", "one"), "z", conversation(one, "x"))
+    assert stores.of("a", "one").find("z").items[:2] == ids
+    assert one.forget("x") and one.forget("z") and whole.size == two.size == 0
+
+
+def test_all_parts_of_a_tenant_keep_to_the_bounds_of_one_store(clock):
+    store = Store("abcdefgh", limit=10_000, most=3, seconds=60, clock=clock)
+    for i in range(9):
+        keep(store.for_part(f"{i}"), f"{i}", [said("a")])
+    there = [i for i in range(9) if store.for_part(f"{i}").find(f"{i}") is not None]
+    assert there == [6, 7, 8] and len(store) == 3
+    keep(store.for_part("x"), "x", [said("a" * 5000)])
+    keep(store.for_part("y"), "y", [said("a" * 5000)])
+    assert store.for_part("x").find("x") is None and store.size == store.for_part("x").size <= 10_000
+    clock.now = 61.0
+    assert store.for_part("z").expire() and (len(store), store.size, store._items, store._holders) == (0, 0, {}, {})
+
+
 def test_references_are_resolved_in_their_places():
     store = Store("abcdefgh")
     keep(store, "a", [said("one")])

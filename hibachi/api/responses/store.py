@@ -7,6 +7,7 @@ import string
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,7 +29,7 @@ def new_tag() -> str:
 @dataclass(slots=True)
 class Kept:
     """A response. answer: as it was sent, as JSON. items: ids of the whole conversation, the first `inputs` of which
-    are its input. size: bytes, without its items. used: when it was last asked for.
+    are its input. size: bytes, without its items. used: when it was last asked for. part: of the tenant, whose it is.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Kept:
     inputs: int
     size: int
     used: float
+    part: str = ""
 
 
 Stored: TypeAlias = tuple[str, bytes]
@@ -50,6 +52,11 @@ class Known:
     each: Sequence[Stored] = ()
 
 
+@dataclass(slots=True)
+class _Size:
+    bytes: int = 0
+
+
 class Store:
     """The responses of one tenant: at most `most`, of `limit` bytes, for `seconds` after they were last used. Those
     used least recently go first. Items that several responses have are kept, and counted, once.
@@ -57,7 +64,7 @@ class Store:
     tag: of the server, for new ids.
     """
 
-    size: int
+    part: str
 
     def __init__(
         self,
@@ -71,10 +78,26 @@ class Store:
         self._responses: OrderedDict[str, Kept] = OrderedDict()  # least recently used first
         self._items: dict[str, bytes] = {}
         self._holders: dict[str, list[str]] = {}  # responses that have an item
-        self.size = 0
+        self._size = _Size()
+        self.part = ""
 
     def __len__(self) -> int:
         return len(self._responses)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are counted, of all parts."""
+        return self._size.bytes
+
+    def for_part(self, name: str) -> Store:
+        """This store as one part of its tenant sees it, which finds only what it kept itself; "" is a part as well. All
+        parts together keep to the store's bounds.
+        """
+        if name == self.part:
+            return self
+        same = copy(self)
+        same.part = name
+        return same
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -82,7 +105,7 @@ class Store:
         """A response, which counts as used now. None means it is not there, or not any more."""
         self.expire()
         found = self._responses.get(id)
-        if found is None or self._old(found):
+        if found is None or found.part != self.part or self._old(found):
             return None
         self._use(found)
         return found
@@ -91,7 +114,7 @@ class Store:
         """An item. The response that it is of counts as used."""
         self.expire()
         data = self._items.get(id)
-        if data is None:
+        if data is None or not self._has(id):
             return None
         for holder in reversed(self._holders[id]):
             if not self._old(self._responses[holder]):
@@ -126,12 +149,12 @@ class Store:
         size = len(answer) + OVERHEAD + HELD * len(items)
         if size + sum(len(data) + OVERHEAD for _, data in items) > self._limit:
             return False
-        self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), inputs, size, self._clock())
-        self.size += size
+        self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), inputs, size, self._clock(), self.part)
+        self._size.bytes += size
         for item, data in items:
             if item not in self._items:
                 self._items[item], self._holders[item] = data, []
-                self.size += len(data) + OVERHEAD
+                self._size.bytes += len(data) + OVERHEAD
             self._holders[item].append(id)
         while self.size > self._limit or len(self._responses) > self._most:
             self._drop(next(iter(self._responses)))
@@ -141,7 +164,7 @@ class Store:
         """others: ids that it must not have."""
         if isinstance(item.id, str) and item.id not in others:
             data = as_kept(item, item.id)
-            if self._items.get(item.id) == data:
+            if self._items.get(item.id) == data and self._has(item.id):
                 return item.id, data
         own = f"{PREFIXES[type(item)]}_{self._tag}_{secrets.token_hex(12)}"
         return own, as_kept(item, own)
@@ -149,7 +172,7 @@ class Store:
     def forget(self, id: str) -> bool:
         """Whether it was there."""
         self.expire()
-        if id not in self._responses:
+        if id not in self._responses or self._responses[id].part != self.part:
             return False
         self._drop(id)
         return True
@@ -162,6 +185,10 @@ class Store:
             self._drop(first.id)
         return gone
 
+    def _has(self, item: str) -> bool:
+        """Whether an item that is there is of this part: responses of two parts have none in common."""
+        return self._responses[self._holders[item][0]].part == self.part
+
     def _old(self, found: Kept) -> bool:
         return found.used < self._clock() - self._seconds
 
@@ -171,13 +198,13 @@ class Store:
 
     def _drop(self, id: str) -> None:
         gone = self._responses.pop(id)
-        self.size -= gone.size
+        self._size.bytes -= gone.size
         for item in gone.items:
             holders = self._holders[item]
             holders.remove(id)
             if not holders:
                 del self._holders[item]
-                self.size -= len(self._items.pop(item)) + OVERHEAD
+                self._size.bytes -= len(self._items.pop(item)) + OVERHEAD
 
 
 class Stores:
@@ -189,12 +216,12 @@ class Stores:
         self.limit, self.tag = limit, tag or new_tag()
         self._of: dict[str, Store] = {}
 
-    def of(self, tenant: str) -> Store:
-        """Some of what has expired in any of them is forgotten then."""
+    def of(self, tenant: str, part: str = "") -> Store:
+        """The store of a tenant, or of a part of it. Some of what has expired in any of them is forgotten then."""
         left = AT_ONCE
         for store in self._of.values():
             left -= store.expire(left)
-        return self._of.setdefault(tenant, Store(self.tag, self.limit))
+        return self._of.setdefault(tenant, Store(self.tag, self.limit)).for_part(part)
 
     @property
     def keeps(self) -> bool:
