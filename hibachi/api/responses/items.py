@@ -31,13 +31,6 @@ class OutputText(_Strict, tag="output_text"):
     logprobs: list[Any] | None = msgspec.field(default_factory=list)
 
 
-class _KeptText(OutputText, tag="output_text"):
-    """What it has beside its text is not read, as it may be long."""
-
-    annotations: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
-    logprobs: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
-
-
 class RefusalText(_Strict, tag="refusal"):
     refusal: str
 
@@ -56,10 +49,6 @@ class Message(_Strict, tag="message", kw_only=True):
     content: str | list[InputText | OutputText | RefusalText]
     status: Status | None = "completed"
     phase: str | UnsetType | None = UNSET  # it changes nothing
-
-
-class _KeptMessage(Message, tag="message"):
-    content: list[InputText | _KeptText | RefusalText]  # type: ignore[assignment]
 
 
 class Reasoning(_Strict, tag="reasoning", kw_only=True):
@@ -120,6 +109,13 @@ _READ = ("parsed_arguments", "parsed", "created_by")
 nothing to a model.
 """
 _IDLE = ("async", "async_")  # the same, where they are null or false
+# As they are read when they were kept: what a text has beside it, which may be long, is passed over.
+_RAW = [(name, msgspec.Raw, msgspec.Raw()) for name in ("annotations", "logprobs")]
+_KeptText: Any = msgspec.defstruct("_KeptText", _RAW, bases=(OutputText,), tag="output_text")
+_PARTS: Any = list[InputText | _KeptText | RefusalText]
+_KeptMessage: Any = msgspec.defstruct(
+    "_KeptMessage", [("content", _PARTS)], bases=(Message,), tag="message", kw_only=True
+)
 _decoder = msgspec.json.Decoder(_KeptMessage | Reasoning | FunctionCall | FunctionCallOutput)
 _encode = msgspec.json.Encoder().encode
 
