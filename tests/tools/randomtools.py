@@ -124,3 +124,36 @@ class RandomTool:
             [50, 30, 8, 8, 2, 2],
         )
         return found | more[0]
+
+
+class CombinedTool(RandomTool):
+    """Makes a tool whose schemas say things in several places that hold at once: beside references and alternatives,
+    beside listed values, and of names that are only required.
+    """
+
+    def tool(self):
+        found = super().tool()
+        if self._rng.random() < 0.2:
+            found.parameters["allOf"] = [self._object(1)]
+        return found
+
+    def _schema(self, depth):
+        rng, found = self._rng, super()._schema(depth)
+        if not isinstance(found, dict) or rng.random() < 0.5:
+            return found
+        how = rng.choice(["beside", "anyOf", "anyOf", "allOf", "enum", "required", "format"])
+        kind = rng.choice([found.get("type", "string"), *KINDS])
+        more = self._typed(kind if isinstance(kind, str) else "string", max(0, depth - 1))
+        if how == "beside":
+            return {**more, **found}
+        if how == "enum":
+            return {**more, "enum": [rng.choice(VALUES) for _ in range(rng.randint(1, 9))]}
+        if how == "format":
+            return {**found, "format": rng.choice(FORMATS)}
+        if how == "required" and rng.random() < 0.5:
+            return {**self._object(depth), "required": rng.sample(NAMES, 2)}
+        if how == "required":
+            named = self._object(depth)
+            some = [{"required": [name]} for name in named.get("properties", {})]
+            return {"type": "object", **named, "anyOf": some or [True]}
+        return {**more, how: [found, self._typed(more["type"], max(0, depth - 1))]}

@@ -15,7 +15,8 @@ from hibachi.structured import StructuredOutputs
 from hibachi.tools.format import ChatFormat, Json, ReasoningFormat, Slot, Thinking, ToolFormat
 from hibachi.tools.grammar.arguments import arguments, as_object, closed
 from hibachi.tools.grammar.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
-from hibachi.tools.grammar.schemas import moved, slashed
+from hibachi.tools.grammar.schemas import moved
+from hibachi.tools.grammar.strings import slashed
 from hibachi.tools.marks import marks
 from hibachi.tools.reading.reader import AnswerReader
 from hibachi.tools.tools import Tool, Toolbox

@@ -8,10 +8,10 @@ from typing import Any
 
 from hibachi.guide.worker import Refused
 from hibachi.tools.format import Arguments, Json, Python, Quoted, Tagged
+from hibachi.tools.grammar.joining import Schema
 from hibachi.tools.grammar.lark import Rules, chain, quoted, repeated
 from hibachi.tools.grammar.notations import Literals, PythonWords, QuotedWords
 from hibachi.tools.grammar.schemas import (
-    Schema,
     alone,
     alternatives,
     as_json,
@@ -20,12 +20,13 @@ from hibachi.tools.grammar.schemas import (
     number,
     properties,
     resolved,
-    string_body,
 )
-from hibachi.tools.reading.schema_types import ALL, value_of
+from hibachi.tools.grammar.strings import string_body
+from hibachi.tools.reading.schema_types import ALL, Typed, value_of
 from hibachi.tools.reading.values import escaped
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties", "propertyNames")
+CHOOSING = ("allOf", "anyOf", "oneOf", "enum", "const")
 NOTES = ("title", "description", "default", "examples")
 MOST = 64  # objects whose entries have texts of their own
 WORD = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # for names that the schema leaves open
@@ -38,6 +39,8 @@ def arguments(rules: Rules, dialect: Arguments, parameters: Schema) -> str:
         return quoted("{}") if is_empty(schema) else rules.json(closed(schema))
     top = resolved(schema, schema)
     check_keywords(top)
+    if found := next((key for key in CHOOSING if key in top), None):
+        raise Refused("`properties` are needed at its top in the form in which this model writes calls", found)
     if isinstance(dialect, Tagged):
         return TaggedWords(rules, dialect, schema).entries(top)
     if isinstance(dialect, Python):
@@ -85,8 +88,6 @@ class TaggedWords:
         self._objects += 1
         if self._objects > MOST:
             raise Refused(f"it has more than {MOST} objects that are written without JSON, or one that holds itself")
-        if any(key in schema for key in ("allOf", "anyOf", "oneOf", "patternProperties")):
-            raise Refused("`properties` are needed at its top in the form in which this model writes calls", "anyOf")
         found = properties(schema)
         more = schema.get("additionalProperties", False)
         if not found and more is not False:
@@ -106,22 +107,24 @@ class TaggedWords:
         dialect = self._dialect
         if not name and "{key}" in f"{dialect.open}{dialect.close}{dialect.end}":
             raise Refused("names of properties are needed in the form in which this model writes calls", "properties")
-        kinds = alternatives(schema, self._root)
-        first = self._led(name, kinds, "")
-        return first, self._led(name, kinds, dialect.between) if dialect.between else first
+        kinds, read = alternatives(schema, self._root), Typed(schema, self._root).types
+        first = self._led(name, kinds, read, "")
+        return first, self._led(name, kinds, read, dialect.between) if dialect.between else first
 
-    def _led(self, name: str, kinds: list[Schema], lead: str) -> str:
+    def _led(self, name: str, kinds: list[Schema], read: frozenset[str], lead: str) -> str:
         """One argument behind a text. Both are one, as the lexer never goes back: what ends them all may begin like
-        what comes between two.
+        what comes between two. read: the types that the reader of calls takes a text for.
         """
         dialect = self._dialect
         begin, end = lead + dialect.open.replace("{key}", name), dialect.end.replace("{key}", name)
         if not dialect.kinds:
-            return self._rules.rule(f"{self._named(begin, name, dialect.close)} {self._value(kinds, end)}", "entry")
+            value = self._value(kinds, read, end)
+            return self._rules.rule(f"{self._named(begin, name, dialect.close)} {value}", "entry")
         found = []
         for kind in [each for k in kinds for each in typed(k)]:
             close = dialect.kinds.get("number" if kind["type"] == "integer" else kind["type"], dialect.close)
-            found.append(f"{self._named(begin, name, close)} {self._value([kind], end)}")
+            only = frozenset((kind["type"],))  # as is written
+            found.append(f"{self._named(begin, name, close)} {self._value([kind], only, end)}")
         return self._rules.rule(" | ".join(found), "entry")
 
     def _named(self, begin: str, name: str, close: str) -> str:
@@ -130,15 +133,15 @@ class TaggedWords:
             return rules.fixed(begin + name + close.replace("{key}", name))
         return " ".join([rules.fixed(begin), rules.terminal(WORD, "WORD"), rules.fixed(close)])
 
-    def _value(self, kinds: list[Schema], end: str) -> str:
+    def _value(self, kinds: list[Schema], read: frozenset[str], end: str) -> str:
         """A value and the text that ends it. Where it may be a string it is any text, or else one of what is listed."""
         strings = [kind for kind in kinds if kind.get("type", "string") == "string"]
         others = [kind for kind in kinds if kind.get("type", "string") != "string"]
         listed = [text for kind in strings for text in kind.get("enum", ())]
         free = [string_body(kind) for kind in strings if "enum" not in kind]
         # A text that looks like another value would be read as that.
-        apart = [" & ~".join([f"({body})", *looks(others)]) for body in free]
-        plain_ = [text for text in listed if self._is_read(text, kinds, end)]
+        apart = [" & ~".join([f"({body})", *looks([*others, *unlisted(kinds, read)])]) for body in free]
+        plain_ = [text for text in listed if self._is_read(text, read, end)]
         bodies = [*apart, *map(quoted, plain_), *(body for kind in others for body in plain(kind))]
         found = [self._bare(either(bodies), end)] if free or plain_ else self._others(others, end)
         within = [*free, *(quoted(text) for text in listed if "]]>" not in text)]
@@ -148,13 +151,11 @@ class TaggedWords:
             raise Refused("the keyword `enum` has no text that this model can write as a value", "enum")
         return self._rules.rule(" | ".join(found), "value")
 
-    def _is_read(self, text: str, kinds: list[Schema], end: str) -> bool:
+    def _is_read(self, text: str, read: frozenset[str], end: str) -> bool:
         """Whether a string that is written as it is will be read as this string."""
         if (self._dialect.cdata and re.search(r"[<&\n]", text)) or end.split()[0] in text:
             return False
-        types = ALL if any("type" not in kind for kind in kinds) else {kind["type"] for kind in kinds}
-        types |= {"number"} if "integer" in types else set()  # as a whole number that is listed is read
-        return value_of(text, types, self._dialect.python) == f'"{escaped(text)}"'
+        return value_of(text, read, self._dialect.python) == f'"{escaped(text)}"'
 
     def _bare(self, body: str, end: str) -> str:
         """A text and what ends it; no more than a line where others stand between brackets of XML."""
@@ -192,6 +193,14 @@ def typed(kind: Schema) -> list[Schema]:
 
 def either(bodies: list[str]) -> str:
     return " | ".join(f"({body})" for body in bodies)
+
+
+def unlisted(kinds: list[Schema], read: frozenset[str]) -> list[Schema]:
+    """Types that a text would be read as, and no value of which may come."""
+    types = {kind.get("type", "") for kind in kinds}
+    types |= {"integer"} if "number" in types else {"number"} if "integer" in types else set()
+    # Where all may be read, what is not among the kinds is of a type that the schema says nothing about.
+    return [] if read == ALL else [{"type": kind, "enum": []} for kind in sorted(read - types)]
 
 
 def looks(kinds: list[Schema]) -> list[str]:

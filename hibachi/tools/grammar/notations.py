@@ -6,8 +6,10 @@ import re
 from typing import Any, Protocol
 
 from hibachi.guide.worker import Refused
+from hibachi.tools.grammar.joining import Schema
 from hibachi.tools.grammar.lark import Rules, chain, joined, quoted, repeated
-from hibachi.tools.grammar.schemas import Schema, alternatives, no_name, number, properties, string_body
+from hibachi.tools.grammar.schemas import alternatives, no_name, number, properties
+from hibachi.tools.grammar.strings import is_shaped, string_body
 
 BARE = re.compile(r"[\w.-]+")
 KEYWORD = re.compile(r"""[^\s,=()\[\]{}"']{1,256}""")
@@ -50,7 +52,7 @@ class PythonWords:
         return self._rules.terminal(" | ".join(written), "STRING")
 
     def _between(self, schema: Schema, quote: str) -> str:
-        if "pattern" in schema:  # of which is taken what needs no escapes
+        if is_shaped(schema):  # of which is taken what needs no escapes
             body = f"({string_body(schema)}) & /[^{quote}\\\\\\n\\r]*/"
         else:
             body = string_body(schema, f"[^{quote}\\\\\\n\\r]|\\\\[nrt'\"\\\\]")

@@ -3,52 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from fractions import Fraction
+from typing import Any, Final
 
 from hibachi.guide.worker import Refused
-from hibachi.tools.grammar.lark import ANY
+from hibachi.tools.grammar.joining import BEYOND, NUMERIC, NoValue, Schema, combined, kinds_of, same
+from hibachi.tools.grammar.strings import is_of_format
 from hibachi.tools.references import referred
 
-Schema: TypeAlias = Mapping[str, Any]
-TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-# What says more than the grammars here can, by themselves or beside others.
-BEYOND = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "uniqueItems",
-    "propertyNames",
-    "dependentRequired",
-    "dependentSchemas",
-    "patternProperties",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-    "minProperties",
-    "maxProperties",
-    "prefixItems",
-    "$dynamicRef",
-)
 MOST = 512  # schemas in `anyOf`, nested ones included
-DEEPEST = 32  # references, one after the other
+DEEPEST = 32  # references and `allOf`, one within the other
+MOST_PARTS = 64  # schemas that are one by them
+MOST_AGAIN = 2**15  # values and names that `anyOf` in one place repeats, as each of its parts holds what is beside it
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """The schema that `$ref` means, if it says nothing else. Raises Refused."""
-    for _ in range(DEEPEST):
-        if schema is True:
-            return {}
-        if not isinstance(schema, Mapping):
-            raise Refused("a schema in it is no object")
-        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
-            schema = {**without(schema, "allOf"), **resolved(schema["allOf"][0], root)}
-        elif "$ref" in schema:
-            schema = {**without(schema, "$ref"), **resolved(target(schema["$ref"], root), root)}
-        else:
-            return schema
-    raise Refused("the keyword `$ref` is in a circle", "$ref")
+    """The schema that is meant by `$ref`, `allOf` and what stands beside them. Raises Refused."""
+    return _resolved(schema, root, 0, [])
+
+
+def _resolved(schema: Any, root: Schema, depth: int, seen: list[None]) -> Schema:
+    """seen: one for each schema that was looked at."""
+    seen.append(None)
+    if depth > DEEPEST or len(seen) > MOST_PARTS:
+        raise Refused("the keyword `$ref` is in a circle, or too many schemas hold at once", "$ref")
+    if schema is True:
+        return {}
+    if schema is False:
+        raise NoValue
+    if not isinstance(schema, Mapping):
+        raise Refused("a schema in it is no object")
+    parts = [target(schema["$ref"], root)] if "$ref" in schema else []
+    if isinstance(schema.get("allOf"), list):
+        parts += schema["allOf"]
+        schema = without(schema, "allOf")
+    found: Schema = without(schema, "$ref")
+    for part in parts:
+        found = combined(found, _resolved(part, root, depth + 1, seen))
+    return found
 
 
 def without(schema: Schema, key: str) -> dict[str, Any]:
@@ -116,33 +111,31 @@ def _alternatives(schema: Any, root: Schema, seen: list[None]) -> list[Schema]:
     check_keywords(schema)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            rest = without(schema, key)
-            return [
-                each
-                for part in schema[key]
-                if part is not False
-                for each in _alternatives({**rest, **resolved(part, root)}, root, seen)
-            ]
+            return _any_of(without(schema, key), schema[key], root, seen)
     if "allOf" in schema:
         raise Refused("the keyword `allOf` is not supported in the form in which this model writes calls", "allOf")
     if "const" in schema or "enum" in schema:
-        return list(_values(schema))
-    kinds = schema.get("type", _implied(schema))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, Sequence) or not all(kind in TYPES for kind in kinds):
-        raise Refused("the keyword `type` has a value that is not supported", "type")
-    return [{**schema, "type": kind} for kind in kinds] or [without(schema, "type")]
+        return _values(schema)
+    kinds = kinds_of(schema) if "type" in schema else _implied(schema)
+    return [{**schema, "type": kind} for kind in kinds] or [schema]
+
+
+def _any_of(rest: Schema, parts: list[Any], root: Schema, seen: list[None]) -> list[Schema]:
+    """rest: what stands beside them."""
+    found = list[Schema]()
+    if len(parts) * sum(len(each) for each in rest.values() if isinstance(each, (list, Mapping))) > MOST_AGAIN:
+        raise Refused("the keyword `anyOf` has too many parts for what stands beside it", "anyOf")
+    for part in parts:
+        with suppress(NoValue):
+            found += _alternatives(combined(rest, resolved(part, root)), root, seen)
+    if not found:
+        raise NoValue
+    return found
 
 
 def _implied(schema: Schema) -> list[str]:
     """The types that the keywords are about: models keep to what is meant."""
-    if "properties" in schema or "required" in schema:
-        return ["object"]
-    if "items" in schema:
-        return ["array"]
-    if any(k in schema for k in ("pattern", "minLength", "maxLength", "format")):
-        return ["string"]
-    return ["number"] if any(k in schema for k in NUMERIC) else []
+    return [kind for kind, keys in ABOUT.items() if any(key in schema for key in keys)]
 
 
 def check_keywords(schema: Schema) -> None:
@@ -151,25 +144,64 @@ def check_keywords(schema: Schema) -> None:
         raise Refused(f"the keyword `{beyond}` is not supported in the form in which this model writes calls", beyond)
 
 
-NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-
-
-def _values(schema: Schema) -> Iterator[Schema]:
-    """Each type of the values that are listed, with those of its values."""
-    given = [schema["const"]] if "const" in schema else schema["enum"]
+def _values(schema: Schema) -> list[Schema]:
+    """Each type of the values that are listed, with those of its values that keep to the rest of the schema."""
+    given = schema.get("enum", [schema.get("const")])
     if not isinstance(given, list):
         raise Refused("the keyword `enum` has a value that is not supported", "enum")
-    kinds = schema.get("type", list(TYPES))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = kinds_of(schema)
     by_kind: dict[str, list[Any]] = {}
     for value in given:
         kind = type_of(value)
-        if kind in kinds or (kind == "integer" and "number" in kinds):
+        if kind == "number" and "number" not in kinds and "integer" in kinds and value.is_integer():
+            kind, value = "integer", int(value)
+        typed = kind in kinds or (kind == "integer" and "number" in kinds)
+        if typed and ("const" not in schema or same(value, schema["const"])) and _keeps_to(value, kind, schema):
             by_kind.setdefault(kind, []).append(value)
     if not by_kind:
-        raise Refused("no value satisfies it")
-    for kind, values in by_kind.items():
-        yield {"type": kind, "enum": values}
+        raise NoValue
+    return [{"type": kind, "enum": values} for kind, values in by_kind.items()]
+
+
+def _keeps_to(value: Any, kind: str, schema: Schema) -> bool:
+    """Whether a value that is listed keeps to what the schema says about values of its type. Raises Refused."""
+    kind = "number" if kind == "integer" else kind
+    for key in ABOUT.get(kind, ()):
+        if key in schema and key not in JUDGED and key != "format":
+            raise Refused(f"the keyword `{key}` is not supported beside `enum` or `const`", key)
+    judged = [key for key in ABOUT.get(kind, ()) if key in schema and key in JUDGED]
+    if judged:
+        size = exact(value if kind == "number" else len(value), "enum")
+        if not all(JUDGED[key](size, exact(schema[key], key)) for key in judged):
+            return False
+    return kind != "string" or is_of_format(value, schema)
+
+
+def exact(value: Any, key: str) -> Fraction | int:
+    """A number in a schema, as its decimals say; whole ones as they are. Raises Refused."""
+    wrong = not isinstance(value, (int, float)) or isinstance(value, bool) or value in (math.inf, -math.inf)
+    if wrong or value != value or (key == "multipleOf" and value <= 0):
+        raise Refused(f"the keyword `{key}` has a value that is not supported", key)
+    return value if isinstance(value, int) else Fraction(str(value))
+
+
+ABOUT: Final = {
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "minItems", "maxItems"),
+    "string": ("pattern", "minLength", "maxLength", "format"),
+    "number": NUMERIC,
+}
+JUDGED: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
+    "minimum": lambda size, bound: size >= bound,
+    "maximum": lambda size, bound: size <= bound,
+    "exclusiveMinimum": lambda size, bound: size > bound,
+    "exclusiveMaximum": lambda size, bound: size < bound,
+    "multipleOf": lambda size, bound: size % bound == 0,
+    "minLength": lambda size, bound: size >= bound,
+    "maxLength": lambda size, bound: size <= bound,
+    "minItems": lambda size, bound: size >= bound,
+    "maxItems": lambda size, bound: size <= bound,
+}
 
 
 def type_of(value: Any) -> str:
@@ -193,97 +225,17 @@ def properties(schema: Schema) -> list[tuple[str, Any, bool]]:
     needed = schema.get("required", [])
     if not isinstance(found, Mapping) or not isinstance(needed, list) or not all(isinstance(n, str) for n in needed):
         raise Refused("the keyword `properties` or `required` has a value that is not supported", "properties")
-    missing = [name for name in needed if name not in found]
-    return [
-        *((name, each, name in needed) for name, each in found.items() if each is not False),
-        *((name, True, True) for name in missing),
-    ]
+    others = schema.get("additionalProperties", True)
+    parts = [(name, each, name in needed) for name, each in found.items()]
+    parts += [(name, others, True) for name in dict.fromkeys(needed) if name not in found]
+    if none := next((name for name, each, must in parts if must and each is False), None):
+        raise Refused(f"{none[:80]!r} in `required` may have no value", "required")
+    return [part for part in parts if part[1] is not False]
 
 
 def no_name(name: str) -> Refused:
     """For a property that must come, whose name would be read as another."""
     return Refused(f"{name[:80]!r} in `required` is no name of an argument as this model writes them", "required")
-
-
-# ---- strings ---------------------------------------------------------------------------------------------------------
-
-
-def string_body(schema: Schema, unit: str = "(?s:.)") -> str:
-    """What a string may be, as the body of a terminal. unit: an expression for one character, as it is written."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if not all(isinstance(n, int) and n >= 0 for n in (least, 0 if most is None else most)):
-        raise Refused("the keyword `minLength` or `maxLength` has a value that is not supported", "maxLength")
-    if least == 0 and most is None:
-        body = f"/(?:{unit})*/"
-    else:
-        body = f"/(?:{unit}){{{least},{'' if most is None else most}}}/"
-    pattern = schema.get("pattern")
-    return body if pattern is None else f"{body} & ({pattern_body(pattern)})"
-
-
-def pattern_body(pattern: Any) -> str:
-    """A schema's pattern, which may stand anywhere in the text unless it says so, as the body of a terminal."""
-    if not isinstance(pattern, str):
-        raise Refused("the keyword `pattern` has a value that is not supported", "pattern")
-    return " | ".join(map(_anchored, top_level(_as_ecma(pattern))))
-
-
-def _as_ecma(pattern: str) -> str:
-    r"""A pattern in which \d and \w are of ASCII, as JSON Schema has it; in the library's notation they are not."""
-    found, inside, at = list[str](), False, 0
-    while at < len(pattern):
-        part = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
-        letters = ASCII.get(part[1:].lower()) if len(part) == 2 else None
-        if letters is None or (inside and part[1].isupper()):
-            found.append(part)
-        else:
-            found.append(letters if inside else f"[{'^' if part[1].isupper() else ''}{letters}]")
-        inside = part == "[" or (inside and part != "]")
-        at += len(part)
-    return "".join(found)
-
-
-ASCII = {"d": "0-9", "w": "A-Za-z0-9_"}
-
-
-def _anchored(pattern: str) -> str:
-    front = back = ANY
-    if pattern.startswith("^"):
-        pattern, front = pattern[1:], ""
-    if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2:
-        pattern, back = pattern[:-1], ""
-    inner = f"/(?:{slashed(pattern)})/" if pattern else ""
-    return " ".join(part for part in (front, inner, back) if part) or '""'
-
-
-def top_level(pattern: str) -> list[str]:
-    """The alternatives of a regular expression."""
-    found, depth, inside, at = [""], 0, False, 0
-    while at < len(pattern):
-        letter = pattern[at]
-        part = pattern[at : at + 2] if letter == "\\" else letter
-        if letter == "[" and not inside:
-            inside = True
-        elif letter == "]":
-            inside = False
-        elif not inside and letter in "()":
-            depth += 1 if letter == "(" else -1
-        if letter == "|" and not inside and depth == 0:
-            found.append("")
-        else:
-            found[-1] += part
-        at += len(part)
-    return found
-
-
-def slashed(pattern: str) -> str:
-    """As it can stand between slashes."""
-    found, at = [], 0
-    while at < len(pattern):
-        part = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
-        found.append({"/": "\\/", "\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(part, part))
-        at += len(part)
-    return "".join(found)
 
 
 def as_json(value: Any) -> str:
