@@ -15,6 +15,7 @@ from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
 from hibachi.api.messages.asking import SWITCHES, chat_of, told_as_sent
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.api.messages.writing import Blocks, joined, named
+from hibachi.api.weight import check_weight
 from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
 
@@ -395,6 +396,31 @@ def test_a_call_that_is_cut_off_is_marked():
     assert isinstance(block, ToolUseBlock) and block.input == {} and block.incomplete and not blocks.called
     back = {"role": "assistant", "content": [{**call("1"), "incomplete": True}]}
     assert asked(messages=[HELLO, back, {"role": "user", "content": [result("1", is_error=True)]}])
+
+
+UNREAD = ["1e999", "-1e999", "9" * 5000, "[" * 195 + "]" * 195, "[" * 990 + "]" * 990, '"\\ud800"']
+
+
+@pytest.mark.parametrize("value", UNREAD, ids=lambda value: value[:7])
+def test_a_call_that_nobody_can_read_is_marked(value):
+    whole = [CallBegun(0, "f"), CallArguments(0, "{}"), CallEnded(0)]
+    text = f'{{"at": {value}}}'
+    blocks, parts = parts_of([*whole, CallBegun(1, "f"), *(CallArguments(1, sign) for sign in text), CallEnded(1)])
+    told = sent(parts)
+    assert "".join(t["delta"]["partial_json"] for t in told if t.get("delta")) == "{}" + text
+    assert told[-1] == {"type": "content_block_stop", "index": 1, "incomplete": True}
+    first, block = joined(parts)
+    assert block.input == first.input == {} and block.incomplete and not first.incomplete and not blocks.called
+
+
+@pytest.mark.parametrize("value", ["1e308", "9" * 400, "[" * 194 + "]" * 194, f'"{"[" * 999}"'], ids=lambda v: v[:7])
+def test_what_can_be_sent_back_is_no_mistake(value):
+    blocks, parts = parts_of([CallBegun(0, "f"), CallArguments(0, f'{{"at": {value}}}'), CallEnded(0)])
+    (block,) = joined(parts)
+    assert block.input == {"at": json.loads(value)} and not block.incomplete and blocks.called
+    back = {"role": "assistant", "content": [call("1", **block.input)]}
+    given = {"model": "m", "max_tokens": 5, "messages": [HELLO, back, {"role": "user", "content": [result("1")]}]}
+    check_weight(json.dumps(given).encode())
 
 
 def test_blanks_alone_are_said_only_where_nothing_else_is():

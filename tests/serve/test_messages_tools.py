@@ -192,6 +192,16 @@ def test_what_is_thought_said_and_called_are_blocks_of_their_own(says):
     assert 0 < answer["usage"]["output_tokens_details"]["thinking_tokens"] < answer["usage"]["output_tokens"]
 
 
+def test_a_call_that_nobody_can_read_is_marked(says):
+    """The grammar of its tool allows such numbers, as JSON does."""
+    given = '<tool_call>\n{"name": "look", "arguments": {"at": 1e999}}\n</tool_call>'
+    look = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "number"}}}}
+    answer = says(f"{OTHER}\n{given}", tools=[look])
+    first, call = answer["content"]
+    assert first["input"] == call["input"] == {} and "incomplete" not in first and call["incomplete"] is True
+    assert answer["stop_reason"] == "end_turn"
+
+
 def test_thoughts_that_nobody_asked_for_are_not_told(says):
     for more in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive", "display": "omitted"}}):
         answer = says(THOUGHT + "It is bright.", **more)
