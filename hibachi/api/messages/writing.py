@@ -163,8 +163,8 @@ def _fill(block: AnswerBlock, text: str, *, incomplete: bool) -> None:
 
 
 def _input(arguments: str) -> dict[str, Any] | None:
-    """The input of a call. None means it cannot be told: it holds a number beyond those of 64 bits, such as 1e999, which
-    models may write, or what is nested too deep to be sent back.
+    """The input of a call. None means it cannot be told: it holds a number beyond those of 64 bits, such as 1e999, or
+    what is nested too deep to be sent back.
     """
     try:
         given = (arguments or "{}").encode()
