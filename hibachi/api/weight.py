@@ -1,17 +1,25 @@
-"""Weighs large bodies before they are read: while JSON of millions of values is read, nothing else runs."""
+"""Weighs bodies before they are read: while JSON of millions of values is read, nothing else runs, and what is nested
+very deep can be read, but not written again.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 from hibachi.api.errors import Refused
 
 MOST = 1_250_000  # numbers of a body; reading so many holds up other requests for a tenth of a second at most
 LIGHT = 1 << 18  # bytes of a body that need not be weighed: it cannot hold so many
+DEEPEST = 200  # lists and objects within each other; a fifth of what overflows the stack of what reads and writes JSON
 _HOLDER, _TEXT, _NAME = 3, 4, 8  # numbers that take as long to read as one list or object, one text, or one name
 _PIECE = 1 << 18  # bytes looked at at a time, so that other threads get their turn
+_SOME = 32  # brackets of JSON that are looked at one by one where there may be too many that open
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_AS_LISTS = bytes.maketrans(b"{}", b"[]")
+_DEEPER = {ord("["): 1, ord("]"): -1}
 _STEPS = 1 << 12  # values of msgpack after which the weight is looked at
 # Of msgpack, by first byte. _FIXED: bytes of a number or small extension. _SIZED: bytes that say a length, bytes behind
 # these, bytes for each of the length, weight.
@@ -23,10 +31,10 @@ _SIZED |= {0xDC + i: (2 << i % 2, 0, 0, _HOLDER) for i in range(4)}
 
 
 def check_weight(body: bytes) -> None:
-    """Check how many values a body of JSON has, by the time that they take to read. What stands within texts counts
-    nothing. Raises Refused.
+    """Check how many values a body of JSON has, by the time that they take to read, and how deep they are nested. What
+    stands within texts counts nothing. Raises Refused.
     """
-    at = weight = within = 0  # within: 1 inside of a text, else 0
+    at = weight = depth = within = 0  # within: 1 inside of a text, else 0
     while at < len(body):
         end = at + _PIECE
         piece = body[at:end]
@@ -40,6 +48,30 @@ def check_weight(body: bytes) -> None:
         weight += _TEXT * texts + (_NAME - _TEXT) * outside.count(b":")
         within = (within + len(parts) - 1) % 2
         _check(weight)
+        depth = _check_depth(outside, depth)
+
+
+def may_be_deep(body: bytes) -> bool:
+    """Whether a body of JSON has so many brackets that `check_weight` must say how deep it is nested."""
+    return body.count(b"[") + body.count(b"{") > DEEPEST
+
+
+def _check_depth(outside: bytes, depth: int) -> int:
+    """outside: what stands behind `depth` lists and objects that are open, without its texts. Returns how many are
+    open at its end. Raises Refused.
+    """
+    brackets = outside.translate(_AS_LISTS, _NO_BRACKETS)
+    for at in range(0, len(brackets), _SOME):
+        some = brackets[at : at + _SOME]
+        opened = some.count(b"[")
+        if depth + opened > DEEPEST and depth + max(accumulate(map(_DEEPER.__getitem__, some))) > DEEPEST:
+            raise Refused(
+                f"The body is nested too deep: at most {DEEPEST} lists and objects may stand within each other, and "
+                f"here are more. Make it flatter.",
+                code="invalid_json",
+            )
+        depth += 2 * opened - len(some)
+    return depth
 
 
 def check_packed_weight(body: bytes) -> None:

@@ -32,7 +32,6 @@ from hibachi.api.tokens.writing import (
     Whole,
     about,
 )
-from hibachi.api.weight import check_packed_weight
 from hibachi.api.writing import reason_of
 from hibachi.engine.conversions import to_host
 from hibachi.errors import HibachiError, InvalidRequest, ModelError, NonFiniteOutput, PromptTooLong
@@ -67,7 +66,7 @@ async def generate(served: Served, x: Exchange) -> None:
     if is_json(kind):
         await served.weigh(raw)
     elif kind in MSGPACKS:
-        await served.weigh(raw, check_packed_weight)
+        await served.weigh(raw, packed=True)
     size = len(raw) if len(raw) > INLINE else 0
     given = await served.arrays.run(size, partial(Given, raw, kind, x.query), x.tenant)
     name, dtype = served.check_name(given.said.model), None if facts.token is None else facts.token[1]

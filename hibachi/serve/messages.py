@@ -23,7 +23,7 @@ async def messages(served: Served, x: Exchange) -> None:
     """Answer a conversation, as Anthropic's API does."""
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    with told_as_sent():
+    with told_as_sent(body):
         chat = await served.beside(x, partial(chat_of, body))
         asked, ids = await prepared(partial(prepare, served, x), chat)
         full = fit(asked, len(ids), served.reading.prompts.context)
@@ -35,7 +35,7 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     """Number of tokens of a conversation that would be sent to /v1/messages."""
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
-    with told_as_sent():
+    with told_as_sent(body):
         chat = await served.beside(x, partial(chat_of, body))
         _, ids = await prepared(partial(prepare, served, x), chat)
     await x.json(TokenCount(len(ids)))

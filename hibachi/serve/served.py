@@ -22,7 +22,7 @@ from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.tokens.asking import AskedTokens
-from hibachi.api.weight import LIGHT, check_weight
+from hibachi.api.weight import LIGHT, check_packed_weight, check_weight, may_be_deep
 from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed, InvalidRequest
@@ -137,10 +137,16 @@ class Served:
             await self.weigh(found)
         return found
 
-    async def weigh(self, body: bytes, check: Callable[[bytes], None] = check_weight) -> None:
-        """Check that reading a body of JSON, or what `check` weighs, does not hold up others. Raises Refused."""
-        if len(body) > LIGHT:
-            await self.apart(partial(check, body))
+    async def weigh(self, body: bytes, *, packed: bool = False) -> None:
+        """Check that reading a body of JSON, or `packed` as msgpack, does not hold up others and that it is not nested
+        too deep. Raises Refused.
+        """
+        check = check_packed_weight if packed else check_weight
+        if len(body) > LIGHT or (not packed and may_be_deep(body)):
+            if len(body) <= SMALL:
+                check(body)
+            else:
+                await self.apart(partial(check, body))
 
     def drain(self) -> None:
         """Take no new requests from now on, nor those whose body is not complete."""

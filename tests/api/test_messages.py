@@ -15,6 +15,7 @@ from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
 from hibachi.api.messages.asking import SWITCHES, chat_of, told_as_sent
 from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.api.messages.writing import Blocks, joined, named
+from hibachi.api.weight import check_weight
 from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
 
@@ -38,6 +39,10 @@ def text(said):
 
 def call(id, name="weather", **given):
     return {"type": "tool_use", "id": id, "name": name, "input": given, "caller": {"type": "direct"}}
+
+
+def cut(id):
+    return {**call(id), "incomplete": True}
 
 
 def result(id, content=None, **more):
@@ -124,6 +129,44 @@ def test_a_message_of_calls_alone_has_no_text():
     messages = [HELLO, {"role": "assistant", "content": [call("1")]}, {"role": "user", "content": [result("1")]}]
     _, assistant, answered = asked(messages=messages).messages
     assert assistant["content"] is None and answered == {"role": "tool", "tool_call_id": "1", "content": ""}
+
+
+def of(*content, role="assistant"):
+    return {"role": role, "content": [*content]}
+
+
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        ([of(text("a"), cut("1")), HELLO], ["hello", "a", "hello"]),
+        ([of(text("a"), cut("1")), of(result("1"), text("b"), role="user")], ["hello", "a", "b"]),
+        ([of(text("a"), cut("1")), of(result("1"), role="user")], ["hello", "a", ""]),
+        ([of(cut("1")), of(result("1"), text("b"), role="user")], ["hello\nb"]),
+        ([of(THOUGHT, cut("1")), of(result("1"), role="user")], ["hello"]),
+        ([of(text(""), cut("1")), of(result("1"), role="user"), of(text("b")), HELLO], ["hello", "b", "hello"]),
+        ([of(call("1"), cut("2")), of(result("2"), result("1", "x"), role="user")], ["hello", "1", "x"]),
+        ([of(cut("1")), of(call("1")), of(result("1", "x"), role="user")], ["hello", "1", "x"]),
+        ([of(cut("1"))], ["hello"]),
+        ([of(text("a"), cut("1"))], ["hello", "a"]),
+        ([of(), HELLO], ["hello", "", "hello"]),
+        ([of(call("1"), {**cut("2"), "incomplete": False}), HELLO], ["hello", "12", "hello"]),
+    ],
+)
+def test_a_call_that_was_cut_off_has_not_been_made(messages, shown):
+    chat = asked(messages=[HELLO, *messages])
+    assert [
+        m["content"] if "tool_calls" not in m else "".join(c["id"] for c in m["tool_calls"]) for m in chat.messages
+    ] == shown
+    assert chat.continue_final_message is (True if shown == ["hello", "a"] else None)
+
+
+def test_where_only_a_call_that_was_cut_off_is_there_is_no_message():
+    assert asked(messages=[of(cut("1"))]).messages == []
+    with pytest.raises(Refused, match="of the assistant"):
+        asked(messages=[of(cut("1"), role="user")])
 
 
 def test_an_answer_that_is_begun_goes_on():
@@ -285,6 +328,11 @@ def test_tools_of_servers_are_told_by_their_type(kind):
         ([{"role": "assistant", "content": [result("1")]}], "messages[0].content[0]", "of the user"),
         ([{"role": "user", "content": [call("1")]}], "messages[0].content[0]", "of the assistant"),
         ([HELLO, {"role": "assistant", "content": [call("1")]}], "messages", "the last message calls a tool"),
+        (
+            [HELLO, {"role": "assistant", "content": [text("a"), call("1", "")]}, HELLO],
+            "messages[1].content[1].name",
+            "the name of a tool",
+        ),
     ],
 )
 def test_calls_and_results_that_do_not_belong_together(messages, place, words):
@@ -306,6 +354,37 @@ def test_refusals_are_in_the_words_of_the_sender():
         with pytest.raises(Refused) as told, told_as_sent():
             raise Refused(ours, param=ours.partition(" ")[0], code="invalid_value")
         assert (str(told.value), told.value.param, told.value.code) == (theirs, theirs.split()[0], "invalid_value")
+
+
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_what_is_refused_of_a_call_is_told_of_its_block(system):
+    told = {"role": "assistant", "content": [text("a"), call("1"), cut("2"), call("3")]}
+    answered = {"role": "user", "content": [result("1"), result("2"), result("3")]}
+    body = {"model": "m", "messages": [HELLO, HELLO, told, answered, HELLO, {**told, "content": [call("4")]}, HELLO]}
+    body = read(CountBody, json.dumps({**body, "system": system}).encode(), PAGE)
+    messages = chat_of(body).messages
+    for id, place in (
+        ("1", "messages[2].content[1]"),
+        ("3", "messages[2].content[3]"),
+        ("4", "messages[5].content[0]"),
+    ):
+        calls = [(i, j, c["id"]) for i, m in enumerate(messages) for j, c in enumerate(m.get("tool_calls") or ())]
+        [(i, j)] = [at for *at, given in calls if given == id]
+        at = f"messages[{i}].tool_calls"
+        for ours, theirs in (
+            (f"{at}[{j}].function.arguments", f"{place}.input"),
+            (f"{at}[{j}].function.name", f"{place}.name"),
+            (f"{at}[{j}]", place),
+            *([(at, place)] if j == 0 else []),
+        ):
+            with pytest.raises(Refused) as told_, told_as_sent(body):
+                raise Refused(f"{ours} is wrong: {at}", param=ours, code="invalid_value")
+            assert (told_.value.param, str(told_.value)) == (theirs, f"{theirs} is wrong: {at}")
+    with pytest.raises(Refused, match=r"^messages is wrong"), told_as_sent(body):
+        raise Refused(
+            "messages[99].tool_calls[0].function.arguments is wrong",
+            param="messages[99].tool_calls[0].function.arguments",
+        )
 
 
 def test_what_else_is_told_of_a_refusal_stays():
@@ -395,6 +474,31 @@ def test_a_call_that_is_cut_off_is_marked():
     assert isinstance(block, ToolUseBlock) and block.input == {} and block.incomplete and not blocks.called
     back = {"role": "assistant", "content": [{**call("1"), "incomplete": True}]}
     assert asked(messages=[HELLO, back, {"role": "user", "content": [result("1", is_error=True)]}])
+
+
+UNREAD = ["1e999", "-1e999", "9" * 5000, "[" * 195 + "]" * 195, "[" * 990 + "]" * 990, '"\\ud800"']
+
+
+@pytest.mark.parametrize("value", UNREAD, ids=lambda value: value[:7])
+def test_a_call_that_nobody_can_read_is_marked(value):
+    whole = [CallBegun(0, "f"), CallArguments(0, "{}"), CallEnded(0)]
+    text = f'{{"at": {value}}}'
+    blocks, parts = parts_of([*whole, CallBegun(1, "f"), *(CallArguments(1, sign) for sign in text), CallEnded(1)])
+    told = sent(parts)
+    assert "".join(t["delta"]["partial_json"] for t in told if t.get("delta")) == "{}" + text
+    assert told[-1] == {"type": "content_block_stop", "index": 1, "incomplete": True}
+    first, block = joined(parts)
+    assert block.input == first.input == {} and block.incomplete and not first.incomplete and not blocks.called
+
+
+@pytest.mark.parametrize("value", ["1e308", "9" * 400, "[" * 194 + "]" * 194, f'"{"[" * 999}"'], ids=lambda v: v[:7])
+def test_what_can_be_sent_back_is_no_mistake(value):
+    blocks, parts = parts_of([CallBegun(0, "f"), CallArguments(0, f'{{"at": {value}}}'), CallEnded(0)])
+    (block,) = joined(parts)
+    assert block.input == {"at": json.loads(value)} and not block.incomplete and blocks.called
+    back = {"role": "assistant", "content": [call("1", **block.input)]}
+    given = {"model": "m", "max_tokens": 5, "messages": [HELLO, back, {"role": "user", "content": [result("1")]}]}
+    check_weight(json.dumps(given).encode())
 
 
 def test_blanks_alone_are_said_only_where_nothing_else_is():

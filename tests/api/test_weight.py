@@ -11,7 +11,7 @@ import pytest
 from hibachi.api import weight
 from hibachi.api.bodies import ChatBody, CompletionBody, read
 from hibachi.api.errors import Refused
-from hibachi.api.weight import LIGHT, MOST, check_packed_weight, check_weight
+from hibachi.api.weight import DEEPEST, LIGHT, MOST, check_packed_weight, check_weight, may_be_deep
 
 
 def weighed(value):
@@ -47,6 +47,33 @@ def test_values_are_counted_and_texts_are_not_looked_into(monkeypatch):
         monkeypatch.setattr(weight, "MOST", own - 1)
         with pytest.raises(Refused, match="too many values"):
             check_weight(body)
+
+
+def depth(value):
+    held = value if isinstance(value, list) else value.values() if isinstance(value, dict) else None
+    return 0 if held is None else 1 + max(map(depth, held), default=0)
+
+
+def test_the_depth_is_found_and_texts_are_not_looked_into(monkeypatch):
+    rng = random.Random(1)
+    for _ in range(500):
+        value = [drawn(rng, 9)]
+        body, own = json.dumps(value).encode(), depth(value)
+        monkeypatch.setattr(weight, "_PIECE", rng.choice((1, 2, 3, 7, 50, 9999)))
+        monkeypatch.setattr(weight, "_SOME", rng.choice((1, 2, 7, 32)))
+        monkeypatch.setattr(weight, "DEEPEST", own)
+        check_weight(body)
+        monkeypatch.setattr(weight, "DEEPEST", own - 1)
+        assert may_be_deep(body)
+        with pytest.raises(Refused, match="nested too deep") as e:
+            check_weight(body)
+        assert e.value.status == 400
+
+
+def test_bodies_of_few_brackets_are_not_looked_at():
+    wide = b'{"a": [' + b",".join([b"[]"] * (DEEPEST - 2)) + b"]}"
+    assert not may_be_deep(wide) and may_be_deep(wide + b"[")
+    check_weight(b"[" + wide * 9)
 
 
 MANY = 16 << 20

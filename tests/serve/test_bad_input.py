@@ -8,6 +8,8 @@ import socket
 
 import pytest
 
+from hibachi.api.weight import DEEPEST
+
 from .conftest import site
 from .test_streams import send
 
@@ -74,6 +76,33 @@ def test_bodies_that_say_nothing(server, body):
         assert answer.status_code in (400, 422), (path, answer.text)
         assert answer.json()["error"]["message"]
     assert server.complete("Emma")["choices"]
+
+
+HELLO = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, '
+LOOK = b'"tools": [{"type": "function", "name": "look"}]'
+DEEP = {  # where a value of any depth may stand
+    "what is echoed": ("/v1/responses", b'{"input": "a", %s, "tool_choice": {"type": "function", "x": ~}}' % LOOK),
+    "a tool": ("/v1/responses", b'{"input": "a", "tools": [{"type": "function", "name": "look", "parameters": ~}]}'),
+    "a template's": ("/v1/chat/completions", HELLO + b'"chat_template_kwargs": {"a": ~}}'),
+    "what has no effect": ("/v1/chat/completions", HELLO + b'"metadata": ~}'),
+    "Anthropic's": ("/v1/messages", HELLO + b'"model": "tiny", "metadata": ~}'),
+    "its count": ("/v1/messages/count_tokens", HELLO.replace(b'"max_tokens": 2, ', b'"model": "tiny", "metadata": ~}')),
+    "a prompt's": ("/v1/completions", b'{"prompt": "a", "metadata": ~}'),
+    "TGI's": ("/generate", b'{"inputs": "a", "stream": ~}'),
+    "tokens": ("/v1/generate", b'{"prompt": [1], "inputs": ~}'),
+    "vectors": ("/v1/embeddings", b'{"input": "a", "metadata": ~}'),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), DEEP.values(), ids=DEEP.keys())
+def test_bodies_that_are_nested_too_deep(server, path, body):
+    """What reads them goes a little deeper than what writes them."""
+    for deep in (DEEPEST, 965, 970, 975, 100_000, 400_000):
+        for more in (body, body.replace(b"{", b'{"stream": true, ', 1)):
+            answer = raw(server, more.replace(b"~", b'{"a":' * deep + b"1" + b"}" * deep), path)
+            assert answer.status_code in (400, 422) and "nested too deep" in answer.text, answer.text
+    answer = raw(server, body.replace(b"~", b"[" * (DEEPEST - 9) + b"]" * (DEEPEST - 9)), path)
+    assert answer.status_code < 500 and "too deep" not in answer.text, answer.text
 
 
 def test_a_conversation_without_messages(server):

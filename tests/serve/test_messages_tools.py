@@ -192,6 +192,16 @@ def test_what_is_thought_said_and_called_are_blocks_of_their_own(says):
     assert 0 < answer["usage"]["output_tokens_details"]["thinking_tokens"] < answer["usage"]["output_tokens"]
 
 
+def test_a_call_that_nobody_can_read_is_marked(says):
+    """The grammar of its tool allows such numbers, as JSON does."""
+    given = '<tool_call>\n{"name": "look", "arguments": {"at": 1e999}}\n</tool_call>'
+    look = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "number"}}}}
+    answer = says(f"{OTHER}\n{given}", tools=[look])
+    first, call = answer["content"]
+    assert first["input"] == call["input"] == {} and "incomplete" not in first and call["incomplete"] is True
+    assert answer["stop_reason"] == "end_turn"
+
+
 def test_thoughts_that_nobody_asked_for_are_not_told(says):
     for more in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive", "display": "omitted"}}):
         answer = says(THOUGHT + "It is bright.", **more)
@@ -301,8 +311,36 @@ def test_a_history_that_is_wrong_is_refused_in_the_words_of_anthropic(server, co
     assert place in message and "messages[" not in message, message
 
 
+@pytest.mark.parametrize("more", [{}, {"system": "be brief"}], ids=["", "system"])
+def test_what_is_wrong_with_a_call_is_told_of_its_block(server, more):
+    used = {"type": "tool_use", "id": "a", "name": "", "input": {}}
+    turns = [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used]}, HELLO]
+    message = refused(server.post(PATH, {**BODY, **more, "messages": turns}))["message"]
+    assert message == "messages.1.content.1.name must be the name of a tool; got ''."
+    used |= {"name": "b", "input": {"x": [0] * (1 << 18)}}
+    for path, body in ((PATH, BODY), (f"{PATH}/count_tokens", {"model": "tiny"})):
+        message = refused(server.post(path, {**body, **more, "messages": turns}))["message"]
+        assert message.startswith("messages.1.content.1.input has more than 262144, or")
+
+
+def test_a_call_that_was_cut_off_has_not_been_made(server):
+    def counted(content, *results, **more):
+        turns = [HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": [*results, *said]}]
+        return server.post(f"{PATH}/count_tokens", {"model": "tiny", "messages": turns, **more}).json()["input_tokens"]
+
+    said = [{"type": "text", "text": "go on"}]
+    cut = {"type": "tool_use", "id": "a", "name": "time", "input": {}, "incomplete": True}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "It was cut off.", "is_error": True}
+    for more in ({}, {"tools": TOOLS["tools"]}):
+        assert counted([*said, cut], result, **more) == counted([*said, cut], **more) == counted(said, **more)
+
+
 def test_a_template_without_tools_says_so(server):
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with site(server.texts, chat_template=plain) as here:
+        used = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
+        turns = [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used]}, HELLO]
+        message = refused(here.post(PATH, {**BODY, "system": "s", "messages": turns}))["message"]
+        assert message.startswith("messages.1.content.1 is not supported"), message
         message = refused(here.post(PATH, {**BODY, **TOOLS}))["message"]
         assert message.startswith("tools is not supported")

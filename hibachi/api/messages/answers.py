@@ -52,7 +52,9 @@ class Direct(Struct, tag="direct"):
 
 
 class ToolUseBlock(Struct, tag="tool_use", omit_defaults=True):
-    """incomplete: max_tokens cut the call off, and `input` is {}. Not of Anthropic's; nothing says so there."""
+    """incomplete: max_tokens cut the call off, or it holds what nobody can read, and `input` is {}. Not of Anthropic's;
+    nothing says so there.
+    """
 
     id: str
     name: str

@@ -213,19 +213,45 @@ def _turns(given: Sequence[Turn], system: str) -> Iterator[tuple[str, list[Place
     role, blocks = "system", list[Placed]()
     if system:
         blocks.append(("system", TextBlock(system)))
-    for i, turn in enumerate(given):
-        place, of = f"messages[{i}].content", turn.role
+    for of, own in _made(given):
         if of == "system" and role != "system":
             of = "user"
         if of != role:
             if blocks or role != "system":
                 yield role, blocks
             role, blocks = of, []
+        blocks += own
+    if blocks or role != "system":
+        yield role, blocks
+
+
+def _made(given: Sequence[Turn]) -> Iterator[tuple[str, list[Placed]]]:
+    """Role and blocks of each message. Calls that were cut off are left out, as they have not been made, and so are
+    results that were sent for them, and a message of the assistant that has nothing but reasoning left.
+    """
+    cut = set[str]()  # ids of calls
+    for i, turn in enumerate(given):
+        place = f"messages[{i}].content"
         if isinstance(turn.content, str):
-            blocks.append((place, TextBlock(turn.content)))
-        else:
-            blocks += [(f"{place}[{j}]", block) for j, block in enumerate(turn.content)]
-    yield role, blocks
+            yield turn.role, [(place, TextBlock(turn.content))]
+            continue
+        blocks: list[Placed] = []
+        for j, block in enumerate(turn.content):
+            if isinstance(block, ToolUse) and turn.role == "assistant":
+                if block.incomplete:
+                    cut.add(block.id)
+                    continue
+                cut.discard(block.id)
+            elif isinstance(block, ToolResult) and turn.role != "assistant" and block.tool_use_id in cut:
+                continue
+            blocks.append((f"{place}[{j}]", block))
+        if len(blocks) == len(turn.content) or turn.role != "assistant" or any(_says(block) for _, block in blocks):
+            yield turn.role, blocks
+
+
+def _says(block: Block) -> bool:
+    """Whether it is more than reasoning, and no empty text."""
+    return bool(block.text) if isinstance(block, TextBlock) else isinstance(block, (ToolUse, ToolResult))
 
 
 def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:
@@ -244,6 +270,10 @@ def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:
                     f"{places[block.id]}, too.",
                     param=f"{place}.id",
                     code="invalid_value",
+                )
+            if not block.name:
+                raise Refused(
+                    f"{place}.name must be the name of a tool; got ''.", param=f"{place}.name", code="invalid_value"
                 )
             places[block.id] = place
             function = {"name": block.name, "arguments": encode(block.input).decode()}
@@ -299,13 +329,40 @@ def _elsewhere(place: str, kind: str, role: str) -> Refused:
 
 
 @contextmanager
-def told_as_sent() -> Iterator[None]:
-    """What is refused of the chat that is made of a body, is told of the fields that were sent."""
+def told_as_sent(body: CountBody | None = None) -> Iterator[None]:
+    """What is refused of the chat that is made of a body, is told of the fields that were sent. body: in which calls of
+    the chat are looked up.
+    """
     try:
         yield
     except (Refused, InvalidRequest) as e:
         refused = as_refused(e)
-        raise refused.about(None if refused.param is None else _as_sent(refused.param), _as_sent(str(refused))) from e
+        if refused.param is None:
+            raise refused.about(None, _as_sent(str(refused))) from e
+        words = str(refused)
+        if body is not None and (call := _CALL.fullmatch(refused.param)):
+            found = _place(body, int(call[1]), int(call[2] or 0))
+            place = "messages" if found is None else found + _OF_CALLS.get(call[3], "")
+            words, refused.param = words.replace(refused.param, place, 1), place
+        raise refused.about(_as_sent(refused.param), _as_sent(words)) from e
+
+
+_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls(?:\[(\d+)\](?:\.function)?(\.\w+)?)?")
+_OF_CALLS = {".name": ".name", ".arguments": ".input", ".id": ".id"}
+
+
+def _place(body: CountBody, message: int, call: int) -> str | None:
+    """Where the body has a call of a message of its chat; None means it has none."""
+    calls: list[list[str]] = []  # of each message
+    for role, blocks in _turns(body.messages, _system(body.system)):
+        if role == "assistant":
+            calls.append([place for place, block in blocks if isinstance(block, ToolUse)])
+        else:
+            results = sum(isinstance(block, ToolResult) for _, block in blocks)
+            said = any(isinstance(block, TextBlock) and block.text for _, block in blocks)
+            calls += [[]] * (results + (said or not results))
+    found = calls[message] if message < len(calls) else []
+    return found[call] if call < len(found) else None
 
 
 def _as_sent(text: str) -> str:

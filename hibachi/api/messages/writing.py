@@ -12,6 +12,7 @@ from msgspec import Struct
 from hibachi.api import answers as openai
 from hibachi.api.asking import Asked
 from hibachi.api.dialects import ANTHROPIC
+from hibachi.api.errors import Refused
 from hibachi.api.messages.answers import (
     SIGNATURE,
     AnswerBlock,
@@ -35,6 +36,7 @@ from hibachi.api.messages.answers import (
     ThoughtBlock,
     ToolUseBlock,
 )
+from hibachi.api.weight import check_weight
 from hibachi.api.writing import Writer, reason_of
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Piece, Stopped, TextChoice, cut_off
@@ -42,6 +44,7 @@ from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Event, Rea
 from hibachi.tools.reading.reader import ALL_SAID
 
 Part: TypeAlias = BlockStart | BlockDelta | BlockStop
+WITHIN = b"[" * 5  # lists and objects of a body in which the input of a call stands when it is sent back
 FULL = "model_context_window_exceeded"
 
 
@@ -64,6 +67,7 @@ class Blocks:
         self._index = -1
         self._blanks = ""
         self._calls: list[bool] = []  # is each complete?
+        self._arguments: list[str] = []  # of the open call, in pieces
 
     @property
     def called(self) -> bool:
@@ -86,10 +90,13 @@ class Blocks:
             case Reasoned(text):
                 return self._thought(text) if text and self._reasoning else []
             case CallBegun(number, name, id):
+                self._arguments = []
                 return self._begin(ToolUseBlock(self._id_of(id, number), name, {}, Direct()))
             case CallArguments(_, text):
+                self._arguments.append(text)
                 return [self._delta(InputDelta(text))] if text else []
             case CallEnded(_, complete):
+                complete = complete and _input("".join(self._arguments)) is not None
                 self._calls.append(complete)
                 return self._stop(incomplete=not complete)
 
@@ -152,7 +159,19 @@ def _fill(block: AnswerBlock, text: str, *, incomplete: bool) -> None:
     elif incomplete:
         block.incomplete = True
     else:
-        block.input = msgspec.json.decode(text or "{}", type=dict[str, Any])
+        block.input = _input(text) or {}
+
+
+def _input(arguments: str) -> dict[str, Any] | None:
+    """The input of a call. None means it cannot be told: it holds a number beyond those of 64 bits, such as 1e999, or
+    what is nested too deep to be sent back.
+    """
+    try:
+        given = (arguments or "{}").encode()
+        check_weight(WITHIN + given)
+        return msgspec.json.decode(given, type=dict[str, Any])
+    except (Refused, msgspec.DecodeError, UnicodeError):
+        return None
 
 
 class MessagesWriter(Writer):

@@ -40,7 +40,7 @@ BODIES: dict[str, Any] = {
 """By url."""
 WORDS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
     RESPONSES: lambda body: of_responses.told_as_sent(body.tools),
-    MESSAGES: lambda body: of_messages.told_as_sent(),
+    MESSAGES: of_messages.told_as_sent,
 }
 """By url, of a body: within it, what is refused of a chat is told of the body that the chat was made of."""
 
