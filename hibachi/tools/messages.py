@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hibachi.errors import InvalidRequest, shown
@@ -25,21 +25,34 @@ class BadMessage(InvalidRequest):
 
 def plain_messages(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with contents as one text, or null, and arguments of calls as objects. Each result names a call that
-    was made; one that names none is of the first call in front of it that has no result yet.
+    was made; one that names none is of the first call in front of it that has no result yet. A call that was cut off
+    was not made: it is left out, and so are its results.
 
     What this returns it takes again, and leaves as it is. Raises BadMessage or InvalidRequest, which begin with the
     place of what is wrong.
     """
-    made: set[Any] = set()
+    made, cut = set[Any](), set[Any]()
     open_ = Counter[Any]()  # calls of the last message with calls that have no result, in their order
     found = []
     for i, each in enumerate(given):
         m = _message(each, f"messages[{i}]")
+        cut.update(_cut(each))
         if calls := m.get("tool_calls"):
             open_ = Counter(call.get("id") for call in calls)
             made.update(open_)
-        found.append(_result(m, f"messages[{i}].tool_call_id", made, open_) if m["role"] == "tool" else m)
+        if m["role"] == "tool":
+            if isinstance(id := m.get("tool_call_id"), str) and id in cut and id not in made:
+                continue
+            m = _result(m, f"messages[{i}].tool_call_id", made, open_)
+        found.append(m)
     return found
+
+
+def _cut(given: Mapping[str, Any]) -> Iterator[str]:
+    """Ids of calls of a message that were cut off. What these are besides is not checked."""
+    for call in given.get("tool_calls") or ():
+        if call.get("incomplete") is True and isinstance(id := call.get("id"), str):
+            yield id
 
 
 def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -188,15 +188,22 @@ def test_what_is_null_or_empty_is_not_there():
         assert conversation([{**USER, **more}], 4096)[0]["content"] == "Go on: end"
 
 
-def test_a_call_that_was_cut_off_is_left_out():
+def test_a_call_that_was_cut_off_is_left_out_with_its_result():
     cut = {**CALL, "id": "c1", "incomplete": True, "function": {"name": "f", "arguments": '{"n'}}
     assert conversation(called(cut), 4096)[2]["tool_calls"][0]["id"] == "c0"
     assert len(conversation(called(cut), 4096)[2]["tool_calls"]) == 1
     alone = conversation([USER, {"role": "assistant", "content": None, "tool_calls": [cut]}, USER], 4096)
     assert alone[1] == {"role": "assistant", "content": ""}
+    answered = [*called(cut), {"role": "tool", "tool_call_id": "c1", "content": "x"}]
+    assert conversation(answered, 4096) == conversation(called(cut), 4096)
     with pytest.raises(Refused) as found:
-        conversation([*called(cut), {"role": "tool", "tool_call_id": "c1", "content": "x"}], 4096)
-    assert found.value.param == "messages[3].tool_call_id"
+        conversation([*answered, {"role": "tool", "tool_call_id": "c2", "content": "x"}], 4096)
+    assert found.value.param == "messages[4].tool_call_id"
+    whole = conversation([*answered, *called(CALL | {"id": "c1"}), answered[-1]], 4096)
+    assert whole[-1]["tool_call_id"] == "c1"  # which has been made by then
+    for id in ([], {}, 7, None):
+        odd = conversation([USER, {"role": "assistant", "tool_calls": [{**cut, "id": id}]}, USER], 4096)
+        assert odd[1] == {"role": "assistant", "content": ""}
     bad = {**CALL, "function": {"name": "f", "arguments": "x"}}
     with pytest.raises(Refused) as found:
         conversation([{"role": "assistant", "content": None, "tool_calls": [cut, bad]}], 4096)
