@@ -11,7 +11,7 @@ from hibachi.tools.tools import Tool
 
 from .grammars import Read, grammar, setting, walked
 from .randomtools import CombinedTool
-from .test_random_tools import checked, drawn
+from .test_random_tools import count_checked
 
 IN = {
     "python": "<|calls|>[t(x=%s)]<|/calls|>",
@@ -223,23 +223,8 @@ def test_two_schemas_are_one():
 
 
 def check(seed, names):
-    """Returns how many random answers were checked."""
-    pytest.importorskip("jsonschema")
-    rng, count = random.Random(seed), 0
-    random_tool = CombinedTool(rng).tool()
-    for name in names:
-        try:
-            found = grammar(name, tools=(random_tool,), parallel=False)
-            setting().check(grammar=found.text)
-        except InvalidRequest:
-            continue
-        if (text := drawn(found, rng)) is not None:
-            try:
-                checked(name, random_tool, text)
-            except Exception as e:
-                raise AssertionError(f"{name}: {text!r} of {json.dumps(random_tool.parameters)}") from e
-            count += 1
-    return count
+    rng = random.Random(seed)
+    return count_checked(rng, CombinedTool(rng).tool(), names)
 
 
 @pytest.mark.parametrize("name", ["python", "quoted", "tagged"])

@@ -59,12 +59,11 @@ def checked(name, tool, text):
     assert call.complete and (json.loads(call.arguments) == arguments or isinstance(format.tools.arguments, Tagged))
 
 
-def check(seed, formats, answers):
-    """Returns how many answers were checked."""
+def count_checked(rng, tool, names, answers=1):
+    """Draws so many answers in each of the formats. Returns how many there were to be checked."""
     pytest.importorskip("jsonschema")
-    rng, count = random.Random(seed), 0
-    tool = RandomTool(rng).tool()
-    for name in rng.sample(sorted(FORMATS), formats):
+    count = 0
+    for name in names:
         try:
             found = grammar(name, tools=(tool,), parallel=False)
             setting().check(grammar=found.text)
@@ -78,6 +77,11 @@ def check(seed, formats, answers):
                     raise AssertionError(f"{name}: {text!r} of {json.dumps(tool.parameters)}") from e
                 count += 1
     return count
+
+
+def check(seed, formats, answers):
+    rng = random.Random(seed)
+    return count_checked(rng, RandomTool(rng).tool(), rng.sample(sorted(FORMATS), formats), answers)
 
 
 @pytest.mark.parametrize("part", range(4))
