@@ -29,8 +29,7 @@ class Thought:
         while self._seen < len(ids) and self._parser.may_reason:
             texts = [self._decoder.decode(self._raw(token)) for token in ids[self._seen : self._seen + AT_ONCE]]
             whole = "".join(texts)
-            if self._parser.plain(whole):
-                self._parser.feed(whole)
+            if self._parser.plain(whole):  # which changes nothing in the parser
                 self._tokens += len(texts) if self._parser.reasoning else 0
             else:
                 for text in texts:
