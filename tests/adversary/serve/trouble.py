@@ -13,7 +13,7 @@ from typing import Any
 from .house import KEYS
 from .wire import ask, request
 
-AGAIN = 10.0  # seconds until a new engine must serve
+AGAIN = 30.0  # seconds until a new engine must serve, where others test beside it
 
 
 async def trouble(storm: Any, rng: random.Random, seconds: float) -> None:
