@@ -727,6 +727,32 @@ def test_an_answer_ends_where_the_format_writes_an_end_token():
     assert guide.complete and setting().allowed(guide) == {IDS["<|over|>"], IDS["<|eos|>"]}
 
 
+class TestTheMarkerIsInThePrompt:
+    """Functionary's prompt ends with the text that both a call and what is said begin with."""
+
+    def tell(self, text, mode="auto", tools=CHOSEN, **more):
+        reader = AnswerReader(KNOWN["functionary_v32"], Toolbox(tools, mode, **more), Thinking.NONE)
+        return walked(unchecked_form(reader, None, special, ids=IDS.values(), ends=()), text)
+
+    def test_the_first_call_keeps_to_its_schema_as_later_ones_do(self):
+        good, odd = (f'get_weather\n{{"city": "{city}", "days": 3}}' for city in ("Paris", "Parisian"))
+        for before in ("", f"{good}>>>", "all\nI look.>>>"):
+            assert self.tell(before + good) == "ends"
+            assert self.tell(before + odd).startswith("refused: an")
+            assert self.tell(before + "get_time\n{}").startswith("refused: t")
+        assert self.tell(f"{good}>>>{good}", parallel=False).startswith("refused: >>>")
+
+    def test_what_is_said_begins_as_it_was_trained_to(self):
+        assert self.tell("all\nHello >> you") == "ends"
+        assert self.tell("Hello").startswith("refused") and self.tell("") == "goes on"
+        assert self.tell("all\nHello", "required").startswith("refused")
+
+    def test_a_tool_may_begin_as_what_is_said_does(self):
+        named = tuple(Tool(name, {"type": "object", "properties": {}}) for name in ("all_of_it", "all"))
+        assert self.tell("all_of_it\n{}", tools=named[:1]) == self.tell("all\nHello", tools=named[:1]) == "ends"
+        assert self.tell("all\nHello", tools=named) == "ends"
+
+
 @pytest.mark.parametrize("name", ["hermes", "tagged", "python", "quoted", "nested"])
 def test_schemas_that_grow_without_end_are_bounded(name):
     """Each object names the next one several times, or itself; or `anyOf` holds itself."""

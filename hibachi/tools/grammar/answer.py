@@ -316,7 +316,7 @@ class CallRules:
     def __init__(self, rules: Rules, format: ChatFormat, toolbox: Toolbox, loose: Collection[str]) -> None:
         assert format.tools is not None
         tools = self._format = format.tools
-        self._rules, self._prompted = rules, format.prompted
+        self._rules, self._prompted, self._before_said = rules, format.prompted, format.before_said
         prefix, call, tail = parts_of(tools)
         lead = tools.begin + prefix
         self._lead = lead.lstrip()
@@ -329,10 +329,10 @@ class CallRules:
         self._again = toolbox.parallel and not over and (self._several if self._apart else tools.most is None)
         self._tools, self._loose = toolbox.callable, loose
         place = {tool.name: i for i, tool in enumerate(toolbox.tools)}
-        named = [self._named(call, tool, place[tool.name]) for tool in toolbox.callable]
-        self._call = rules.rule(trie(named), "call")
+        self._named = [self._one(call, tool, place[tool.name]) for tool in toolbox.callable]
+        self._call = rules.rule(trie(self._named), "call")
 
-    def _named(self, parts: list[str | Slot], tool: Tool, place: int) -> tuple[str, str]:
+    def _one(self, parts: list[str | Slot], tool: Tool, place: int) -> tuple[str, str]:
         """One call, from behind its first text to before its last: the text it begins with, and the rest."""
         begin, found, text = "", list[str](), ""
         for part in [*parts, None]:
@@ -398,15 +398,32 @@ class CallRules:
             found = f"{called} {further} | {free}" if prompted else further
         else:
             found = f"{before}({head} {self._all()} | {end})"
+        if first and marker == self._prompted.lstrip() and not rest and (told := self._told(marker, found, further)):
+            return told
         return f"{begun} {rules.fixed(rest)} {self._all()} {further} | {found}" if begun else found
+
+    def _told(self, marker: str, found: str, further: str) -> str:
+        """An answer whose prompt has written the whole marker of a call, which is also how what is said begins; "" if
+        it is not. The two are told apart by what comes next. found: what is said and what comes behind it; further:
+        what comes behind a call.
+        """
+        said = self._before_said.removeprefix(marker)
+        if said == self._before_said or not said or any(text.startswith(said) or not text for text, _ in self._named):
+            return ""
+        behind = self._rules.rule(f"{self._behind()} {further}", "behind")
+        return trie([*((text, f"{rest} {behind}") for text, rest in self._named), (said, f"({found})")])
 
     def _all(self) -> str:
         """From behind the first text of the first call to the end of the last."""
+        return f"{self._call}{self._behind()}"
+
+    def _behind(self) -> str:
+        """From behind the first call to the end of the last."""
         further = ""
         if self._several:
             most = "*" if self._format.most is None else f"{{0,{self._format.most - 1}}}"
             further = f" ({joined(self._later)} {self._call}){most}"
-        return f"{self._call}{further} {joined(self._closing)}"
+        return f"{further} {joined(self._closing)}"
 
     def or_json(self, answer: StructuredOutputs) -> str:
         """One call or JSON, where both begin alike: as one schema, since the lexer never goes back. "" for others."""
