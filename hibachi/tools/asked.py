@@ -127,7 +127,11 @@ def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
         if len(tools) > most:
             raise InvalidRequest(f"tool_choice has {len(tools)} tools; at most {most} are served.")
         return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
-    _refuse_kind(given, "tool_choice")
+    if isinstance(kind, str):
+        raise InvalidRequest(
+            f'tool_choice.type is not supported as {shown(kind)}: expected "function" or "allowed_tools". "none", '
+            f'"auto", "required" and "any" are sent as texts, not as objects.'
+        )
     raise InvalidRequest(
         f'tool_choice must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
         f'{{"type": "allowed_tools", ...}}; got {shown(given)}.'

@@ -122,6 +122,11 @@ def test_what_is_shown_to_the_model():
     assert TWO[0]["function"]["strict"] is True, "what was sent is not changed"
 
 
+def test_a_mode_that_is_sent_as_an_object_is_told_how_to_send_it():
+    with pytest.raises(InvalidRequest, match=r"'any': expected \"function\" or .* are sent as texts, not as objects"):
+        toolbox_of(TWO, {"type": "any"})
+
+
 def test_tools_that_are_allowed_are_bounded():
     named = {"type": "function", "function": {"name": "f"}}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named] * 1025}}
