@@ -28,6 +28,8 @@ def toolbox_of(
     choice: "none", "auto", "required", "any" (as "required"), {"type": "function", "function": {"name"}}, or
     {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}; None means "auto". Raises InvalidRequest.
     """
+    if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
+        raise InvalidRequest(f"tools must be a list of tools; got {shown(tools)}.")
     if tools and len(tools) > most:
         raise InvalidRequest(f"tools has {len(tools)} entries; at most {most} are served.")
     found = tuple(_tool(given, f"tools[{i}]") for i, given in enumerate(tools or ()))
@@ -50,6 +52,11 @@ def toolbox_of(
         return None
     named = isinstance(choice, Mapping) and choice.get("type") != "allowed_tools"  # then it is called once
     return Toolbox(found, mode, None if allowed is None else frozenset(allowed), parallel is not False and not named)
+
+
+def check_choice(choice: Any) -> None:
+    """What is wrong with a `tool_choice` whatever the tools are. Raises InvalidRequest."""
+    _choice(choice, MOST)
 
 
 def as_shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

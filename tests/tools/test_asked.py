@@ -84,6 +84,8 @@ def test_names_that_clients_send(name):
         ([tool(parameters={"properties": {"a": 7}})], None, "tools[0].function.parameters.properties"),
         ([tool(parameters={"required": "a"})], None, "tools[0].function.parameters.required"),
         ([7], None, "tools[0]"),
+        (tool(), None, "tools"),
+        ("look", None, "tools"),
         ([{"type": "function"}], None, "tools[0].function"),
         ([{"type": "custom", "custom": {}}], None, "tools[0].type"),
         ([{"type": 7, "function": {"name": "a"}}], None, "tools[0]"),
