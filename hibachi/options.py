@@ -81,10 +81,19 @@ def spelled(init: F) -> F:
     return cast(F, awaited if inspect.iscoroutinefunction(init) else checked)
 
 
+_OVER_HTTP = {
+    "chat_template_kwargs": "it takes variables of the template as options of their own, such as enable_thinking=False",
+    "include_reasoning": "an answer has its reasoning beside its text",
+    "response_format": "pass SamplingParams(structured_outputs=...), see docs/guided.md",
+}
+
+
 def check_variables(what: str, variables: Iterable[str]) -> None:
-    """Check names that a chat template will see. Raises ConfigError for a field of SamplingParams, which was meant for
-    the request.
+    """Check names that a chat template will see. Raises ConfigError for a field of SamplingParams or of a chat over
+    HTTP, which was meant for the request.
     """
+    if over_http := _OVER_HTTP.keys() & variables:
+        raise ConfigError(f"{what} has no option {(name := min(over_http))!r}: {_OVER_HTTP[name]}.")
     if meant := SAMPLED.intersection(variables):
         raise ConfigError(_told(what, min(meant), []))
 

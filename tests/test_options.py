@@ -13,7 +13,7 @@ from hibachi.lm.named import own_stop
 from hibachi.lm.options import OPTIONS
 from hibachi.lm.own import open_texts
 from hibachi.offline import settings as offline
-from hibachi.options import RENAMED
+from hibachi.options import RENAMED, check_variables
 from hibachi.router import settings as router
 from hibachi.serve import settings as serving
 
@@ -313,3 +313,10 @@ def test_no_command_has_an_old_flag():
             flag = f"--{old.replace('_', '-')}"
             if old != "max_num_seqs" and flag in flags:
                 assert command in meant.get(flag, ()), (command, flag)
+
+
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "response_format", "include_reasoning", "temperature"])
+def test_what_is_no_variable_of_a_template_is_not_given_to_it(name):
+    with pytest.raises(hibachi.ConfigError, match=f"^LLM.chat has no option '{name}': .*[a-z=]"):
+        check_variables("LLM.chat", {"enable_thinking": False, name: None})
+    check_variables("LLM.chat", {"enable_thinking": False, "reasoning_effort": "low"})

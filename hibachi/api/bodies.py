@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.api.errors import Refused
+from hibachi.api.expected import choices
 from hibachi.api.forms import Backend, Format, Schema, Structured
 from hibachi.api.weight import at_once
 from hibachi.errors import MOST_SHOWN
@@ -297,6 +298,7 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 PAGE = "docs/serving.md"
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _NONE = re.compile(r"Invalid value ('.*')", re.DOTALL)  # of the field that tells types of objects apart
 
 
@@ -306,7 +308,7 @@ def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
         with at_once(len(body)):
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
-        raise refused_by(e, page) from None
+        raise refused_by(e, kind, page) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:
@@ -321,14 +323,14 @@ def taken(kind: type[T], value: Any, page: str = PAGE) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        raise refused_by(e, page) from None
+        raise refused_by(e, kind, page) from None
 
 
-def refused_by(error: msgspec.ValidationError, page: str = PAGE, within: str = "") -> Refused:
-    """What names the field. within: where in the body that stands which was read."""
+def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, within: str = "") -> Refused:
+    """What names the field. kind: the type that was read; within: where in the body that stands."""
     text = str(error)
     at = _AT.search(text)
-    place = at[1] if at else None
+    place = inner = at[1] if at else None
     if within:
         place = f"{within}{'' if place is None or place.startswith('[') else '.'}{place or ''}"
     what = text[: at.start()] if at else text
@@ -349,4 +351,6 @@ def refused_by(error: msgspec.ValidationError, page: str = PAGE, within: str = "
             param=place,
             code="unsupported_parameter",
         )
+    if inner and (value := _NO_CHOICE.fullmatch(what)) and (may := choices(kind, inner)):
+        what = f"expected {' or '.join(map(repr, may))}; got {value[1]}"
     return Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type")

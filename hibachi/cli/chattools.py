@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import json
 import runpy
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hibachi.errors import ConfigError, InvalidRequest, printable
+from hibachi.errors import ConfigError, InvalidRequest, printable, text_of
 from hibachi.tools.asked import toolbox_of
 from hibachi.tools.tools import ToolCall
 
@@ -25,6 +26,7 @@ class Functions:
     """
 
     def __init__(self, file: str | Path) -> None:
+        sys.path.append(str(Path(file).resolve().parent))  # it may import its neighbours; last, so it hides nothing
         try:
             found = runpy.run_path(str(file), run_name="hibachi_tools")
         except (Exception, SystemExit) as e:
@@ -47,9 +49,10 @@ class Functions:
             result = self._functions[call.name](**json.loads(call.arguments))
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as e:
-            return f"{type(e).__name__}: {e}"
+            text = text_of(e)
+        return text.encode(errors="backslashreplace").decode()  # names of files may hold half characters
 
 
 def _is_own(value: Any) -> bool:

@@ -27,7 +27,11 @@ JSON = (
     (r"number range|(float|integer) range", "the keyword `minimum` or `maximum` is out of range", "minimum"),
     (r"[^']*'([$\w]+)'[^']*", "the keyword `{0}` has a value that is not supported", "{0}"),
     (r"^([$\w]+) must be an? ", "the keyword `{0}` has a value that is not supported", "{0}"),
-    (r"^Invalid type", "the keyword `type` has a value that is not supported", "type"),
+    (
+        r"^Invalid type: (.*)",
+        "the keyword `type` has {0!r:.40}, and must be string, number, integer, boolean, object, array or null",
+        "type",
+    ),
     (r"recursion limit", "it is nested too deep", None),
     (r"look-?around|in regex /", "the keyword `pattern` has a lookaround, `\\b` or an inner anchor", "pattern"),
     (r"regex", "the keyword `pattern` has an expression that is not supported", "pattern"),

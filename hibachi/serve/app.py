@@ -93,6 +93,15 @@ def application(served: Served, more: Sequence[Route] = ()) -> Starlette:
     return made
 
 
+def _meant(route: str) -> str:
+    """What to mend in a client's address, where that makes of a path one that there is; else nothing."""
+    if route.startswith("/v1/v1/") and route.removeprefix("/v1") in _METHODS:
+        return " The client adds /v1 itself: leave it out of the address that the client is given (base_url)."
+    if f"/v1{route}" in _METHODS:
+        return " Add /v1 to the address that the client is given (base_url)."
+    return ""
+
+
 async def _no_route(served: Served, request: Any, error: Exception) -> Any:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
@@ -105,7 +114,8 @@ async def _no_route(served: Served, request: Any, error: Exception) -> Any:
         x.dialect = spoken(x.route, x.headers, dialect_at(x.route))
         try:
             check_headers(scope)
-            refused = Refused(f"{x.method} {x.path[:200]}: this route {what}.", status=status, code=code)
+            told = f"{x.method} {x.path[:200]}: this route {what}.{_meant(x.route) if status == 404 else ''}"
+            refused = Refused(told, status=status, code=code)
             if status == 405 and (methods := _METHODS.get(x.route)):  # of all routes with this path
                 headers["Allow"] = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
             refused.headers = headers

@@ -28,6 +28,8 @@ def toolbox_of(
     choice: "none", "auto", "required", "any" (as "required"), {"type": "function", "function": {"name"}}, or
     {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}; None means "auto". Raises InvalidRequest.
     """
+    if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
+        raise InvalidRequest(f"tools must be a list of tools; got {shown(tools)}.")
     if tools and len(tools) > most:
         raise InvalidRequest(f"tools has {len(tools)} entries; at most {most} are served.")
     found = tuple(_tool(given, f"tools[{i}]") for i, given in enumerate(tools or ()))
@@ -50,6 +52,11 @@ def toolbox_of(
         return None
     named = isinstance(choice, Mapping) and choice.get("type") != "allowed_tools"  # then it is called once
     return Toolbox(found, mode, None if allowed is None else frozenset(allowed), parallel is not False and not named)
+
+
+def check_choice(choice: Any) -> None:
+    """What is wrong with a `tool_choice` whatever the tools are. Raises InvalidRequest."""
+    _choice(choice, MOST)
 
 
 def as_shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -127,7 +134,11 @@ def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
         if len(tools) > most:
             raise InvalidRequest(f"tool_choice has {len(tools)} tools; at most {most} are served.")
         return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
-    _refuse_kind(given, "tool_choice")
+    if isinstance(kind, str):
+        raise InvalidRequest(
+            f'tool_choice.type is not supported as {shown(kind)}: expected "function" or "allowed_tools". "none", '
+            f'"auto", "required" and "any" are sent as texts, not as objects.'
+        )
     raise InvalidRequest(
         f'tool_choice must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
         f'{{"type": "allowed_tools", ...}}; got {shown(given)}.'

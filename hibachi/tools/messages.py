@@ -89,7 +89,7 @@ def _result(m: dict[str, Any], place: str, made: set[Any], open_: Counter[Any]) 
         return m if id is None else {**m, "tool_call_id": id}
     if given is None:
         raise BadMessage(
-            f"{place} is missing, and no call in front of this result is without one.",
+            f"{place} is missing, and each call in front of this result has one: expected the id of its call.",
             place,
             "missing_required_parameter",
         )

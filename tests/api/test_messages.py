@@ -260,9 +260,9 @@ BAD = [
     ({"thread": {"type": "create"}}, "thread", "thread is not supported: Nothing is kept between requests"),
     ({"compaction": {"a": 1}}, "compaction", "compaction is not supported"),
     ({"inference_geo": "eu"}, "inference_geo", "inference_geo is not supported"),
-    ({"speed": "fast"}, "speed", "speed: Invalid enum value 'fast'"),
+    ({"speed": "fast"}, "speed", "speed: expected 'standard'; got 'fast'"),
     ({"system": [{"type": "image"}]}, "system[0].type", "system[0].type"),
-    ({"thinking": {"type": "much"}}, "thinking.type", "thinking.type: Invalid enum value 'much'"),
+    ({"thinking": {"type": "much"}}, "thinking.type", "expected 'adaptive' or 'disabled' or 'enabled'; got"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema", "The field tools[0].input_schema is missing"),
     ({"tools": [{**WEATHER, "input_schema": 5}]}, "tools[0].input_schema", "tools[0].input_schema: Expected `object`"),
     ({"tools": [{**WEATHER, "x": 5}]}, "tools[0].x", "Unknown field: tools[0].x"),
@@ -271,6 +271,7 @@ BAD = [
     ({"tool_choice": {"type": "any"}}, "tool_choice", "there are no tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "tool_choice.name is missing"),
     ({"tools": [WEATHER], "tool_choice": {"type": "any", "name": "a"}}, "tool_choice.name", "is for the type 'tool'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant' or 'system' or 'user'; got"),
     ({"tool_choice": "any"}, "tool_choice", "tool_choice: Expected `object | null`, got `str`"),
 ]
 

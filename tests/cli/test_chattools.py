@@ -1,11 +1,12 @@
 """`hibachi chat --tools FILE.py`: functions become tools, are run here, and their results go back."""
 
 import io
+import sys
 
 import pytest
 
 from hibachi.cli import chat
-from hibachi.cli.chattools import MOST_TURNS, Functions
+from hibachi.cli.chattools import MOST_TURNS, Functions, results
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.request import Finish, SamplingParams
 from hibachi.streams.textstream import Choice, Completion
@@ -197,3 +198,20 @@ def test_the_message_of_an_answer_has_no_call_that_was_cut_off():
     both, none = (Choice(0, "", [], Finish.LENGTH, tool_calls=some) for some in (calls, calls[1:]))
     assert [call["id"] for call in both.message["tool_calls"]] == ["call_1"]
     assert none.message == {"role": "assistant", "content": ""}
+
+
+def test_a_file_may_import_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "a_neighbour_of_tools.py").write_text("CITY = 'Rome'\n")
+    (tmp_path / "tools.py").write_text("from a_neighbour_of_tools import CITY\ndef home(): return CITY\n")
+    assert Functions(tmp_path / "tools.py").call(ToolCall("home")) == "Rome"
+    sys.modules.pop("a_neighbour_of_tools")
+
+
+@pytest.mark.parametrize("body", ["return '\\udcff.txt'", "return ['\\udcff.txt']", "raise OSError('\\udcff.txt')"])
+def test_a_result_with_half_a_character_is_shown_and_goes_to_the_model(tmp_path, capsys, body):
+    """As os.listdir has it for a name that is not UTF-8."""
+    (tmp_path / "tools.py").write_text(f"def files():\n    {body}\n")
+    [message] = results(Functions(tmp_path / "tools.py"), [ToolCall("files", id="a")])
+    assert "\\udcff.txt" in message["content"].encode().decode()
+    assert "\\udcff.txt" in capsys.readouterr().out

@@ -143,6 +143,9 @@ def test_what_is_wrong_for_all_rows_is_refused_first(runs, flags):
         with pytest.raises(ConfigError) as e:
             Columns(messages="m", params=params)
         assert words in str(e.value)
+    with pytest.raises(ConfigError, match="tool_choice must be"):  # though each row may bring tools
+        Columns(messages="m", params={"tool_choice": "sometimes"})
+    Columns(messages="m", params={"tool_choice": "required"})
     with pytest.raises(ConfigError, match="tools is for chats: expected messages"):
         Columns(prompt="p", params={"tools": [LOOK]})
     assert runs({"in.jsonl": ROWS}, *FLAGS, "--param-column", "tools=t") == 1 and "no column 't'" in runs.told

@@ -62,6 +62,22 @@ def test_an_unknown_model_is_told_which_are_served(server):
         assert error["code"] == "model_not_found" and error["param"] == "model" and "tiny" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/v1/messages", "leave it out of the address"),  # a client of Anthropic's with the address of OpenAI's
+        ("/chat/completions", "Add /v1 to the address"),
+        ("/responses", "Add /v1 to the address"),
+        ("/v1/v1/nothing", "does not exist."),
+        ("/nothing", "does not exist."),
+    ],
+)
+def test_a_path_with_a_wrong_v1_is_told_of(server, path, words):
+    error = refused(server.post(path, {}), 404)
+    assert error["code"] == "not_found" and words in error["message"]
+    assert ("base_url" in error["message"]) == ("nothing" not in path)
+
+
 def test_version(server):
     from importlib.metadata import version
 

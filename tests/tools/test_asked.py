@@ -84,6 +84,8 @@ def test_names_that_clients_send(name):
         ([tool(parameters={"properties": {"a": 7}})], None, "tools[0].function.parameters.properties"),
         ([tool(parameters={"required": "a"})], None, "tools[0].function.parameters.required"),
         ([7], None, "tools[0]"),
+        (tool(), None, "tools"),
+        ("look", None, "tools"),
         ([{"type": "function"}], None, "tools[0].function"),
         ([{"type": "custom", "custom": {}}], None, "tools[0].type"),
         ([{"type": 7, "function": {"name": "a"}}], None, "tools[0]"),
@@ -120,6 +122,11 @@ def test_what_is_shown_to_the_model():
     assert shown[1] == {"type": "function", "function": {"name": "b", "parameters": EMPTY}}
     assert shown[2]["function"] == {"name": "look", "parameters": LOOK, "description": "Look at it"}
     assert TWO[0]["function"]["strict"] is True, "what was sent is not changed"
+
+
+def test_a_mode_that_is_sent_as_an_object_is_told_how_to_send_it():
+    with pytest.raises(InvalidRequest, match=r"'any': expected \"function\" or .* are sent as texts, not as objects"):
+        toolbox_of(TWO, {"type": "any"})
 
 
 def test_tools_that_are_allowed_are_bounded():

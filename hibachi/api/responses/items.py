@@ -155,7 +155,7 @@ def given(raw: Any, place: str) -> Given:
     try:
         item: Given = msgspec.convert(_as_sent(raw), found)
     except msgspec.ValidationError as e:
-        raise refused_by(e, PAGE, place) from None
+        raise refused_by(e, found, PAGE, place) from None
     for name in _NULL:
         if getattr(item, name, UNSET) not in (UNSET, None):
             raise unsupported(f"{place}.{name}", "It is of another server, so only null is")

@@ -114,4 +114,4 @@ def _read(kind: Any, raw: Raw, place: str) -> Any:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as e:
-        raise refused_by(e, PAGE, place) from None
+        raise refused_by(e, kind, PAGE, place) from None

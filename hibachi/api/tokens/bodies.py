@@ -144,7 +144,7 @@ def _of_msgpack(raw: bytes) -> TokensBody:
     try:
         return _from_msgpack.decode(raw)
     except msgspec.ValidationError as e:
-        raise refused_by(e, PAGE) from None
+        raise refused_by(e, TokensBody, PAGE) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be a map in msgpack: {e}.", code="invalid_msgpack") from None
     except RecursionError:
@@ -178,6 +178,6 @@ def of_query(pairs: Pairs) -> Parameters:
     try:
         said = msgspec.convert(fields, Parameters, strict=False)
     except msgspec.ValidationError as e:
-        raise refused_by(e, PAGE) from None
+        raise refused_by(e, Parameters, PAGE) from None
     said.stop, said.inputs = stop, inputs
     return said

@@ -161,5 +161,6 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, *, tools: 
         )
     raise InvalidRequest(
         "This model has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json. "
-        "Send plain text to it (`hibachi generate`, `llm.generate`), or add a template to its directory."
+        "Send plain text to it (`hibachi generate`, `llm.generate`), or give it a template (`--chat-template`, in "
+        "Python `chat_template=`)."
     )

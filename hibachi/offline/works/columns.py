@@ -84,6 +84,8 @@ class Columns:
             options = self.options_of({})
             if self.tools is None:
                 options.check()
+            else:
+                options.check_for_rows()
         except InvalidRequest as e:
             raise ConfigError(str(e)) from e
         _names(self.template or "")

@@ -10,7 +10,7 @@ from hibachi.errors import InvalidRequest, shown
 from hibachi.offline.files.writers import Field
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice
-from hibachi.tools.asked import toolbox_of
+from hibachi.tools.asked import check_choice, toolbox_of
 from hibachi.tools.templates.choosing import Parsers
 
 CALLS = "tool_calls"
@@ -42,6 +42,10 @@ class ChatOptions:
     def check(self) -> None:
         """What the tools and the choice say together. Raises InvalidRequest."""
         toolbox_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def check_for_rows(self) -> None:
+        """What the choice says by itself, where each row brings its tools. Raises InvalidRequest."""
+        check_choice(self.tool_choice)
 
     @property
     def variables(self) -> dict[str, Any]:
