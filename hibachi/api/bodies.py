@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.api.errors import Refused
-from hibachi.api.expected import choices
+from hibachi.api.expected import choices, same
 from hibachi.api.forms import Backend, Format, Schema, Structured
 from hibachi.api.weight import at_once
 from hibachi.errors import MOST_SHOWN
@@ -337,8 +337,10 @@ def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, with
     if unknown := _UNKNOWN.search(what):
         own = unknown[1][:MOST_SHOWN]
         name = f"{place}.{own}" if place else own
+        may = "" if place else same(kind, own)
         return Refused(
-            f"Unknown field: {name}. There is none of that name here; {page} lists them.",
+            f"Unknown field: {name}. There is none of that name here{f', and {may} says the same' if may else ''}; {page} "
+            f"lists them.",
             param=name,
             code="unknown_parameter",
         )

@@ -1,4 +1,4 @@
-"""Which values a field may have that takes only certain ones, for errors that say what was expected."""
+"""Which fields and values were expected, for errors that say so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from msgspec import inspect
+
+SAME = (  # what fields of the bodies of other routes are called
+    ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    ("messages", "input", "prompt"),
+    ("response_format", "text.format", "output_config.format"),
+    ("reasoning_effort", "reasoning.effort", "output_config.effort"),
+    ("system", "instructions"),
+    ("stop", "stop_sequences"),
+)
+
+
+def same(kind: Any, name: str) -> str:
+    """What the field of another route is called in the body of type `kind`; "" if there is none."""
+    own = getattr(kind, "__struct_encode_fields__", ())
+    alike = (field for group in SAME if name in group for field in group)
+    return next((field for field in alike if field != name and field.partition(".")[0] in own), "")
 
 
 def choices(kind: Any, path: str) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 from hibachi.errors import InvalidRequest, shown
@@ -30,6 +31,8 @@ def toolbox_of(
     """
     if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
         raise InvalidRequest(f"tools must be a list of tools; got {shown(tools)}.")
+    if not isinstance(parallel, (bool, NoneType)):
+        raise InvalidRequest(f"parallel_tool_calls must be true or false; got {shown(parallel)}.")
     if tools and len(tools) > most:
         raise InvalidRequest(f"tools has {len(tools)} entries; at most {most} are served.")
     found = tuple(_tool(given, f"tools[{i}]") for i, given in enumerate(tools or ()))

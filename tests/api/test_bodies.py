@@ -40,6 +40,8 @@ from hibachi.api.forms import (
     Structured,
     TextFormat,
 )
+from hibachi.api.messages.bodies import MessagesBody
+from hibachi.api.responses.bodies import ResponsesBody
 
 NAMES = ("bodies", "forms", "messages.bodies", "responses.bodies", "responses.items", "tgi.bodies", "tokens.bodies")
 SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
@@ -440,6 +442,21 @@ def test_a_kind_of_form_that_is_not_served(kind):
     for given, field in (("{}", "type"), ('{"type": "json_schema", "json_schema": {}}', "json_schema.name")):
         _, param, code = refused(kind, with_field(kind, "response_format", given))
         assert (param, code) == (f"response_format.{field}", "missing_required_parameter")
+
+
+def test_a_field_of_another_route_is_told_what_it_is_called():
+    for kind, sent, mine in (
+        (ResponsesBody, "max_tokens", "max_output_tokens"),
+        (ResponsesBody, "messages", "input"),
+        (ResponsesBody, "response_format", "text.format"),
+        (MessagesBody, "stop", "stop_sequences"),
+        (ChatBody, "max_output_tokens", "max_tokens"),
+        (ChatBody, "prompt", "messages"),
+    ):
+        with pytest.raises(
+            Refused, match=rf"^Unknown field: {sent}\. .* here, and {mine} says the same; docs/.* lists"
+        ):
+            read(kind, json.dumps({"model": "m", sent: 1}).encode())
 
 
 @pytest.mark.parametrize("kind", FIELDS)

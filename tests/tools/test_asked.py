@@ -62,6 +62,12 @@ def test_nothing_may_be_called(tools, choice):
     assert toolbox_of(tools, choice) is None
 
 
+def test_parallel_calls_are_asked_for_by_a_truth_value():
+    for given in ("no", 0, []):
+        with pytest.raises(InvalidRequest, match=r"^parallel_tool_calls must be true or false; got "):
+            toolbox_of(TWO, None, given)
+
+
 @pytest.mark.parametrize("name", ["a", "get_weather", "mcp.server/tool-1", "A:b", "x" * 128])
 def test_names_that_clients_send(name):
     assert toolbox_of([tool(name)]).tools[0].name == name

@@ -216,6 +216,7 @@ def test_effort():
         with pytest.raises(NotShown) as caught:
             talk(template).prompt(asks, {}, effort=effort)
         assert caught.value.field == "reasoning_effort"
+        assert ("'none' turns off" in str(caught.value)) == (template is switch)
 
 
 def test_nothing_is_found_out_where_nobody_asks():
