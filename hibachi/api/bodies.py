@@ -337,10 +337,9 @@ def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, with
     if unknown := _UNKNOWN.search(what):
         own = unknown[1][:MOST_SHOWN]
         name = f"{place}.{own}" if place else own
-        may = "" if place else same(kind, own)
+        may = f", and {found} says the same" if not place and (found := same(kind, own)) else ""
         return Refused(
-            f"Unknown field: {name}. There is none of that name here{f', and {may} says the same' if may else ''}; {page} "
-            f"lists them.",
+            f"Unknown field: {name}. There is none of that name here{may}; {page} lists them.",
             param=name,
             code="unknown_parameter",
         )
@@ -353,6 +352,6 @@ def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, with
             param=place,
             code="unsupported_parameter",
         )
-    if inner and (value := _NO_CHOICE.fullmatch(what)) and (may := choices(kind, inner)):
-        what = f"expected {' or '.join(map(repr, may))}; got {value[1]}"
+    if inner and (value := _NO_CHOICE.fullmatch(what)) and (values := choices(kind, inner)):
+        what = f"expected {' or '.join(map(repr, values))}; got {value[1]}"
     return Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type")

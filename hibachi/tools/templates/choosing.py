@@ -114,6 +114,7 @@ class Choosing:
         if not found.effort or (asked == "none" and not _KNOWS_NONE.search(template)):
             none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
             raise InvalidRequest(
-                f"reasoning_effort is not supported as {shown(asked)}: this model's chat template has no such setting{none}."
+                f"reasoning_effort is not supported as {shown(asked)}: this model's chat template has no such setting"
+                f"{none}."
             )
         return {"reasoning_effort": asked}
