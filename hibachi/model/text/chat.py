@@ -54,7 +54,8 @@ def render_chat(
     if _ADDS_FUNCTIONS.search(template):
         variables = {**_functions(variables), **variables}
     try:
-        given = [_message(m, nulls) for m in messages]
+        more = ("thinking", "tool_plan") if "tool_plan" in template else ("thinking",)  # Cohere's name
+        given = [_message(m, nulls, more) for m in messages]
         plain = {name: _plain(value) for name, value in variables.items()}
     except RecursionError:
         raise InvalidRequest("A message is nested too deep for a chat template. Send less deep data.") from None
@@ -81,8 +82,10 @@ def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
     return {"functions": tools, "datetime": time.strftime("%b %d %Y %H:%M:%S GMT", moment)}
 
 
-def _message(message: Any, nulls: bool) -> dict[str, Any]:
-    """As plain data. What is null counts as missing, unless `nulls`; reasoning is found under each of its names."""
+def _message(message: Any, nulls: bool, more: Sequence[str]) -> dict[str, Any]:
+    """As plain data. What is null counts as missing, unless `nulls`; reasoning is found under each of its names, and
+    under `more` where there is nothing else.
+    """
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"The chat template takes messages such as {{'role': 'user', 'content': '...'}}; got {message!r:.80}."
@@ -92,7 +95,7 @@ def _message(message: Any, nulls: bool) -> dict[str, Any]:
     return (
         given
         if reasoning is None
-        else {"thinking": reasoning, **given, "reasoning_content": reasoning, "reasoning": reasoning}
+        else {**dict.fromkeys(more, reasoning), **given, "reasoning_content": reasoning, "reasoning": reasoning}
     )
 
 
