@@ -44,7 +44,8 @@ def render_chat(
     strings rsplit, partition, index, center, ljust, rjust, zfill, swapcase, removeprefix and removesuffix; the test
     callable. It is more lenient: a value that is not there becomes null in JSON and can be sliced, none may be looped
     over, unlike types may be compared. The control characters 0x1c to 0x1f are no blanks, and title() leaves a letter
-    behind an apostrophe small.
+    behind an apostrophe small. `x.items`, which is not called, is the entry of this name, and no method. What is added
+    to a text that is `safe` is not escaped.
 
     Raises InvalidRequest if the template refuses the conversation or cannot run on it, InvalidModelFiles if it is not a
     template, MissingExtra without the library minijinja.
