@@ -305,15 +305,36 @@ def _given(variables: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """The messages as they are, where null counts as missing; with "" for null; with nine letters as ids of calls."""
+    """The messages as they are, where null counts as missing; with "" for null; with nine letters as ids of calls; with
+    the names of the functions that results are of.
+    """
     yield messages
     texts = messages
     if any(m.get("content", "") is None for m in messages):
         texts = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
         yield texts
-    short = [_with_short_ids(m) for m in texts]
-    if short != list(texts):
-        yield short
+    named = _with_names(texts)
+    forms = [texts] if named == list(texts) else [texts, named]
+    for form in forms:
+        if form is named:
+            yield named
+        short = [_with_short_ids(m) for m in form]
+        if short != list(form):
+            yield short
+
+
+def _with_names(messages: Messages) -> list[Mapping[str, Any]]:
+    """Results with the names of their functions, which OpenAI's API leaves out and some templates want."""
+    names: dict[str | None, Any] = {}
+    found: list[Mapping[str, Any]] = []
+    for m in messages:
+        for call in m.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(call.get("id"), str):
+                names[call["id"]] = function.get("name")
+        name = names.get(_key(m.get("tool_call_id"))) if m.get("role") == "tool" else None
+        found.append({**m, "name": name} if name and not m.get("name") else m)
+    return found
 
 
 def _with_short_ids(m: Mapping[str, Any]) -> Mapping[str, Any]:

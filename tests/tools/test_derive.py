@@ -135,6 +135,22 @@ def test_a_header_of_the_prompt_that_comes_again_before_each_call():
         assert [(c.name, c.id, c.complete) for c in answer.calls] == [("f", "a", True)] * times and not answer.content
 
 
+def test_plans_in_front_of_calls_are_reasoning_by_coheres_name():
+    always = (
+        "{%- if message.tool_calls %}{{ '<|START_THINKING|>' ~ message.tool_plan ~ '<|END_THINKING|>' }}{% endif %}"
+    )
+    lines = ours("action").splitlines(keepends=True)
+    text = "".join(f"    {always}\n" if "message.reasoning_content" in line else line for line in lines)
+    text = text[: text.index("<|ASSISTANT|>' + (")] + "<|ASSISTANT|>' }}{%- endif %}"
+    found = derive(rendering(text))
+    assert found.reasoning == ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>")
+    plain = derive(rendering(ours("action")))
+    assert found.tools == plain.tools
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "reasoning_content": "I look."}]
+    said[1]["tool_calls"] = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert "<|START_THINKING|>I look.<|END_THINKING|>" in rendering(text)(said)
+
+
 def test_what_is_around_an_answer_of_text():
     found = derive(rendering(ours("channels")))
     assert found.prompted == "<|begin|>assistant" and found.before_said == "<|begin|>assistant<|content|>"

@@ -689,13 +689,30 @@ def test_what_is_listed_comes_where_it_is_read_as_what_it_is(name, schema, value
 
 @pytest.mark.parametrize(
     ("name", "odd"),
-    [("tagged", "a>b"), ("tagged", " a"), ("cdata", 'a">'), ("cdata", ""), ("python", "a b"), ("python", "a'")],
+    [
+        ("tagged", "a>b"),
+        ("tagged", " a"),
+        ("cdata", 'a">'),
+        ("cdata", ""),
+        ("python", "a b"),
+        ("python", "a'"),
+        ("tagged", "k" * 256),
+        ("typed", "k" * 300),
+    ],
 )
 def test_names_that_would_be_read_as_others_do_not_come(name, odd):
     optional = grammar(name, tools=one({"type": "integer"}, odd, needed=False))
     assert {a for _, a in Read(name, drawn(optional, 1), tools=one({}, odd, needed=False)).calls} == {"{}"}
     with pytest.raises(InvalidRequest, match=r"^tools\[0\].function.parameters: .* in `required` is no name"):
         grammar(name, tools=one({"type": "integer"}, odd))
+
+
+@pytest.mark.parametrize("name", ["tagged", "typed", "cdata", "keyed"])
+def test_the_longest_name_that_comes_is_read(name):
+    tools = one({"type": "integer", "maximum": 9, "minimum": 0}, "k" * 255)
+    read = Read(name, drawn(grammar(name, tools=tools), 1, most=3000), tools=tools)
+    read.check()
+    assert read.calls
 
 
 @pytest.mark.parametrize("known", [("ns:do",), ("ns:do", "ns"), ("ns", "ns:do:it", "ns:do")])

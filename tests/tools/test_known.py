@@ -129,6 +129,23 @@ def rendering(text, asked=None):
     return render
 
 
+LLAMA4 = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|header_start|>{{ m.role }}<|header_end|>"
+    "{% if m.tool_calls %}<|python_start|>{{ m.content or '' }}<|python_end|>{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}'
+    "{% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header_start|>assistant<|header_end|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("before", ["", "<|python_start|><|python_end|>", "<|python_start|>Well.<|python_end|>"])
+def test_calls_of_llama_4_need_no_marks(before):
+    form = Formats().of(LLAMA4, rendering(LLAMA4))
+    answer = read(form, BOX, Thinking.NONE, before + '{"name": "note-it", "parameters": {"days": 1}}')
+    assert form.source == "llama4_json" and [c.name for c in answer.calls] == ["note-it"]
+    assert answer.content == ("Well." if "Well" in before else "")
+
+
 def test_a_template_that_writes_no_calls_is_recognized():
     found = Formats().of(GRANITE, rendering(GRANITE))
     assert (found.source, found.tools, found.shows) == ("granite", KNOWN["granite"].tools, True)

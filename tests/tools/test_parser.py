@@ -18,6 +18,7 @@ from hibachi.tools.format import (
     Said,
     Slot,
     Thinking,
+    ToolFormat,
 )
 from hibachi.tools.reading.parser import Parser
 from hibachi.tools.reading.whole import Answer, joined, read
@@ -285,6 +286,14 @@ def test_channels(text, answer):
     parsed(text, CHANNELS)
     got = read(CHANNELS, BOX, Thinking.MAY, text)
     assert (got.reasoning, got.content, len(got.calls)) == answer
+
+
+def test_a_marker_that_comes_twice_is_read_alike_however_it_is_cut():
+    call = ("Action: ", Slot.NAME, "\nAction Input: ", Slot.ARGUMENTS, "\n")
+    format = ChatFormat(ToolFormat(call=call, marker="Action:"))
+    text = 'Action:Action: get_weather\nAction Input: {"city": "Paris"}\n'
+    [begun, *more] = parsed(text, format)  # as the name of a tool that there is not
+    assert begun == CallBegun(0, "Action: get_weather") and more == PARIS[1:]
 
 
 # ---- any text, cut anywhere ------------------------------------------------------------------------------------------

@@ -102,6 +102,15 @@ def test_where_one_call_is_written_each_is_a_message_and_its_result_follows(temp
     assert order == sorted(order) and text.count("Well") == 1
 
 
+@pytest.mark.parametrize("base", [HERMES, ADDS, NINE, ONE], ids=["hermes", "adds", "nine", "one"])
+def test_where_results_need_names_they_are_those_of_their_calls(base):
+    needs = "{% if m.role == 'tool' and not m.name %}{{ raise_exception('a name') }}{% endif %}[{{ m.role }}]"
+    text, _ = prompt(talk(base.replace("[{{ m.role }}]", needs + "{{ m.name }}")), history("weather", "news"))
+    assert text.index("[tool]weatherR0") < text.index("[tool]newsR1")
+    text, _ = prompt(talk(base.replace("[{{ m.role }}]", "[{{ m.role }}]{{ m.name }}")), history("weather", "news"))
+    assert "[tool]R0" in text
+
+
 def test_calls_that_a_template_drops_are_refused_by_name_or_said():
     with pytest.raises(NotShown) as caught:
         talk(PLAIN).prompt_text(history("weather"), {})

@@ -44,7 +44,8 @@ def render_chat(
     strings rsplit, partition, index, center, ljust, rjust, zfill, swapcase, removeprefix and removesuffix; the test
     callable. It is more lenient: a value that is not there becomes null in JSON and can be sliced, none may be looped
     over, unlike types may be compared. The control characters 0x1c to 0x1f are no blanks, and title() leaves a letter
-    behind an apostrophe small.
+    behind an apostrophe small. `x.items`, which is not called, is the entry of this name, and no method. What is added
+    to a text that is `safe` is not escaped.
 
     Raises InvalidRequest if the template refuses the conversation or cannot run on it, InvalidModelFiles if it is not a
     template, MissingExtra without the library minijinja.
@@ -54,7 +55,8 @@ def render_chat(
     if _ADDS_FUNCTIONS.search(template):
         variables = {**_functions(variables), **variables}
     try:
-        given = [_message(m, nulls) for m in messages]
+        more = ("thinking", "tool_plan") if "tool_plan" in template else ("thinking",)  # Cohere's name
+        given = [_message(m, nulls, more) for m in messages]
         plain = {name: _plain(value) for name, value in variables.items()}
     except RecursionError:
         raise InvalidRequest("A message is nested too deep for a chat template. Send less deep data.") from None
@@ -81,8 +83,10 @@ def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
     return {"functions": tools, "datetime": time.strftime("%b %d %Y %H:%M:%S GMT", moment)}
 
 
-def _message(message: Any, nulls: bool) -> dict[str, Any]:
-    """As plain data. What is null counts as missing, unless `nulls`; reasoning is found under each of its names."""
+def _message(message: Any, nulls: bool, more: Sequence[str]) -> dict[str, Any]:
+    """As plain data. What is null counts as missing, unless `nulls`; reasoning is found under each of its names, and
+    under `more` where there is nothing else.
+    """
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"The chat template takes messages such as {{'role': 'user', 'content': '...'}}; got {message!r:.80}."
@@ -92,7 +96,7 @@ def _message(message: Any, nulls: bool) -> dict[str, Any]:
     return (
         given
         if reasoning is None
-        else {"thinking": reasoning, **given, "reasoning_content": reasoning, "reasoning": reasoning}
+        else {**dict.fromkeys(more, reasoning), **given, "reasoning_content": reasoning, "reasoning": reasoning}
     )
 
 

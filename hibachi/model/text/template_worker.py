@@ -126,6 +126,10 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "center": lambda value, width=80: str(value).center(width),
     "wordcount": lambda value: len(re.findall(r"\w+", str(value))),
 }
+TESTS: dict[str, Callable[[Any], bool]] = {
+    "number": lambda value: isinstance(value, (int, float, Float)),
+    "sequence": lambda value: isinstance(value, (str, dict, list, tuple)),
+}
 GLOBALS = {
     "raise_exception": refuse,
     "strftime_now": lambda form: datetime.now().strftime(form),
@@ -183,7 +187,7 @@ def main(place: str, seconds: float, memory: int, fuel: int) -> None:
     except ImportError:  # no such limits on Windows
         pass
     environment = minijinja.Environment(
-        trim_blocks=True, lstrip_blocks=True, fuel=fuel, filters=FILTERS, globals=GLOBALS
+        trim_blocks=True, lstrip_blocks=True, fuel=fuel, filters=FILTERS, tests=TESTS, globals=GLOBALS
     )
     for line in sys.stdin.buffer:
         set_alarm(seconds)

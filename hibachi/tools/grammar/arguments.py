@@ -23,6 +23,7 @@ from hibachi.tools.grammar.schemas import (
 )
 from hibachi.tools.grammar.strings import string_body
 from hibachi.tools.reading.schema_types import ALL, Typed, value_of
+from hibachi.tools.reading.slots import SLOT
 from hibachi.tools.reading.values import escaped
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties", "propertyNames")
@@ -98,9 +99,14 @@ class TaggedWords:
         return chain(self._rules, [(*self._entry(name, each), needed) for name, each, needed in written])
 
     def _can_be_read(self, name: str) -> bool:
-        """Whether a name ends where it does, and not before: it holds none of the texts behind it."""
+        """Whether a name ends where it does, and not before: none of the texts behind it begins within it. Longer names
+        are not read.
+        """
+        if not 0 < len(name) < SLOT or name != name.strip():
+            return False
+        letters = "".join(name.split())
         closes = ("".join(text.split()) for text in (self._dialect.close, *self._dialect.kinds.values()))
-        return bool(name) and name == name.strip() and not any(text in "".join(name.split()) for text in closes)
+        return all((letters + text).find(text) == len(letters) for text in closes)
 
     def _entry(self, name: str, schema: Any) -> tuple[str, str]:
         """One argument as the first, and as it is behind another. name: "" means any."""

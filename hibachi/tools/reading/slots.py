@@ -136,8 +136,9 @@ def _slot(text: str, start: int, follows: Finder, names: frozenset[str], longer:
         if len(text) - start < len(name) and name.startswith(text[start:]):
             return WAIT
     for at in range(start, min(start + SLOT, len(text))):
-        if follows(text, at) != NO:
-            return at
+        found = follows(text, at)
+        if found != NO:
+            return WAIT if found == WAIT else at
         here = text[at]
         if here not in BLANKS and not _WORD.match(here) and here not in odd:
             return NO

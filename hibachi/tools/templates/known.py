@@ -234,6 +234,7 @@ KNOWN: dict[str, ChatFormat] = {
     "kimi_k3": _kimi_k3(),
     "lfm2": ChatFormat(_pythonic("<|tool_call_start|>[", "]<|tool_call_end|>")),
     "llama3_json": ChatFormat(_LLAMA, silent=("<|python_tag|>",)),
+    "llama4_json": ChatFormat(_LLAMA, silent=("<|python_start|>", "<|python_end|>", "<|python_tag|>")),
     "llama4_pythonic": ChatFormat(_pythonic("[", "]", alone=True), silent=("<|python_start|>", "<|python_end|>")),
     "longcat": ChatFormat(_wrapped("<longcat_tool_call>\n", "\n</longcat_tool_call>")),
     "minimax_m1": ChatFormat(
@@ -288,7 +289,6 @@ _ALIASES = {  # names that other servers have for the same
     "glm": "glm45",
     "jamba": "hunyuan_a13b",
     "kimi": "kimi_k2",
-    "llama4_json": "llama3_json",
     "minimax": "minimax_m1",
     "openai": "gpt_oss",
     "openai_gptoss": "gpt_oss",
@@ -328,6 +328,7 @@ _SEEN: tuple[tuple[str, tuple[str, ...], ChatFormat], ...] = (
     ("granite", ("<|start_of_role|>available_tools<|end_of_role|>",), KNOWN["granite"]),
     ("apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), _THOUGHTS["apertus"]),
     ("apriel", ("[BEGIN FINAL RESPONSE]",), _THOUGHTS["apriel"]),
+    ("llama4_json", ("<|header_start|>", "<|python_start|>"), KNOWN["llama4_json"]),
     ("lfm2", ("<|tool_list_start|>", "<|tool_response_start|>"), KNOWN["lfm2"]),
     ("lfm2", ("List of tools: [", "keep_past_thinking"), replace(KNOWN["lfm2"], reasoning=THINK)),
 )

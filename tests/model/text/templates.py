@@ -14,6 +14,10 @@ FEATURES = {
     "break and continue": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}"
     "{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
     "nested loops": "{% for m in messages %}{% for c in (m.content or '')[:3] %}{{ loop.index }}{{ c }}{% endfor %};{% endfor %}",
+    "types of what is given": "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% for k, v in (c.function or c).arguments | items %}{{ k }} {{ v is number }}{{ v is integer }}"
+    "{{ v is sequence }}{{ v is string }}{{ v is mapping }}{{ v is none }};{% endfor %}{{ c is sequence }}{% endfor %}"
+    "{{ m.role is sequence }}{% endfor %}{{ tools is sequence }}",
     "recursive loop": "{% for x in [1, [2, [3]]] recursive %}{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}{% endif %}"
     "{% endfor %}",
     "tests": "{{ x is defined }}{{ x is undefined }}{{ messages[0] is mapping }}{{ messages is iterable }}{{ messages is sequence }}"
