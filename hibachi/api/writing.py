@@ -30,13 +30,15 @@ class Writer:
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
     cached: report how many tokens were found in the cache, or were predicted and proposed, which depends on other
     requests. each: `piece` wants every token alone, also one without text. waiting: what is sent now and then while
-    nothing comes. beside: `whole` may be called in another thread than the other methods.
+    nothing comes. beside: `opening` and `whole` may be called in another thread than the other methods; `frame` always
+    may. repeats: the first and the last events of a stream have the request in them, and the last all that was said.
     """
 
     dialect: Dialect = OPENAI
     waiting: bytes = b": waiting\n\n"  # readers of server-sent events pass over it (WHATWG HTML, 9.2.6)
     each: bool = False
     beside: bool = True
+    repeats: bool = False
 
     asked: Asked
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from hibachi.api.answers import encode
@@ -18,6 +19,7 @@ from hibachi.web.exchange import JSON, SSE, Exchange
 
 Headers = Callable[[Record], dict[str, str]]
 LONG = 1 << 12  # tokens and log-probabilities of an answer, of which others wait for a few milliseconds
+BYTES = 8  # of a body that is repeated, which take as long as one of these
 
 
 async def answer_text(
@@ -61,13 +63,22 @@ async def _whole(
     while pieces := await text.come(each=writer.each):
         record.came(pieces)
         writer.came(pieces)
-    data = await _made(served, writer, _of_prompts(writer) + _new(writer), lambda: encode(writer.whole()))
+    if writer.beside:
+        data = await _made(served, _of_prompts(writer) + _new(writer), lambda: encode(writer.whole()))
+    else:
+        whole = writer.whole()
+        data = await _made(served, _again(x, writer), lambda: encode(whole))
     await x.answer(data, JSON, 200, None if headers is None else headers(record))
 
 
-async def _made(served: Served, writer: Writer, size: int, make: Callable[[], bytes]) -> bytes:
+async def _made(served: Served, size: int, make: Callable[[], bytes]) -> bytes:
     """What `make()` returns; beside the event loop, if it is long. size: as that of LONG."""
-    return await served.apart(make) if writer.beside and size > LONG else make()
+    return await served.apart(make) if size > LONG else make()
+
+
+def _again(x: Exchange, writer: Writer) -> int:
+    """How long what a writer repeats is, as that of LONG: the request, and all that was said."""
+    return x.size // BYTES + _new(writer)
 
 
 def _of_prompts(writer: Writer) -> int:
@@ -101,12 +112,14 @@ async def _stream(
             if first is None:
                 if not x.begun:
                     await x.begin(200, SSE, more)
-                first = await _made(served, writer, _of_prompts(writer), lambda: _events(writer, writer.opening()))
+                first = await _opening(served, x, writer)
             chunks += [writer.piece(p) for p in pieces]
-            chunks += [writer.end(c) for c in _over(open_)]
+            ends = [writer.end(c) for c in _over(open_)]
+            chunks += ends
             if not pieces:
                 break
-            await x.write(first + _events(writer, chunks))
+            size = _again(x, writer) if ends and writer.repeats else 0
+            await x.write(first + await _made(served, size, partial(_events, writer, chunks)))
             first, chunks = b"", []
         chunks += [writer.end(c) for c in open_.values()]
         if writer.asked.usage:
@@ -121,7 +134,16 @@ async def _stream(
         chunks.append(writer.failed(refused, x.id))  # with what came before it and was not sent
     finally:
         comments.stop()
-    await x.write((first or b"") + _events(writer, chunks) + dialect.end, more=False)
+    size = _again(x, writer) if chunks and writer.repeats else 0
+    events = await _made(served, size, partial(_events, writer, chunks))
+    await x.write((first or b"") + events + dialect.end, more=False)
+
+
+async def _opening(served: Served, x: Exchange, writer: Writer) -> bytes:
+    """The events before all text."""
+    if writer.beside:
+        return await _made(served, _of_prompts(writer), lambda: _events(writer, writer.opening()))
+    return await _made(served, x.size // BYTES, partial(_events, writer, writer.opening()))
 
 
 def _events(writer: Writer, chunks: Iterable[Any]) -> bytes:

@@ -8,6 +8,7 @@ import threading
 import httpx
 import pytest
 
+from hibachi.api.responses import answers
 from hibachi.api.responses.store import Stores
 from hibachi.tools.templates.choosing import Parsers
 from hibachi.web.tenants import Tenants
@@ -114,6 +115,35 @@ def test_log_probabilities(server, described):
     assert len(scores) == 6 and all(len(score["top_logprobs"]) == 2 for score in scores)
     assert [s for e in events if e["type"] == "response.output_text.delta" for s in e["logprobs"]] == scores
     assert told["top_logprobs"] == 2
+
+
+LARGE = {"type": "function", "name": "f", "description": "x" * 50_000, "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "large"),
+    [
+        ({}, set()),
+        ({"tools": [LARGE], "tool_choice": "none"}, {"response.created", "response.incomplete"}),
+        (
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 200},
+            {"response.output_text.done", "response.output_item.done", "response.incomplete"},
+        ),
+    ],
+    ids=["small", "large request", "long answer"],
+)
+def test_large_events_are_written_beside_the_event_loop(server, monkeypatch, fields, large):
+    """Those that repeat what was asked, or all that was said: streams of others wait meanwhile."""
+    threads, frame = {}, answers.frame
+
+    def framed(event):
+        threads[event.__struct_config__.tag] = threading.current_thread().name
+        return frame(event)
+
+    monkeypatch.setattr(answers, "frame", framed)
+    events_of(server, "Hello", ignore_eos=True, **fields)
+    apart = {kind for kind, thread in threads.items() if thread.startswith("hibachi-short")}
+    assert large <= apart and (large or not apart)
 
 
 def test_json_that_keeps_to_a_schema(server):

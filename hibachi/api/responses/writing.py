@@ -49,6 +49,7 @@ class ResponsesWriter(Writer):
 
     dialect = RESPONSES
     beside = False  # it reads as the text comes, and what is kept is not for several threads
+    repeats = True
 
     def __init__(
         self,
