@@ -546,6 +546,7 @@ def test_a_deadline_ends_a_response(slow_model):
     with ENGINES["own"](slow_model, max_num_seqs=2) as texts, site(texts, chat_template=CHATML) as here:
         answer = here.post(URL, {"input": "a", "timeout": 0.3})
         assert error_of(answer, 408)["code"] == "deadline_exceeded"
+        assert answer.headers["x-should-retry"] == "false"  # clients would ask twice more
         *_, last = events_of(here, "a", timeout=1.0, max_output_tokens=300)
         assert last["type"] == "response.failed" and last["response"]["output"]
         here.served.drain()
