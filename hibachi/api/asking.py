@@ -30,7 +30,6 @@ REFUSED = {
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
-    "verbosity": "The models served have no such setting",
     "web_search_options": "Nothing is searched",
     "moderation": "Nothing is judged",
     "prompt_embeds": "Embeddings are taken in Python only, by hibachi.LLM",
@@ -143,6 +142,8 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     limit = _limit(body)
     if body.modalities not in (UNSET, None, ["text"]):
         raise unsupported("modalities", "Only text is served")
+    if body.verbosity not in (UNSET, None, "medium"):  # OpenAI's default
+        raise unsupported("verbosity", 'The models served have no such setting, so only "medium" is')
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     size = check_values(body.tools)

@@ -43,6 +43,10 @@ _WORDS: tuple[tuple[type[BaseException], str], ...] = (
     (InternalError, "The engine could not handle this request, which is its own mistake. The server's log says more."),
     (EngineFailed, "The engine has failed, and the requests that it had are lost. The server's log says why."),
 )
+NO_RETRY = {"X-Should-Retry": "false"}
+"""OpenAI's and Anthropic's clients try twice more after a 408 or a 504 without it: a late answer would cost its caller,
+and the engine, three times the time that was allowed.
+"""
 
 
 class Refused(HibachiError):
@@ -78,9 +82,9 @@ def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
         return error
     for cls, status, kind, code in _KNOWN:
         if isinstance(error, cls):
-            again = {"Retry-After": str(retry_after)} if status in (429, 503) else None
+            again = {"Retry-After": str(retry_after)} if status in (429, 503) else NO_RETRY if status == 408 else None
             words = next((words for secret, words in _WORDS if isinstance(error, secret)), str(error))
-            return Refused(words, status=status, kind=kind, code=code, headers=again)
+            return Refused(words, status=status, kind=kind, code=code, headers=again and dict(again))
     if isinstance(error, HibachiError):
         words = "The model did something wrong on this request. The server's log says what."
         return Refused(words, status=500, kind=SERVER, code="model_fault")

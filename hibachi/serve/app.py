@@ -41,7 +41,7 @@ class Endpoint:
     """A route on ASGI. Errors become answers here, and nowhere else."""
 
     def __init__(self, served: Served, route: Route) -> None:
-        self._served, self._route = served, route
+        self._served, self._route, self.path = served, route, route.path
         self._counts = is_work(route.method, route.path)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -102,6 +102,12 @@ def _meant(route: str) -> str:
     return ""
 
 
+def _methods(scope: Any) -> list[str]:
+    """Those of all routes with the path of the request, of which Starlette names the first one only."""
+    first = scope.get("endpoint")
+    return _METHODS.get(first.path, []) if isinstance(first, Endpoint) else []
+
+
 async def _no_route(served: Served, request: Any, error: Exception) -> Any:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
@@ -114,10 +120,12 @@ async def _no_route(served: Served, request: Any, error: Exception) -> Any:
         x.dialect = spoken(x.route, x.headers, dialect_at(x.route))
         try:
             check_headers(scope)
-            told = f"{x.method} {x.path[:200]}: this route {what}.{_meant(x.route) if status == 404 else ''}"
-            refused = Refused(told, status=status, code=code)
-            if status == 405 and (methods := _METHODS.get(x.route)):  # of all routes with this path
+            said = f"{x.method} {x.path[:200]}: this route {what}"
+            if status == 405 and (methods := _methods(scope)):
                 headers["Allow"] = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+                said += f", but {headers['Allow']}"
+            said += f".{_meant(x.route)}" if status == 404 else "."
+            refused = Refused(said, status=status, code=code)
             refused.headers = headers
         except Refused as e:
             refused = e

@@ -485,7 +485,6 @@ UNSERVED_CHATS = UNSERVED | {
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
-    "verbosity": "The models served have no such setting",
     "web_search_options": "Nothing is searched",
     "moderation": "Nothing is judged",
 }
@@ -508,6 +507,13 @@ def test_modalities():
     for other in (["audio"], ["text", "audio"], [], "text"):
         said = "modalities is not supported: Only text is served."
         assert refused(chat, modalities=other) == (said, "modalities", "unsupported_parameter")
+
+
+def test_verbosity():
+    assert chat(verbosity="medium") == chat(verbosity=None) == chat()
+    for other in ("low", "high", 1):
+        said = 'verbosity is not supported: The models served have no such setting, so only "medium" is.'
+        assert refused(chat, verbosity=other) == (said, "verbosity", "unsupported_parameter")
 
 
 def tool(name="look", **more):

@@ -67,7 +67,8 @@ def test_how_an_error_is_answered(name, own):
     found = as_refused(error, retry_after=7)
     status, kind, code, again = ANSWERS[name]
     assert (found.status, found.kind, found.code, found.param) == (status, kind, code, None)
-    assert found.headers == ({"Retry-After": "7"} if again else {})
+    late = {"X-Should-Retry": "false"} if status == 408 else {}
+    assert found.headers == ({"Retry-After": "7"} if again else late)
     secret = status in (500, 503) or name == "QueueFull"
     told = not secret or name in ("EngineError", "NotDeterministic", "EngineClosed")
     assert (str(found) == str(error)) is told and (

@@ -314,6 +314,15 @@ def test_a_response_is_read_and_forgotten(server, described):
     assert error_of(server.post(URL, {"input": [reference]}), 404)["code"] == "item_not_found"
 
 
+def test_the_methods_of_a_response_are_told(server):
+    """Those of all routes with its path, whatever its id."""
+    answer = server.post(f"{URL}/input_tokens", {})  # a route that OpenAI has
+    error = error_of(answer, 405)
+    assert error["code"] == "method_not_allowed" and error["message"].endswith("no such method, but DELETE, GET, HEAD.")
+    assert answer.headers["allow"] == "DELETE, GET, HEAD"
+    assert server.client.post(f"{URL}/a/input_items").headers["allow"] == "GET, HEAD"
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [("order=up", "order"), ("limit=0", "limit"), ("limit=101", "limit"), ("limit=a", "limit"), ("after=x", "after")],
@@ -567,6 +576,7 @@ def test_a_deadline_ends_a_response(slow_model):
     with ENGINES["own"](slow_model, max_num_seqs=2) as texts, site(texts, chat_template=CHATML) as here:
         answer = here.post(URL, {"input": "a", "timeout": 0.3})
         assert error_of(answer, 408)["code"] == "deadline_exceeded"
+        assert answer.headers["x-should-retry"] == "false"  # clients would ask twice more
         *_, last = events_of(here, "a", timeout=1.0, max_output_tokens=300)
         assert last["type"] == "response.failed" and last["response"]["output"]
         here.served.drain()
