@@ -115,7 +115,9 @@ CHANNELS = ChatFormat(
     silent=("<|start|>assistant", "<|end|>"),
     prompted="<|start|>assistant",
 )
-FORMATS = {name: ChatFormat(tools, THINK) for name, tools in TOOLS.items()} | {"channels": CHANNELS}
+ANSWERS = ChatFormat(HERMES, THINK, silent=("<response>", "</response>"))
+FORMATS = {name: ChatFormat(tools, THINK) for name, tools in TOOLS.items()}
+FORMATS |= {"channels": CHANNELS, "answers": ANSWERS}
 
 FULL = "a\"'\\\n\t <>&{}[](),:=é你😀👩‍👧\u2028\x07"
 

@@ -25,7 +25,7 @@ from hibachi.tools.reading.whole import Answer, joined, read
 from hibachi.tools.tools import Toolbox, ToolCall
 from hibachi.tools.write import written
 
-from .made import BOX, CHANNELS, FORMATS, FULL, calls_of, events_of, pieces_of, text_of, toolbox_of
+from .made import ANSWERS, BOX, CHANNELS, FORMATS, FULL, calls_of, events_of, pieces_of, text_of, toolbox_of
 
 every_format = pytest.mark.parametrize("name", FORMATS)
 HERMES_CHAT = FORMATS["hermes"]
@@ -286,6 +286,22 @@ def test_channels(text, answer):
     parsed(text, CHANNELS)
     got = read(CHANNELS, BOX, Thinking.MAY, text)
     assert (got.reasoning, got.content, len(got.calls)) == answer
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("<response>Fine.</response>", "Fine."),
+        ("<think>Hm.</think>\n<response>Fine.</response>\n", "Fine."),
+        ("<response>Fine.</response>\n<tool_call>", "Fine.\n<tool_call>"),
+        ("Write <response>ok</response> there.", "Write <response>ok</response> there."),
+        ("<think>Hm.</think><response>So: <response>ok</response>, say</response>", "So: <response>ok</response>, say"),
+        ("Fine.</response><", "Fine.</response><"),
+    ],
+)
+def test_an_element_around_what_is_said_is_left_out_and_one_within_it_said(text, said):
+    parsed(text, ANSWERS)
+    assert read(ANSWERS, BOX, Thinking.MAY, text).content == said
 
 
 def test_a_marker_that_comes_twice_is_read_alike_however_it_is_cut():

@@ -8,12 +8,14 @@ from typing import Final
 
 from hibachi.tools.format import CallArguments, CallBegun, CallEnded, ChatFormat, Event, Reasoned, Said, Thinking
 from hibachi.tools.reading.calls import Begun, CallReader
-from hibachi.tools.reading.slots import BLANKS, WAIT, held, skip
+from hibachi.tools.reading.slots import BLANKS, NO, WAIT, held, skip
 from hibachi.tools.reading.values import ArgumentsReader
 from hibachi.tools.tools import Toolbox
 
 MOST_BLANKS: Final = 4096
 """Blanks that are held back at a time, as a marker may follow, before which they are left out."""
+
+_ELEMENT: Final = re.compile(r"</?\w+>")
 
 
 class Parser:
@@ -232,13 +234,28 @@ class Parser:
             return self._begin_call(begun)
         if not self._last and (begun == WAIT or self._held(at, self._marks) == len(text) - at):
             return False
-        if found[0] in self._silent:
+        ends = self._is_silent(found) if found[0] in self._silent else NO
+        if ends == WAIT:
+            return False
+        if ends != NO:
             self._at, self._state, self._drop = found.end(), self._start, True
             self._apart |= self._given
             return True
         self._say(stop, at + 1)
         self._at = at + 1
         return True
+
+    def _is_silent(self, found: re.Match[str]) -> int:
+        """Whether a silent text within what is said is one: where it is written as an element of XML, which might be
+        said, only the end of the answer or another mark comes behind it. NO, WAIT, or where it ends.
+        """
+        end = found.end()
+        if not _ELEMENT.fullmatch(found[0]):
+            return end
+        left = self._text[skip(self._text, end) :]
+        if left.startswith(self._begins) or (self._last and not left):
+            return end
+        return WAIT if not self._last and any(mark.startswith(left) for mark in self._begins) else NO
 
     def _say_all(self) -> bool:
         self._say(self._at, len(self._text))
