@@ -234,7 +234,7 @@ class Parser:
             return self._begin_call(begun)
         if not self._last and (begun == WAIT or self._held(at, self._marks) == len(text) - at):
             return False
-        ends = self._is_silent(found) if found[0] in self._silent else NO
+        ends = _silent(text, found, self._begins, self._last) if found[0] in self._silent else NO
         if ends == WAIT:
             return False
         if ends != NO:
@@ -244,18 +244,6 @@ class Parser:
         self._say(stop, at + 1)
         self._at = at + 1
         return True
-
-    def _is_silent(self, found: re.Match[str]) -> int:
-        """Whether a silent text within what is said is one: where it is written as an element of XML, which might be
-        said, only the end of the answer or another mark comes behind it. NO, WAIT, or where it ends.
-        """
-        end = found.end()
-        if not _ELEMENT.fullmatch(found[0]):
-            return end
-        left = self._text[skip(self._text, end) :]
-        if left.startswith(self._begins) or (self._last and not left):
-            return end
-        return WAIT if not self._last and any(mark.startswith(left) for mark in self._begins) else NO
 
     def _say_all(self) -> bool:
         self._say(self._at, len(self._text))
@@ -388,3 +376,16 @@ class Parser:
         elif kind is not None:
             self._events.append(Said(text) if kind is Said else Reasoned(text))
         self._kind, self._joined = None, []
+
+
+def _silent(text: str, found: re.Match[str], begins: tuple[str, ...], last: bool) -> int:
+    """Whether a silent text within what is said is one: where it is written as an element of XML, which might be said,
+    only the end of the answer or another of the texts `begins` comes behind it. NO, WAIT, or where it ends.
+    """
+    end = found.end()
+    if not _ELEMENT.fullmatch(found[0]):
+        return end
+    left = text[skip(text, end) :]
+    if left.startswith(begins) or (last and not left):
+        return end
+    return WAIT if not last and any(mark.startswith(left) for mark in begins) else NO
