@@ -393,13 +393,16 @@ def test_info(server):
 
 
 def test_health_computes_nothing(server):
-    before = server.texts.stats().steps
-    for call in (server.client.get, server.client.head):
-        for path in ("/", "/ping"):
-            response = call(path)
-            assert response.status_code == 200 and not response.content and response.headers["vary"] == "Accept"
-    assert server.client.get("/health").json()["status"] == "ok"
-    assert server.texts.stats().steps == before
+    for _ in range(100):  # the last steps of a request that another test left may still come
+        before = server.texts.stats().steps
+        for call in (server.client.get, server.client.head):
+            for path in ("/", "/ping"):
+                response = call(path)
+                assert response.status_code == 200 and not response.content and response.headers["vary"] == "Accept"
+        assert server.client.get("/health").json()["status"] == "ok"
+        if server.texts.stats().steps == before:
+            return
+    raise AssertionError("the engine makes steps whenever somebody asks")
 
 
 def test_an_engine_that_is_gone_is_unhealthy():
