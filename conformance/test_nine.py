@@ -10,7 +10,7 @@ from hibachi.testing.toys import expected
 
 from .nine import OPERATIONS, Host
 
-pytestmark = pytest.mark.promise("nine operations alone")
+pytestmark = pytest.mark.promise("nine operations alone", parts=["nine operations"])
 
 
 def total(tokens):

@@ -98,9 +98,6 @@ class Layout:
         """only: see `OwnCache`."""
         self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
         self._views = has_views(backend)
-        self._zeros: Callable[..., Array] = backend.xp.zeros
-        # Where all that will be looked at is written to.
-        self._empty: Callable[..., Array] = backend.xp.empty if self._views else backend.xp.zeros
         self._new_only = False  # the model has returned new positions only
 
     @property
@@ -167,16 +164,19 @@ class Layout:
             return self.backend.xp.concat([old, new], axis=axis), None
         end = width + new.shape[axis]
         if room is None or room.shape[axis] < end:
-            room = self._new(leaf, 0 if leaf.batch is None else old.shape[leaf.batch], _with_room(end), self._empty)
+            room = self._new(leaf, 0 if leaf.batch is None else old.shape[leaf.batch], _with_room(end), clear=False)
             room[_along(axis, 0, width)] = old
         room[_along(axis, width, end)] = new
         return room[_along(axis, 0, end)], room
 
-    def _new(self, leaf: Leaf, rows: int, positions: int, make: Callable[..., Array]) -> Array:
-        """make: `zeros` or `empty` of the library."""
+    def _new(self, leaf: Leaf, rows: int, positions: int, *, clear: bool) -> Array:
+        """clear: it is not written to where it will be looked at, so it must be zeros."""
         sizes = {leaf.batch: rows, leaf.position: positions}
         shape = tuple(sizes.get(axis, n) for axis, n in enumerate(leaf.shape))
-        return make(shape, dtype=leaf.dtype, device=self.backend.device)
+        xp, device = self.backend.xp, self.backend.device
+        if clear or not self._views:
+            return xp.zeros(shape, dtype=leaf.dtype, device=device)
+        return xp.empty(shape, dtype=leaf.dtype, device=device)
 
     def _check(self, leaf: Leaf, array: Array, size: int, width: int, new: int) -> None:
         shape = list(leaf.shape)
@@ -239,8 +239,8 @@ class Layout:
             return (self.backend.xp.concat(parts, axis=leaf.batch) if len(parts) > 1 else parts[0]), None
         grows = self._new_only and leaf.position is not None
         padded = any(past.width < new.width for past, _ in sources)
-        make = self._zeros if padded and leaf.position is not None else self._empty
-        array = room = self._new(leaf, new.size, _with_room(new.width) if grows else new.width, make)
+        positions = _with_room(new.width) if grows else new.width
+        array = room = self._new(leaf, new.size, positions, clear=padded and leaf.position is not None)
         if grows and leaf.position is not None:
             array = room[_along(leaf.position, 0, new.width)]
         at = 0
@@ -330,7 +330,7 @@ class Layout:
                 parts = [block[i] for block in blocks]
                 for block in blocks:
                     block[i] = None
-                nothing = [self._new(leaf, 1, n, self._zeros) for n in (rest, each if padding else 0) if n]
+                nothing = [self._new(leaf, 1, n, clear=True) for n in (rest, each if padding else 0) if n]
                 parts = [*nothing[: rest > 0], *nothing[-1:] * padding, *parts]
                 arrays[i] = self.backend.xp.concat(parts, axis=leaf.position)
         return Past(filled(template.tree, arrays), arrays, [row], [count], width, 1)

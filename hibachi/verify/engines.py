@@ -109,7 +109,8 @@ class Engines:
             return engine.run(prompt, params, max_tokens=n, **how)
         logprobs = min(CANDIDATES, self.vocab)
         seed = zlib.crc32(prompt.tobytes())  # of what a model draws itself besides
-        return engine.run(prompt, SamplingParams(temperature=0, max_tokens=n, logprobs=logprobs, seed=seed), **how)
+        params = SamplingParams(temperature=0, max_tokens=n, logprobs=logprobs, seed=seed, ignore_eos=True)
+        return engine.run(prompt, params, **how)  # all n tokens, also where one of them ends the model's texts
 
     def read(self, stream: Any) -> Answer:
         items: list[Any] = []

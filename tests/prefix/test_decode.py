@@ -81,7 +81,7 @@ def test_keys_and_values_of_transformers_are_taken(tmp_path):
         model.get_input_embeddings().weight.normal_(0, 1)
         ids = torch.randint(1, 97, (2, 11))
         seen = model(ids, use_cache=True)
-        whole = model.generate(ids, max_tokens=9, do_sample=False)[:, 11:]
+        whole = model.generate(ids, max_new_tokens=9, do_sample=False)[:, 11:]
     model.save_pretrained(tmp_path)
     kv = [(layer.keys, layer.values) for layer in seen.past_key_values.layers]
     firsts = seen.logits[:, -1].argmax(-1)

@@ -194,7 +194,7 @@ def test_the_kernel_is_given_what_it_wants(monkeypatch, special):
     reference = pytest.importorskip(tpu.MODULE).ref_ragged_paged_attention
     monkeypatch.setattr(tpu, "kernel", lambda: reference)
     random = np.random.default_rng(0)
-    ours, theirs = JaxBackend("cpu"), JaxBackend("cpu")
+    ours, theirs = JaxBackend("cpu", native=False), JaxBackend("cpu", native=False)
     theirs.platform = "tpu"
     table = np.arange(1, 13, dtype=np.int32).reshape(3, 4)
     caches = [
