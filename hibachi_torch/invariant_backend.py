@@ -137,7 +137,8 @@ class InvariantTorchBackend(TorchBackend):
         v_dim = vt.shape[-1]
         vt = F.pad(vt, (0, -v_dim % SPAN)) if v_dim % SPAN else vt
         qt = self.take(q, x.tile_q).view(tiles, tile, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        if q.dtype == torch.bfloat16 and FEW * unit * min(dim, vt.shape[-1]) <= ONEDNN_FROM:
+        small = FEW * unit * min(dim, vt.shape[-1]) <= ONEDNN_FROM  # or of any size without instructions for them
+        if q.dtype == torch.bfloat16 and (small or not _bfloat16()):
             qt, kt, vt = qt.float(), kt.float(), vt.float()
         many = FEW if dim <= PIECE else PADDED
         scores = padded(qt.reshape(tiles, kv_heads, group * tile, dim), many, lambda rows: rows @ kt).float()
