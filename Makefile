@@ -41,8 +41,8 @@ quick: check  ## lint, types and the tests that are fast and need no JAX: two to
 long: .venv/installed  ## measure which tests `make quick` leaves out (tests/long.txt)
 	$(TESTS) -q -k "not jax" --durations=0 --durations-min=0.001 > .long; .venv/bin/python tests/long.py < .long; rm .long
 
-test: check  ## lint, types, tests and conformance: 10 to 15 minutes; a part: make test ARGS=tests/plan
-	@$(if $(ARGS),,echo "The tests take 10 to 15 minutes on two free cores; the first time more, as JAX compiles.")
+test: check  ## lint, types, tests and conformance: about 10 minutes; a part: make test ARGS=tests/plan
+	@$(if $(ARGS),,echo "The tests take about 10 minutes on two free cores; the first time more, as JAX compiles.")
 	$(TESTS) --dist worksteal $(ARGS)
 
 test-all: check .smollm2/fetched .g2p/fetched .templates/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
