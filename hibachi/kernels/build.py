@@ -40,9 +40,11 @@ class Variant:
     level: int = 0
 
 
+_AVX512 = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512")
 X86 = (
     Variant("avx2", ("-march=x86-64-v3",), "x86_64_v3", 1),
-    Variant("avx512", ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), "x86_64_v4+avx512vnni", 2),
+    Variant("avx512", _AVX512, "x86_64_v4+avx512vnni", 2),
+    Variant("avx512bf16", (*_AVX512, "-mavx512bf16"), "x86_64_v4+avx512vnni+avx512bf16", 3),
 )
 ARM = (Variant("neon", (), "generic"),)
 M1 = (Variant("neon", (), "apple_m1"),)

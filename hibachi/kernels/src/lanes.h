@@ -126,12 +126,42 @@ FAST Floats normal(Floats x) {
   return choose(x < 0.0f, tail, 1.0f - tail);
 }
 
+// While it lives, the sums of products in this thread are formed as the instructions for bfloat16 do it. Compilers know
+// nothing of this mode: `settle` keeps what goes in and what comes out on its side of it.
+struct Unchanged {
+  FAST Unchanged() {}
+};
+#if defined(__x86_64__) || defined(_M_X64)
+struct Flushed {
+  FAST Flushed() : before(_mm_getcsr()) { set(before | 0x8040); }  // denormals are zero, and what would be one becomes it
+  FAST ~Flushed() { set(before); }
+  Flushed(const Flushed&) = delete;
+  Flushed& operator=(const Flushed&) = delete;
+
+ private:
+  uint32_t before;
+  static FAST void set(uint32_t mode) { asm volatile("ldmxcsr %0" ::"m"(mode) : "memory"); }
+};
+#else
+using Flushed = Unchanged;
+#endif
+
+// Sums that are complete before what comes next, such as another mode.
+template <class P, class V>
+FAST void settle(V& sums) {
+  if constexpr (std::is_same_v<P, Unchanged>) return;
+  else if constexpr (std::is_array_v<V>)
+    for (auto& each : sums) settle<P>(each);
+  else IN_REGISTER(sums);
+}
+
 // float32.
 struct F32 {
   using Element = float;
   using Lane = float;
   using Bits = uint32_t;
   using Wide = Part;                            // lanes of a weight as they are multiplied, of one register
+  using Products = Unchanged;
   static constexpr int DEPTH = 1;               // elements in a lane
   static constexpr Bits EXPONENT = 0x7f800000;  // all ones in infinity and NaN
   static FAST Element nan() { return std::numeric_limits<float>::quiet_NaN(); }
@@ -144,8 +174,8 @@ struct F32 {
   static FAST Floats put(Element* p, Floats v) { return store(p, v), v; }
 };
 
-// bfloat16, as its 16 bits; sums are float32. Instructions that multiply bfloat16 are not used: they are no faster than
-// two products of float32, and leave denormal numbers out. The second of a pair is added first, as they do.
+// bfloat16, as its 16 bits; sums are float32. The second of a pair is added first, and numbers that are denormal are
+// zero, before a product and after it: so the instructions that multiply bfloat16 do it, see `Flushed`.
 struct Bf16 {
   using Element = uint16_t;
   typedef uint32_t Lane __attribute__((aligned(2), may_alias));  // two elements, wherever they lie
@@ -154,15 +184,25 @@ struct Bf16 {
   static constexpr Bits EXPONENT = 0x7f80;
   static FAST Element nan() { return 0x7fc0; }
 
+#ifdef __AVX512BF16__
+  using Wide = PartWords;
+  using Products = Unchanged;
+  static FAST Wide wide(PartWords w) { return w; }
+  static FAST Part multiply(Part sums, Wide w, Lane x) {
+    return (Part)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)(PartWords{} + x));
+  }
+#else
   struct Wide {
     Part first, second;
   };
+  using Products = Flushed;
   static FAST Wide wide(PartWords w) { return {(Part)(w << 16), (Part)(w & 0xffff0000u)}; }
   static FAST Part multiply(Part sums, const Wide& w, Lane x) {
     const PartWords both = PartWords{} + x;
     sums = fma(w.second, (Part)(both & 0xffff0000u), sums);
     return fma(w.first, (Part)(both << 16), sums);
   }
+#endif
 
   static FAST Floats read(const Element* p) { return (Floats)(read_halves(p) << 16); }
   static FAST void write(Element* p, Floats v) { write_halves(p, bits(v)); }

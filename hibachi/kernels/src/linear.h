@@ -33,12 +33,16 @@ static void multiply(
   for (int first = 0; first < COLUMNS; first += WIDE) {
     const typename T::Lane* at = panel + first * LANES;
     Part sums[N][WIDE * PARTS] = {};
-    for (int64_t k = 0; k < depth; k++, at += WIDTH) {
-      for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD<N> * WIDTH + c * LANES);
-      typename T::Wide w[WIDE * PARTS];
-      for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
-      for (int r = 0; r < N; r++)
-        for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = T::multiply(sums[r][c], w[c], x[r * stride + k]);
+    {
+      const typename T::Products mode;
+      for (int64_t k = 0; k < depth; k++, at += WIDTH) {
+        for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD<N> * WIDTH + c * LANES);
+        typename T::Wide w[WIDE * PARTS];
+        for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
+        for (int r = 0; r < N; r++)
+          for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = T::multiply(sums[r][c], w[c], x[r * stride + k]);
+      }
+      settle<typename T::Products>(sums);
     }
     for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
   }

@@ -7,7 +7,7 @@ __declspec(dllexport)
 #else
 __attribute__((visibility("default")))
 #endif
-// 0: none of the variants, 1: avx2, 2: avx512, see build.py.
+// 0: none of the variants, 1: avx2, 2: avx512, 3: avx512bf16, see build.py.
 int hibachi_level(void) {
 #if defined(__x86_64__) || defined(_M_X64)
   uint32_t a, b, c, d;
@@ -26,7 +26,10 @@ int hibachi_level(void) {
   ASK(7, 0);
   if (!HAS(b, 1u << 3 | 1u << 5 | 1u << 8)) return 0;                                                 // bmi1 avx2 bmi2
   if (!HAS(saved, 0xe6u) || !HAS(b, 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31)) return 1;  // f dq cd bw vl
-  return HAS(c, 1u << 11) ? 2 : 1;                                                                    // vnni
+  if (!HAS(c, 1u << 11)) return 1;                                                                    // vnni
+  if (a < 1) return 2;
+  ASK(7, 1);
+  return HAS(a, 1u << 5) ? 3 : 2;  // bf16
 #else
   return 0;
 #endif

@@ -19,6 +19,13 @@
 #include <arm_neon.h>
 #endif
 
+// What a compiler may not move beyond this place.
+#if defined(__x86_64__) || defined(_M_X64)
+#define IN_REGISTER(v) asm volatile("" : "+v"(v))
+#else
+#define IN_REGISTER(v) asm volatile("" : "+w"(v))
+#endif
+
 // For what works on lanes: called, it would be given them in memory.
 #define FAST inline __attribute__((always_inline))
 
