@@ -312,7 +312,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
     out = []
     if not args.no_hibachi:
         options = {name: _value(value) for name, value in args.option}
-        for option in ("device", "deterministic", "quantization", "autotune"):
+        for option in ("device", "deterministic", "numerics", "quantization", "autotune"):
             if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
@@ -389,7 +389,7 @@ def growing(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         name: getattr(args, name)
-        for name in ("backend", "device", "dtype", "deterministic", "quantization", "autotune")
+        for name in ("backend", "device", "dtype", "deterministic", "numerics", "quantization", "autotune")
     }
 
 

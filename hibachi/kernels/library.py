@@ -65,6 +65,11 @@ def why_missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def possible() -> tuple[str, ...]:
+    """The numerics that can be computed in here, the default first; () without kernels. Compiles them if need be."""
+    return () if why_missing() else (NUMERICS,)
+
+
 def state() -> str:
     """Which kernels are used here, or why none. In words; nothing is compiled."""
     asked = os.environ.get(SWITCH, "auto")
