@@ -83,5 +83,5 @@ def check_numerics(asked: str | None, backend: Library, *, portable: bool = True
     raise ConfigError(
         f"numerics={asked!r} was asked for, but the bits of {'' if portable else 'this model on '}"
         f"{backend.fingerprint()} have {(portable and backend.numerics) or 'no name'}. hibachi's kernels compute "
-        f"{', '.join(here)} here, on the CPU with numpy, torch or jax, and for most models. Take those, or leave it out."
+        f"{', '.join(here)} here, on the CPU with numpy, torch or jax, for most models. Take those, or leave it out."
     )
