@@ -211,8 +211,8 @@ class _Run:
         """why: what follows of the changes, a sentence."""
         if changed and not self._takes_changes:
             raise ConfigError(
-                "This output was begun by a run that differs:\n  " + "\n  ".join(changed) + f"\n{why}"
-                "Go on nevertheless with --accept-changes, which marks the rows; begin anew with --overwrite; or choose "
+                "This output was begun by a run that differs:\n  " + "\n  ".join(changed) + f"\n{why}Go on "
+                "nevertheless with --accept-changes, which marks the rows; begin anew with --overwrite; or choose "
                 "another output."
             )
         return changed

@@ -76,8 +76,8 @@ def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return ""
     return (
         f"The name of the bits changed from {was} to {will or 'none'}: what is left would be computed in another "
-        f"arithmetic than what is done. To have one in all rows, begin anew, or finish with the version of hibachi, the "
-        f"machine and the --dtype that compute {was}.\n"
+        f"arithmetic than what is done. To have one in all rows, begin anew, or finish with the version of hibachi, "
+        f"machine and --dtype that compute {was}.\n"
     )
 
 
