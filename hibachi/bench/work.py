@@ -5,6 +5,7 @@ W2: 64 at once that share their first 512 tokens, 16 of their own each, 32 new: 
 (cold), then the same once more (warm), then without a prefix cache (off).
 W3: 64 like those of W1 that come one by one, with exponential times between them (a Poisson process).
 W4: one request, 128 tokens in, 128 out.
+W5: 16 at once, 1,024 tokens in, 16 out: the time of prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 
 from hibachi.errors import ConfigError
 
-NAMES = ("W1", "W2", "W3", "W4")
+NAMES = ("W1", "W2", "W3", "W4", "W5")
+AT_ONCE = tuple(name for name in NAMES if name != "W3")
 _FIRST_ID = 3  # smaller ones are often special
 _FIELDS = {"id", "arrival", "prompt", "max_tokens"}
 
@@ -35,10 +37,10 @@ class TimedRequest:
 
 
 def make(name: str, vocab_size: int, *, seed: int = 0, turn: int = 0, requests: int = 64) -> list[TimedRequest]:
-    """The work called W1, W2, W3 or W4.
+    """The work of that name, one of `NAMES`.
 
     The lengths and times depend on the seed alone; the token ids also on the turn, so that no prefix cache knows the
-    prompts of another turn. requests: how many (W4: always one). Raises ConfigError.
+    prompts of another turn. requests: how many (W4: always one, W5: 16). Raises ConfigError.
     """
     if name not in NAMES:
         raise ConfigError(f"A work must be one of {', '.join(NAMES)}; got {name!r}.")
@@ -52,6 +54,8 @@ def make(name: str, vocab_size: int, *, seed: int = 0, turn: int = 0, requests: 
 
     if name == "W4":
         return [TimedRequest(0, 0.0, tokens(128), 128)]
+    if name == "W5":
+        return [TimedRequest(i, 0.0, tokens(1024), 16) for i in range(16)]
     if name == "W2":
         shared = tokens(512)
         return [TimedRequest(i, 0.0, shared + tokens(16), 32) for i in range(requests)]

@@ -3,7 +3,8 @@
 The same work goes through hibachi and any engine named with --peer, each in
 a process of its own. Works: W1, 64 requests at once; W2, 64 that share 512
 tokens (prefix cache cold, warm, off); W3, 64 that arrive one by one; W4, a
-single stream. `hibachi bench model` makes a model to measure with.
+single stream; W5, 16 long prompts. `hibachi bench model` makes a model to
+measure with.
 """
 
 from __future__ import annotations
@@ -90,14 +91,15 @@ def throughput(args: argparse.Namespace) -> int:
     Medians over the repeats. The engines take turns: each runs once before any
     runs again. Repeats while others used more than 3 % of the machine are marked.
     """
-    return _measure(args, args.work or ["W1", "W2", "W4"], (), fitting_only=args.work is None)
+    return _measure(args, args.work or list(work.AT_ONCE), (), fitting_only=args.work is None)
 
 
 def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _session_arguments(parser)
     add = parser.add_argument
-    works = f"any of {', '.join(n for n in work.NAMES if n != 'W3')} and FILE (of `hibachi bench work`), all at once"
-    add("--work", nargs="+", metavar="WORK", help=f"works to run: {works} (default: W1 W2 W4, where they fit)")
+    works = f"any of {', '.join(work.AT_ONCE)} and FILE (of `hibachi bench work`), all at once"
+    default = f"{' '.join(work.AT_ONCE)}, where they fit"
+    add("--work", nargs="+", metavar="WORK", help=f"works to run: {works} (default: {default})")
     _profile_argument(parser)
     parser.set_defaults(rates=[])
 
@@ -123,7 +125,7 @@ def _latency_arguments(parser: argparse.ArgumentParser) -> None:
 def compare(args: argparse.Namespace) -> int:
     """tables of results with ratios to the best peer, from JSON or from new runs
 
-    Without a file, W1 to W4 are run first.
+    Without a file, W1 to W5 are run first, where they fit.
     """
     if args.results is not None:
         Path(args.results).open("ab").close()
@@ -310,7 +312,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
     out = []
     if not args.no_hibachi:
         options = {name: _value(value) for name, value in args.option}
-        for option in ("device", "deterministic", "quantization", "autotune"):
+        for option in ("device", "deterministic", "numerics", "quantization", "autotune"):
             if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
@@ -387,7 +389,7 @@ def growing(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         name: getattr(args, name)
-        for name in ("backend", "device", "dtype", "deterministic", "quantization", "autotune")
+        for name in ("backend", "device", "dtype", "deterministic", "numerics", "quantization", "autotune")
     }
 
 
@@ -502,7 +504,8 @@ def model(args: argparse.Namespace) -> int:
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", metavar="OUT", help="folder for the model, which holds none yet")
-    add("--shape", choices=list(SHAPES), default="135m", help="135m: SmolLM2-135M; 8b: Llama 3 8B (default: 135m)")
+    shapes = "135m: SmolLM2-135M; 1b: Llama 3.2 1B; 8b: Llama 3 8B (default: 135m)"
+    add("--shape", choices=list(SHAPES), default="135m", help=shapes)
     add("--seed", type=int, default=0, metavar="N")
 
 

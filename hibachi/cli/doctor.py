@@ -11,7 +11,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.bench.steps.speculating import ROOM, step_costs, told
-from hibachi.cli.options import deterministic_argument
+from hibachi.cli.options import deterministic_argument, numerics_argument
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
@@ -24,6 +24,7 @@ from hibachi.model.registry import arch_of
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import best_and_why, best_backend, known, load_backend, why_missing
+from hibachi.tensor.library import check_numerics
 from hibachi.tune.autotune import seconds_of, settle
 from hibachi.tune.trial import table
 
@@ -59,6 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kernels", metavar="FILE", help="time kernels of any bits for --model, and write the fastest to a file")
     add("--quantization", choices=QUANTIZATIONS, help="quantization for --model; auto: int8 is a candidate")
     deterministic_argument(parser)
+    numerics_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,6 +101,7 @@ def _model(args: argparse.Namespace) -> int:
     name = args.backend or best_backend()
     with phase(f"starting {name}"):
         backend = load_backend(name, device=args.device)
+    check_numerics(args.numerics, backend)
     invariant = bool(args.deterministic or (args.deterministic is None and backend.keeps_promise))
     began = time.perf_counter()
     choice = settle(
@@ -131,6 +134,7 @@ def _steps(args: argparse.Namespace, backend: ArrayBackend, dtype: str) -> None:
         dtype=dtype,
         quantization=args.quantization,
         deterministic=args.deterministic,
+        numerics=args.numerics,
         max_num_seqs=1,
         cache_tokens=ROOM,
         overlap=False,
@@ -145,7 +149,7 @@ def _steps(args: argparse.Namespace, backend: ArrayBackend, dtype: str) -> None:
 
 def _own(args: argparse.Namespace) -> int:
     with phase(f"opening {args.model}"):
-        opened = open_own(args.model, backend=args.backend, deterministic=args.deterministic)
+        opened = open_own(args.model, backend=args.backend, deterministic=args.deterministic, numerics=args.numerics)
     with opened:
         engine, facts = opened.engine, opened.engine.facts
         level = level_told(engine.model) if isinstance(engine, AutoregressiveBatchInference) else "feed-forward"

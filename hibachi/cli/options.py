@@ -37,6 +37,7 @@ def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny
     )
     add("--kernels", metavar="FILE", help="use the kernels and dtype that a file names; with --autotune: write it")
     deterministic_argument(parser)
+    numerics_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 
 
@@ -51,6 +52,7 @@ def open_model(args: argparse.Namespace) -> LLM:
             autotune=args.autotune,
             kernels=args.kernels,
             deterministic=args.deterministic,
+            numerics=args.numerics,
             max_model_len=args.max_model_len,
         )
 
@@ -69,6 +71,12 @@ def deterministic_argument(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="give each request the same bits whatever shares the batch "
         "(default: on a CPU, with hibachi's kernels or with torch)",
+    )
+
+
+def numerics_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--numerics", metavar="NAME", help="refuse to compute bits of another name: docs/determinism.md (default: any)"
     )
 
 

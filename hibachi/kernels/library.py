@@ -65,6 +65,11 @@ def why_missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def possible() -> tuple[str, ...]:
+    """The numerics that can be computed in here, the default first; () without kernels. Compiles them if need be."""
+    return () if why_missing() else (NUMERICS,)
+
+
 def state() -> str:
     """Which kernels are used here, or why none. In words; nothing is compiled."""
     asked = os.environ.get(SWITCH, "auto")
@@ -72,11 +77,25 @@ def state() -> str:
         return f"not used, as {SWITCH}=none is set"
     if (INSTALLED / "manifest.json").exists() or _known():
         found = _library(asked)
-        return f"{found}; {why_so_many()}" if isinstance(found, Library) else found
+        if isinstance(found, str):
+            return found
+        return "; ".join(filter(None, (str(found), why_so_many(), unused())))
     try:
         return f"to be compiled by {compiler()} when they are first asked for"
     except BuildFailed as e:
         return f"there are none: {e}"
+
+
+def unused(root: Path = Path("/")) -> str | None:
+    """What this processor has and the kernels do not use, in words; None means nothing. root: where /proc is."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not on Linux
+        return None
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    if not {"amx_tile", "amx_bf16"} <= {*flags}:
+        return None
+    return "this processor has AMX, which hibachi does not use yet: another order of sums, so other bits"
 
 
 def _known() -> bool:
@@ -94,7 +113,10 @@ def _library(asked: str) -> Library | str:
         if asked == "none":
             raise NativeUnavailable(f"{SWITCH}=none is set")
         installed = _installed(asked)
-        return installed or _compiled(asked)
+        found = installed or _compiled(asked)
+        if idle := unused():
+            _log.info("%s", idle)
+        return found
     except (NativeUnavailable, BuildFailed, WrongLibrary, OSError) as e:
         if asked not in ("auto", "none"):
             raise NativeUnavailable(str(e)) from e

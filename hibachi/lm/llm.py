@@ -23,6 +23,7 @@ from hibachi.plan.policy import Policy
 from hibachi.request import Pooling, SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve_or_best
+from hibachi.tensor.library import check_numerics
 from hibachi.tune.autotune import seconds_of, settle
 
 QUANTIZATIONS = ("auto", "none", "int8")
@@ -44,6 +45,8 @@ class LLM(Texts):
     enable_prefix_caching on, see `AutoregressiveBatchInference`.
     deterministic: other requests in the batch never change a bit of an answer; None means wherever hibachi's kernels
     load, and on the CPU with torch. See docs/determinism.md.
+    numerics: the name that the bits must have, else the model is refused; None means that any will do. See
+    docs/determinism.md.
 
     autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None means none, or what the environment
     variable HIBACHI_AUTOTUNE says. Only kernels that give the same bits are candidates, unless `kernels` is given.
@@ -77,6 +80,7 @@ class LLM(Texts):
         kernels: str | Path | None = None,
         device: Any = None,
         deterministic: bool | None = None,
+        numerics: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 2048,
@@ -97,6 +101,7 @@ class LLM(Texts):
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
+        check_numerics(numerics, self.backend)  # before anything is timed or loaded
         invariant = bool(deterministic or (deterministic is None and self.backend.keeps_promise))
         choice = settle(
             self.backend,
@@ -112,6 +117,8 @@ class LLM(Texts):
         dtype = choice.dtype
         self.backend = _quantized(choice.backend, quantization, dtype)
         self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        # Kernels of a file may have other bits, and libraries compute some models apart.
+        check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False))
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         speculation = resolved(
             speculative_config,

@@ -19,6 +19,7 @@ class ModelOptions(TypedDict, total=False):
     kernels: str | Path | None
     device: Any
     deterministic: bool | None
+    numerics: str | None
 
 
 class TextOptions(EngineOptions, ModelOptions, total=False):

@@ -29,7 +29,7 @@ from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-_OF_FILES = ("device", "quantization", "autotune", "kernels")
+_OF_FILES = ("device", "quantization", "autotune", "kernels", "numerics")
 _FORWARD = ("max_num_queued_reqs", "restart", "stall_after", "record")  # options that have a meaning there, too
 _KIND = ("token", "stop_token", "padding_token")  # attributes of a model that its engine is given
 

@@ -207,11 +207,13 @@ class _Run:
     def _takes_changes(self) -> bool:
         return self._batch.accept_changes or self._batch.overwrite
 
-    def _accepted(self, changed: list[str]) -> list[str]:
+    def _accepted(self, changed: list[str], why: str = "") -> list[str]:
+        """why: what follows of the changes, a sentence."""
         if changed and not self._takes_changes:
             raise ConfigError(
-                "This output was begun by a run that differs:\n  " + "\n  ".join(changed) + "\nGo on nevertheless with "
-                "--accept-changes, which marks the rows; begin anew with --overwrite; or choose another output."
+                "This output was begun by a run that differs:\n  " + "\n  ".join(changed) + f"\n{why}Go on "
+                "nevertheless with --accept-changes, which marks the rows; begin anew with --overwrite; or choose "
+                "another output."
             )
         return changed
 
@@ -316,7 +318,8 @@ class _Run:
         journal = self._journal
         before = journal.heads[-1].get("engine") if journal.heads else None
         if before is not None and not changed:
-            changed = self._accepted([*told.differences({"engine": before}, {"engine": opened.facts})])
+            differ = [*told.differences({"engine": before}, {"engine": opened.facts})]
+            changed = self._accepted(differ, told.other_bits(before, opened.facts))
             if changed and not self._batch.accept_changes:
                 closing.close()
                 return True

@@ -64,6 +64,7 @@ def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
         autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
         kernels=settings.kernels,
         deterministic=settings.deterministic,
+        numerics=settings.numerics,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

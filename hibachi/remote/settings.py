@@ -26,6 +26,7 @@ MODEL: tuple[Setting, ...] = (
     Setting("kernels", text("FILE"), None, "use the kernels that a file names; with --autotune: write it", "by rule"),
     Setting("deterministic", SWITCH, None, "give each request the same bits whatever shares the batch", "wherever"
             " kernels load"),
+    Setting("numerics", text("NAME"), None, "refuse to compute bits of another name: docs/determinism.md", "any"),
     Setting("max-model-len", integer(2), None, "most tokens of a request, prompt included", "the model's"),
     Setting("generation-config", text("auto|vllm|PATH"), "auto", "sampling defaults: the model's (auto), none (vllm),"
             " or those of another folder"),

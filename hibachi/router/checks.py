@@ -52,6 +52,7 @@ class Checks:
         self._tasks: dict[Upstream, list[asyncio.Task[None]]] = {}
         self._bells: dict[Upstream, asyncio.Event] = {}
         self._random = Random()
+        self._told: dict[str, set[str | None]] = {}  # by model: numerics that were told to differ
 
     def follow(self) -> None:
         """Check the upstreams that are in the fleet now, and no others."""
@@ -111,10 +112,28 @@ class Checks:
             good_check(u, models, asyncio.get_running_loop().time() - began, self._limits)
         if u.models.keys() != had.keys():
             self._fleet.changed()
+        self._compare(u)
         if u.state is not state or (not u.takes and u.why != why):
             _tell(u, state)
         if u.state is not state or u.models.keys() != had.keys():
             self._changed()
+
+    def _compare(self, u: Upstream) -> None:
+        """Warn, once, that a model of this upstream has other bits elsewhere; not before all were asked once."""
+        if any(each.state is State.NEW for each in self._fleet.upstreams):
+            return
+        for model in u.models:
+            found = self._fleet.numerics(model)
+            if len(found) > 1 and not found.keys() <= self._told.setdefault(model, set()):
+                self._told[model] |= found.keys()
+                who = (f"{shown([n], 1) if n else 'none'} at {', '.join(names)}" for n, names in found.items())
+                log.warning(
+                    "upstreams of %s show different numerics: %s. The same request may have another answer at another "
+                    "server. Run one version of hibachi on all, with the same --backend, --dtype and --numerics, or "
+                    "give the models different names (--served-model-name)",
+                    shown([model], 1),
+                    "; ".join(who),
+                )
 
     async def _models(self, u: Upstream) -> Mapping[str, Any]:
         """What `/v1/models` says. Raises _Bad, and what aiohttp raises."""

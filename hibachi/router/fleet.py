@@ -62,6 +62,14 @@ class Fleet:
         """The upstream whose models say this of it, whether it takes requests or not: it keeps responses."""
         return next((u for u in self.upstreams if server in u.servers), None)
 
+    def numerics(self, model: str) -> dict[str | None, list[str]]:
+        """The names of the bits that a model has by `/v1/models`, and who shows which. None: no name."""
+        found = dict[str | None, list[str]]()
+        for u in self._having.get(model, ()):
+            name = u.models[model].get("numerics")
+            found.setdefault(name if isinstance(name, str) else None, []).append(u.name)
+        return found
+
     @property
     def models(self) -> list[str]:
         """Of those that take requests; where none does, of all."""

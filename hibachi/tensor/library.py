@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from hibachi.errors import ConfigError
+from hibachi.kernels.library import possible, why_missing
 from hibachi.shapes import CallShapes
 
 
@@ -65,3 +67,21 @@ class Library:
     def versions(self) -> dict[str, str]:
         """For `hibachi doctor` and `fingerprint`: "library" and "device", in words; others are shown as they are."""
         return {"library": self.name, "device": "default"}
+
+
+def check_numerics(asked: str | None, backend: Library, *, portable: bool = True) -> None:
+    """Refuse a backend, or a model on it, whose bits do not have the name that was asked for; None means any will do.
+
+    portable: of the model, see `Decoder`. Raises ConfigError, which says which names there are here.
+    """
+    if asked is None or (portable and asked == backend.numerics):
+        return
+    if not (here := possible()):
+        raise ConfigError(f"numerics must be None here, as there are no kernels ({why_missing()}); got {asked!r}.")
+    if asked not in here:
+        raise ConfigError(f"numerics must be one of {', '.join(here)}, which this machine can compute; got {asked!r}.")
+    raise ConfigError(
+        f"numerics={asked!r} was asked for, but the bits of {'' if portable else 'this model on '}"
+        f"{backend.fingerprint()} have {(portable and backend.numerics) or 'no name'}. hibachi's kernels compute "
+        f"{', '.join(here)} here, on the CPU with numpy, torch or jax, for most models. Take those, or leave it out."
+    )

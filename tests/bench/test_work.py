@@ -42,6 +42,8 @@ def test_sizes():
     assert len({tuple(r.prompt[512:]) for r in w2}) == 64 and {len(r.prompt) for r in w2} == {528}
     [w4] = work.make("W4", VOCABULARY)
     assert (len(w4.prompt), w4.max_tokens) == (128, 128)
+    w5 = work.make("W5", VOCABULARY)
+    assert [(len(r.prompt), r.max_tokens, r.arrival) for r in w5] == [(1024, 16, 0.0)] * 16
 
 
 def test_arrivals_have_the_rate_that_is_asked_for():

@@ -49,6 +49,29 @@ def level_is(sources, level):
     (sources / "probe.c").write_text(text)
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("fpu avx512f amx_bf16 amx_tile amx_int8", "this processor has AMX, which hibachi does not use yet"),
+        ("fpu avx512f amx_tile", None),  # of int8 alone
+        ("fpu avx2", None),
+    ],
+)
+def test_instructions_that_are_not_used_are_told(tmp_path, flags, said):
+    assert library.unused(tmp_path) is None, "not on Linux"
+    (tmp_path / "proc").mkdir()
+    cpu = f"processor\t: 0\nmodel name\t: amx_tile amx_bf16\nflags\t\t: {flags}\nbugs\t\t: none\n\n"
+    (tmp_path / "proc" / "cpuinfo").write_text(2 * cpu)
+    found = library.unused(tmp_path)
+    assert found is None if said is None else found is not None and found.startswith(said)
+
+
+@pytest.mark.skipif(not library.possible(), reason="there are no kernels")
+def test_doctor_shows_what_is_not_used(monkeypatch):
+    monkeypatch.setattr(library, "unused", lambda: "it has AMX")
+    assert any(line.endswith("; it has AMX") for line in NumpyBackend().remarks())
+
+
 # ---- which variant ---------------------------------------------------------------------------------------------------
 
 

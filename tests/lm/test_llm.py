@@ -25,6 +25,9 @@ from hibachi import (
     UnknownArchitecture,
     UnsupportedOperation,
 )
+from hibachi.cli.main import main
+from hibachi.kernels.library import NUMERICS, SWITCH, possible
+from hibachi.lm import llm as module
 
 from ..engine.models import GatedNumpy, until
 
@@ -615,3 +618,32 @@ def test_a_missing_library_says_how_to_get_it(witness, monkeypatch, module, opti
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(error, match=message):
         LLM("tiny", **options)
+
+
+@pytest.mark.skipif(not possible(), reason="there are no kernels")
+def test_the_bits_have_the_name_that_was_asked_for_or_the_model_is_refused(monkeypatch, capsys):
+    with LLM("tiny", backend="numpy", numerics=NUMERICS) as llm:
+        assert llm.engine.facts.numerics == f"{NUMERICS} float32"
+    with pytest.raises(ConfigError, match=f"^numerics must be one of {NUMERICS}, .*; got 'amx-1'"):
+        LLM("tiny", backend="numpy", numerics="amx-1")
+    with pytest.raises(ConfigError, match=f"the bits of numpy.* have no name. .* compute {NUMERICS} here"):
+        LLM("tiny", backend=NumpyBackend(native=False), numerics=NUMERICS)
+    monkeypatch.setenv(SWITCH, "none")
+    with pytest.raises(ConfigError, match=f"must be None here, as there are no kernels .*; got '{NUMERICS}'.$"):
+        LLM("tiny", backend="numpy", numerics=NUMERICS)
+    assert main(["generate", "--prompt", "She", "--backend", "numpy", "--numerics", NUMERICS]) == 1
+    assert "there are no kernels" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not possible(), reason="there are no kernels")
+def test_of_a_model_that_libraries_compute_apart_no_numerics_are_promised(monkeypatch):
+    load = module.load_model
+
+    def apart(*args, **options):
+        model = load(*args, **options)
+        model.portable = False
+        return model
+
+    monkeypatch.setattr(module, "load_model", apart)
+    with pytest.raises(ConfigError, match=r"the bits of this model on numpy.* have no name\. "):
+        LLM("tiny", backend="numpy", numerics=NUMERICS)

@@ -8,9 +8,12 @@ import random
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
+
+from hibachi.kernels.library import NUMERICS, possible
 
 from .made import MODELS, PLAIN, SLOW, lines
 
@@ -429,6 +432,24 @@ def test_an_engine_that_differs_is_found_when_it_is_there(runs):
     assert runs.computed().keys() == set(range(10))
     assert runs("--backend", "array_api_strict", "--accept-changes") == 3
     assert [bool(row["changed"]) for row in runs.rows()] == [False] * 10 + [True] * 30
+
+
+@pytest.mark.skipif(not possible(), reason="there are no kernels, so bits have no name")
+def test_numerics_of_another_name_are_told_with_what_to_do(runs):
+    """A journal of an earlier version, whose kernels had other bits."""
+    numerics, plain = f"{NUMERICS} float32", (*PLAIN, "--backend", "numpy", "--max-tokens", "2")
+    assert runs("--limit", "5", model="tiny", plain=plain) in (0, 3), runs.said()
+    journal = runs.folder / "out.jsonl.journal"
+    head, *others = journal.read_bytes().splitlines(keepends=True)
+    text = head[9:-1].replace(NUMERICS.encode(), b"cpu-0")
+    assert json.loads(text)[1]["engine"]["numerics"] == "cpu-0 float32"
+    journal.write_bytes(b"%08x %b\n" % (zlib.crc32(text), text) + b"".join(others))
+    before = journal.read_bytes()
+    assert runs(model="tiny", plain=plain) == 1
+    assert f"engine.numerics: cpu-0 float32 before, now {numerics}" in runs.said()
+    assert f"The name of the bits changed from cpu-0 float32 to {numerics}: " in runs.said()
+    assert "finish with the version of hibachi" in runs.said() and "begin anew with --overwrite" in runs.said()
+    assert journal.read_bytes() == before
 
 
 def test_overwrite_begins_anew_what_differs_and_only_that(runs):

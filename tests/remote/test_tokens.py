@@ -473,6 +473,7 @@ def test_media_types(kind):
         ("Strange", {}, "Strange.labels must be a list of texts"),
         ("Misfit", {}, "Misfit: The stop token must have the shape"),
         ("Steps", {"quantization": "int8"}, "quantization is for models from files"),
+        ("Steps", {"numerics": "cpu-1"}, "numerics is for models from files"),
         ("Steps", {"max_model_len": 0}, "max_model_len must be an integer"),
         ("Ids", {"feedforward": True}, "feed-forward model needs `forward"),
     ],

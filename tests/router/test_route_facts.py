@@ -134,6 +134,34 @@ def test_six_at_once_are_three_and_three(mock, route):
     assert [u.most for u in two] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "shown, words",
+    [
+        (["cpu-1 float32", "cpu-2 float32", "cpu-1 float32"], "cpu-1 float32 at {0}, {2}; cpu-2 float32 at {1}."),
+        ([None, "cpu-2 float32"], "none at {0}; cpu-2 float32 at {1}."),
+        ([7, None, None], None),
+        (["cpu-2 float32", "cpu-2 float32"], None),
+    ],
+)
+def test_upstreams_of_one_model_with_other_bits_are_told_once(mock, route, caplog, shown, words):
+    upstreams = [mock() for _ in shown]
+    for one, numerics in zip(upstreams, shown, strict=True):
+        one.check = lambda _, n=numerics: [of_json({"data": [{"id": "m", "numerics": n}, {"id": ""}]})]
+    with caplog.at_level("WARNING", "hibachi.route"):
+        here = route(*upstreams, check_interval=0.02)
+        asked = [len(one.checks) for one in upstreams]
+        eventually(lambda: all(len(one.checks) > n + 2 for one, n in zip(upstreams, asked, strict=True)))
+        told = [r.getMessage() for r in caplog.records if "numerics" in r.getMessage()]
+        if words is None:
+            assert not told
+            return
+        assert len(told) == 1 and told[0].startswith("upstreams of m show different numerics: ")
+        assert words.format(*(one.url for one in upstreams)) in told[0] and "another answer" in told[0]
+        upstreams[0].check = lambda _: [of_json({"data": [{"id": "m", "numerics": "cpu-3 float32"}]})]  # a third name
+        eventually(lambda: "cpu-3 float32 at" in caplog.text)
+    assert here.ask().status == 200
+
+
 def test_who_is_slow_gets_less(mock, route):
     """B-14, which the original's authors skip: one takes as long as all the others together and more."""
     slow, fast = mock(), mock()

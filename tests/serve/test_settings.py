@@ -57,6 +57,7 @@ GIVEN = {
     "autotune": ("off", "off"),
     "kernels": ("kernels.json", "kernels.json"),
     "deterministic": ("true", True),
+    "numerics": ("cpu-7", "cpu-7"),
     "max_model_len": ("77", 77),
     "generation_config": ("vllm", "vllm"),
     "chat_template": ("chatml", "chatml"),
@@ -105,11 +106,11 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_55_flags_and_each_is_tried_here():
+def test_there_are_at_most_56_flags_and_each_is_tried_here():
     commands = parser()._subparsers._group_actions[0].choices
     flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
     flags = [a for a in flags if a.help != SUPPRESS]  # TGI's: see test_compat.py
-    assert len(flags) <= 55
+    assert len(flags) <= 56
     assert {a.dest for a in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -315,6 +316,7 @@ def test_settings_become_options_of_the_engine():
         autotune="off",
         kernels="kernels.json",
         deterministic=True,
+        numerics="cpu-7",
         max_model_len=77,
         max_num_seqs=3,
         max_num_batched_tokens=100,

@@ -69,6 +69,18 @@ def differences(before: Any, now: Any, place: str = "") -> Iterator[str]:
         yield f"{place}: {_short(before)} before, now {_short(now)}"
 
 
+def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What follows where the engine's bits had a name and now have another; "" where they did not. A sentence."""
+    was, will = before.get("numerics"), now.get("numerics")
+    if was is None or was == will:
+        return ""
+    return (
+        f"The name of the bits changed from {was} to {will or 'none'}: what is left would be computed in another "
+        f"arithmetic than what is done. To have one in all rows, begin anew, or finish with the version of hibachi, "
+        f"machine and --dtype that compute {was}.\n"
+    )
+
+
 def _short(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
