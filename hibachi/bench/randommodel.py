@@ -31,6 +31,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 8192,
         "tie_word_embeddings": False,
     },
+    "1b": {  # of Llama 3.2 1B; 2.5 GB
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
     "8b": {  # of Llama 3 8B; 16 GB
         "hidden_size": 4096,
         "intermediate_size": 14336,
