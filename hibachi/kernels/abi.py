@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 4
+ABI = 5
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -72,17 +72,16 @@ STRUCTS = (Sizes, Op, Step, Scanned, Mixture)
 _LETTERS: dict[str, Any] = {"i": ctypes.c_int, "n": _i64, "f": _f32, "p": _p}
 FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its arguments
     "panel": "n:",
-    "int8_panel": "n:",
     "int8_rounded": "n:n",
     "threads": "i:",
     "set_threads": ":i",
     "xla_version": ":i",
     "sets": "n:ppppi",
     "linear": "b:iipnpppnnn",
-    "pack": "b:ippnn",
+    "packed": "n:inn",
+    "pack": "b:iippppnnnn",
     "rows": "b:ipppnnn",
     "int8_linear": "b:iipnppppnnn",
-    "int8_pack": "b:pppnn",
     "int8_rows": "b:ippppnnn",
     "attend": "b:ippppppppppipnpp",
     "rms_norm": "b:ipnppnnf",
