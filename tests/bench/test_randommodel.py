@@ -72,13 +72,13 @@ def test_transformers_computes_the_same(folder):
 def test_what_is_refused(folder):
     with pytest.raises(ConfigError, match="holds a model already"):
         write_model("small", folder)
-    with pytest.raises(ConfigError, match="one of 135m, 31m, 8b, small; got '1t'"):
+    with pytest.raises(ConfigError, match="one of 135m, 31m, 1b, 8b, small; got '1t'"):
         write_model("1t", folder.parent / "new")
 
 
 def test_the_shapes_are_those_of_real_models():
     counts = {
         name: sum(int(np.prod(dims)) for _, dims in randommodel._tensors(randommodel._config(name)))
-        for name in ("135m", "31m", "8b")
+        for name in ("135m", "31m", "1b", "8b")
     }
-    assert counts == {"135m": 134_515_008, "31m": 30_941_696, "8b": 8_030_261_248}
+    assert counts == {"135m": 134_515_008, "31m": 30_941_696, "1b": 1_235_814_400, "8b": 8_030_261_248}
