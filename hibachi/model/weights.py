@@ -147,7 +147,13 @@ class Checkpoint(Tensors):
         return self._entries[name].dtype
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
-        return self._entries[name].read(dtype)
+        e = self._entries[name]
+        if e.dtype not in PLAIN:
+            raise InvalidModelFiles(
+                f"{e.file}: {name} is stored as {e.dtype}, expected one of {', '.join(PLAIN)}. Use a model that is "
+                f"not quantized, or convert it with transformers' save_pretrained."
+            )
+        return e.read(dtype)
 
     def stored(self, name: str) -> Stored | None:
         return self._entries[name]

@@ -15,7 +15,17 @@ Rows: TypeAlias = "HostArray | Stored"
 
 FROM = {"F32": 0, "BF16": 1, "F16": 2}  # as in operations.cpp
 INTO = {"float32": 0, "bfloat16": 1, "int8": 2}  # likewise
-BITS: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16), "int8": np.dtype(np.uint8)}
+BITS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.uint8),
+}
+
+
+def joined(parts: Sequence[Rows]) -> HostArray:
+    """One matrix of those that lie in it one below the other, read where they are in files."""
+    read = [part.read() if isinstance(part, Stored) else part for part in parts]
+    return read[0] if len(read) == 1 else np.concatenate(read)
 
 
 def pack(parts: Sequence[Rows], into: str, run: Any, slabs: Slabs) -> tuple[HostArray, HostArray | None]:

@@ -50,14 +50,9 @@ class Stored:
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
         """Its numbers in memory of their own, cast while reading, without a second copy.
 
-        dtype: None means as they are stored, and float32 for bfloat16, exactly. Raises InvalidModelFiles for numbers
-        that are not read here, and for a file that is shorter than it was.
+        Its own dtype is one of `PLAIN`. dtype: None means as they are stored, and float32 for bfloat16, exactly. Raises
+        InvalidModelFiles for a file that is shorter than it was.
         """
-        if self.dtype not in PLAIN:
-            raise InvalidModelFiles(
-                f"{self.file}: weights are stored as {self.dtype}; expected one of {', '.join(PLAIN)}. Use a model "
-                f"that is not quantized, or convert it with transformers' save_pretrained."
-            )
         stored = np.dtype(PLAIN[self.dtype])
         usual = np.float32 if self.dtype == "BF16" else stored.newbyteorder("=")
         out = np.empty(self.shape, usual if dtype is None else dtype)

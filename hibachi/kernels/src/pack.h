@@ -107,20 +107,24 @@ struct Pack {
         uint32_t* out = lanes + (r - first) * wide;
         if (r < last) {
           const char* row = rows + (order ? order[r - begin] : r - begin) * From::bytes(k);
+          fetch(row, at + wide);
           Into::template lanes<From>(row, k, at, some, out, scales + r, floats);
         } else {
           std::fill_n(out, some, Into::EMPTY);
           if (scales) scales[r] = 0.0f;
         }
       }
-      turn(lanes, wide, end - first, some, packed + (panel * depth() + at) * WIDTH + first % WIDTH);
+      uint32_t* to = packed + (panel * depth() + at) * WIDTH + first % WIDTH;
+      for (int64_t l = 0; l < some; l++)
+        for (int64_t r = 0; r < end - first; r++) to[l * WIDTH + r] = lanes[r * wide + l];
     }
   }
 
  private:
-  static void turn(const uint32_t* lanes, int64_t wide, int64_t rows, int64_t some, uint32_t* to) {
-    for (int64_t l = 0; l < some; l++)
-      for (int64_t r = 0; r < rows; r++) to[l * WIDTH + r] = lanes[r * wide + l];
+  // Ask memory for the block of a row that comes next: there are more rows than the processor follows by itself.
+  void fetch(const char* row, int64_t at) const {
+    const int64_t end = From::bytes(std::min(k, (at + block()) * Into::DEPTH));
+    for (int64_t i = From::bytes(at * Into::DEPTH); i < end; i += 64) __builtin_prefetch(row + i);
   }
 };
 

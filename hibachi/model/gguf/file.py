@@ -81,8 +81,12 @@ class Blocks(Stored):
 
     @override
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
-        """As of `Stored`; quantized numbers as float32. Raises MissingExtra for these without the library gguf."""
-        if self.dtype not in QUANTIZED:
+        """As of `Stored`; quantized numbers as float32. Raises MissingExtra for these without the library gguf,
+        InvalidModelFiles for integers.
+        """
+        if self.dtype not in READABLE:
+            raise InvalidModelFiles(f"{self.file}: weights are stored as {self.dtype}; expected {_listed(READABLE)}.")
+        if self.dtype in PLAIN:
             return super().read(dtype)
         out = np.empty(self.shape, np.float32 if dtype is None else dtype)
         self._dequantize(out.reshape(-1))
