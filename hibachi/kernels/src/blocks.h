@@ -59,7 +59,9 @@ struct Eight {
   using Sums = Exact;
   static constexpr int LANES = 8, HALVES = 1, ZERO = 128;  // LANES: of a block
   static FAST PartWords half(PartWords lanes, int) { return lanes; }
-  static FAST int number(const uint32_t* lanes, int i) { return (lanes[i / 4 * WIDTH] >> i % 4 * 8 & 255) - ZERO; }
+  static FAST int number(const uint32_t* lanes, int apart, int i) {  // number i of a block
+    return int(lanes[i / 4 * apart] >> i % 4 * 8 & 255) - ZERO;
+  }
 };
 
 // Four numbers of four bits, and above each of them the one sixteen numbers later.
@@ -67,8 +69,8 @@ struct Four {
   using Sums = Small;
   static constexpr int LANES = 4, HALVES = 2, ZERO = 8;
   static FAST PartWords half(PartWords lanes, int h) { return (h ? lanes >> 4 : lanes) & 0x0f0f0f0fu; }
-  static FAST int number(const uint32_t* lanes, int i) {
-    return (lanes[i % 16 / 4 * WIDTH] >> (i % 4 * 8 + i / 16 * 4) & 15) - ZERO;
+  static FAST int number(const uint32_t* lanes, int apart, int i) {
+    return int(lanes[i % 16 / 4 * apart] >> (i % 4 * 8 + i / 16 * 4) & 15) - ZERO;
   }
 };
 
@@ -188,7 +190,7 @@ struct Rows {
       const int b = j % int8::GROUP / BLOCK;
       const uint32_t scale = pair[PAIR * Kind::LANES * WIDTH] >> 16 * b & 0xffffu;
       float v[LANES];
-      for (int l = 0; l < LANES; l++) v[l] = Kind::number(pair + b * Kind::LANES * WIDTH, j % BLOCK + l);
+      for (int l = 0; l < LANES; l++) v[l] = Kind::number(pair + b * Kind::LANES * WIDTH, WIDTH, j % BLOCK + l);
       write_some<T>(
           out + i * k + j, load<Floats>(v) * from_halves(PartWords{} + scale)[0], std::min<int64_t>(LANES, k - j)
       );
@@ -197,3 +199,20 @@ struct Rows {
 };
 
 }  // namespace hibachi::blocks
+
+namespace hibachi {
+
+// What panels are of, as in packing.py.
+enum Panels : int32_t { FLOAT32, BFLOAT16, INT8, Q4_0, Q8_0 };
+
+// f(std::type_identity<the product>{}) of rounded rows and panels of such a kind. Its `of` sets the matrix.
+template <class T, class Out, class F>
+FAST auto with_product(int kind, const F& f) {
+  switch (kind) {
+    case Q4_0: return f(std::type_identity<blocks::Linear<T, Out, blocks::Four>>{});
+    case Q8_0: return f(std::type_identity<blocks::Linear<T, Out, blocks::Eight>>{});
+    default: return f(std::type_identity<int8::Linear<T, Out>>{});
+  }
+}
+
+}  // namespace hibachi

@@ -72,8 +72,7 @@ FAST Part fma(Part a, Part b, Part c) {
 #endif
 }
 
-// float16 in the lower 16 bits of lanes as float32; V: vectors of floats, words and integers. Numbers below 2^-14 have no
-// leading one, and infinity and NaN the largest exponent.
+// float16 in the lower half of lanes. Numbers below 2^-14 have no leading one, and infinity and NaN the largest exponent.
 FAST Part from_halves(PartWords h) {
 #ifdef AVX512
   return (Part)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
