@@ -409,7 +409,8 @@ struct Crowd {
           multiply(sums, queries + at * PART, keys[p / LANES] + p % LANES, depth, LANES);
           settle<typename T::Products>(sums);
         }
-        for (int r = 0; r < R; r++) std::memcpy(scores + (p + r) * wide + at * PART, sums[r], sizeof sums[r]);
+        for (int r = 0; r < R; r++)
+          for (int b = 0; b < B; b++) store(scores + (p + r) * wide + (at + b) * PART, sums[r][b]);
       }
     });
   }
@@ -431,7 +432,8 @@ struct Crowd {
             multiply(s, weights, values[c] + d, LANES / T::DEPTH, v_wide);
           settle<typename T::Products>(s);
         }
-        for (int r = 0; r < R; r++) std::memcpy(sums + (d + r) * wide + at * PART, s[r], sizeof s[r]);
+        for (int r = 0; r < R; r++)
+          for (int b = 0; b < B; b++) store(sums + (d + r) * wide + (at + b) * PART, s[r][b]);
       }
     });
   }
