@@ -82,6 +82,9 @@ static bool finite(const typename T::Element* x, int64_t n) {
   return most != T::EXPONENT;
 }
 
+// The upper halves of the lanes of two vectors, as the lower and the upper halves of lanes.
+FAST Words zipped(Floats low, Floats high) { return (Words)low >> 16 | ((Words)high & 0xffff0000u); }
+
 // The new keys and values go to their places, before any are read: rows may share blocks that are written now. A value
 // that is not finite is written as zeros and its key as NaN, so that it makes NaN of what sees it, and of nothing else:
 // the scores of hidden positions are replaced, but their values are multiplied by 0, and 0 * NaN is NaN.
@@ -95,23 +98,48 @@ struct Write {
   Element *keys, *values;
   const int32_t* slot;
 
-  int64_t count() const { return s.tokens; }
-  int64_t batch(int) const { return 16; }
+  int64_t count() const { return up(s.tokens, LANES); }
+  int64_t batch(int) const { return 1; }
 
-  void operator()(int64_t t) const {
+  void operator()(int64_t i) const {
+    const int64_t end = std::min(s.tokens, (i + 1) * LANES);
+    for (int64_t t = i * LANES, n; t < end; t += n) {
+      const int64_t block = slot[t] / s.block_size, offset = slot[t] % s.block_size, place = offset % LANES;
+      const int64_t room = std::min(LANES - place, s.block_size - offset);  // in its span
+      for (n = 1; n < room && t + n < end && slot[t + n] == slot[t] + n; n++) {
+      }
+      for (int64_t h = 0; h < s.kv_heads; h++)
+        neighbours(t, n, h, (block * s.kv_heads + h) * at.spans + offset / LANES, place);
+    }
+  }
+
+  // Tokens t to before t + n, which lie in a span, from its position i on.
+  void neighbours(int64_t t, int64_t n, int64_t h, int64_t span, int64_t i) const {
     constexpr int D = T::DEPTH;
-    int64_t block = slot[t] / s.block_size, offset = slot[t] % s.block_size;
-    for (int64_t h = 0; h < s.kv_heads; h++) {
-      int64_t span = (block * s.kv_heads + h) * at.spans + offset / LANES, i = offset % LANES;
-      const Element *key = k + t * s.k_stride + h * s.k_dim, *value = v + t * s.v_stride + h * s.v_dim;
-      Element* to_key = keys + (span * at.k_span + i) * D;
-      Element* to_value = values + (span * at.v_span + i / D * at.v_wide) * D + i % D;
-      if (finite<T>(value, s.v_dim)) {
-        for (int64_t d = 0; d < s.k_dim; d++) to_key[d / D * LANES * D + d % D] = key[d];
-        for (int64_t d = 0; d < s.v_dim; d++) to_value[d * D] = value[d];
+    auto key = [&](int64_t j) { return k + (t + j) * s.k_stride + h * s.k_dim; };
+    auto value = [&](int64_t j) { return v + (t + j) * s.v_stride + h * s.v_dim; };
+    Element* to_key = keys + (span * at.k_span + i) * D;
+    bool good[LANES];
+    for (int64_t j = 0; j < n; j++) good[j] = finite<T>(value(j), s.v_dim);
+    const bool all_good = std::all_of(good, good + n, [](bool b) { return b; });
+    if (all_good && s.k_dim % D == 0) {
+      for (int64_t d = 0; d < at.k_depth; d++)
+        for (int64_t j = 0; j < n; j++) std::copy_n(key(j) + d * D, D, to_key + (d * LANES + j) * D);
+    } else {
+      for (int64_t j = 0; j < n; j++)
+        for (int64_t d = 0; d < s.k_dim; d++) to_key[(d / D * LANES + j) * D + d % D] = good[j] ? key(j)[d] : T::nan();
+    }
+    for (int64_t j = 0, two; j < n; j += 1 + two) {
+      Element* to_value = values + (span * at.v_span + (i + j) / D * at.v_wide) * D + (i + j) % D;
+      two = D == 2 && all_good && (i + j) % 2 == 0 && j + 1 < n;  // both of a lane
+      if (two) {
+        for (int64_t d = 0; d < s.v_dim; d += LANES) {
+          const int some = std::min<int64_t>(LANES, s.v_dim - d);
+          const Floats both[2] = {read_some<T>(value(j) + d, some), read_some<T>(value(j + 1) + d, some)};
+          store(to_value + d * D, zipped(both[0], both[1]));
+        }
       } else {
-        for (int64_t d = 0; d < s.k_dim; d++) to_key[d / D * LANES * D + d % D] = T::nan();
-        for (int64_t d = 0; d < s.v_dim; d++) to_value[d * D] = Element{};
+        for (int64_t d = 0; d < s.v_dim; d++) to_value[d * D] = good[j] ? value(j)[d] : Element{};
       }
     }
   }
@@ -398,6 +426,11 @@ struct Crowd {
                               : REGISTERS / B >= 8 ? 8
                               : REGISTERS / B >= 4 ? 4
                                                    : 2;
+
+  // The memory of a span, for later.
+  static void ask(const Lane* span, int64_t lanes) {
+    for (int64_t i = 0; i < lanes; i += 64 / sizeof(Lane)) fetch(span + i);
+  }
 
   void score(const Lane* const* keys, int spans, int64_t depth) const {
     blocks([&](int at, auto many) {
@@ -741,6 +774,7 @@ struct Attention {
     }
     for (int64_t g = from; g < to; g++) {
       const Places p = places(tile, g, span_of(sees_most), 0, kept);
+      for (int i = 0; i < p.spans; i++) c.ask(p.v[i], at.v_span);
       c.score(p.k, p.spans, at.k_depth);
       const int64_t first = g * GROUP, end = first + p.spans * LANES;
       const bool hidden = sees_least + 1 < end || (s.window && sees_most - s.window >= first);
@@ -753,6 +787,7 @@ struct Attention {
         if (s.window) sees &= position - (int32_t)std::min<int64_t>(s.window, 1 << 30) < key;
         return choose(sees, x, all(-std::numeric_limits<float>::infinity()));
       });
+      for (int i = 0; i < p.spans; i++) c.ask(p.next[i], at.k_span);
       c.mix(p.v, p.spans, at.v_wide);
     }
     for (int r = 0; r < kept.n; r++) {
