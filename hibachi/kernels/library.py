@@ -26,7 +26,7 @@ from hibachi.kernels.threads import why_so_many
 from hibachi.phases import phase, phases_shown
 
 SWITCH = "HIBACHI_VARIANT"
-NUMERICS = "cpu-1"
+NUMERICS = "cpu-2"
 """The name of the bits that come out: equal names, equal bits. A new one when a bit changes; CHANGELOG says so."""
 INSTALLED = Path(__file__).parent / "lib"
 _SUFFIX = {"Windows": ".dll", "Darwin": ".dylib"}.get(platform.system(), ".so")

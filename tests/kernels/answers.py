@@ -67,7 +67,7 @@ def digest(library: str, dtype: str, how: str = "ample", model: str = "tiny", ma
     if model != "tiny" and "kv_cache_memory_bytes" in options:
         options["kv_cache_memory_bytes"] = 20_000_000
     with LLM(model, backend=resolve(library), dtype=dtype, max_model_len=128, **options) as llm:
-        assert llm.engine.facts.numerics == f"cpu-1 {dtype}", llm.backend.fingerprint()
+        assert llm.engine.facts.numerics == f"cpu-2 {dtype}", llm.backend.fingerprint()
         told = []
         for answer in llm.generate(*asked(int(many))):
             choice = answer.choices[0]

@@ -110,15 +110,15 @@ struct OfExperts {
   const void* const* w;
   const float* const* scales;  // of bytes, or nullptr
 
-  int64_t count() const { return lists.experts * product.count(); }
+  int64_t count() const { return lists.experts * product.panels(); }
   int64_t batch(int threads) const {
     L mean = product;
     mean.m = std::max<int64_t>(1, product.m / lists.experts);
     return mean.batch(threads);
   }
   void operator()(int64_t i) const {
-    const int64_t e = i / product.count(), begin = lists.starts[e], many = lists.starts[e + 1] - begin;
-    if (many) product.of(begin, many, w[e], scales ? scales[e] : nullptr)(i % product.count());
+    const int64_t e = i / product.panels(), begin = lists.starts[e], many = lists.starts[e + 1] - begin;
+    if (many) product.of(begin, many, w[e], scales ? scales[e] : nullptr).part(i % product.panels(), 0, many);
   }
 };
 

@@ -14,6 +14,7 @@
 #include <numeric>
 
 #include "lanes.h"
+#include "linear.h"
 #include "memory.h"
 
 namespace hibachi::int8 {
@@ -25,7 +26,6 @@ constexpr int BYTES = 4;   // of a lane
 constexpr int GROUP = 64;  // numbers of a row of x with one scale
 constexpr int STEPS = GROUP / BYTES;
 constexpr int LARGEST = 127;
-constexpr int AHEAD = 10;         // as in linear.h
 constexpr int64_t WORTH = 65536;  // products that are worth waking another thread for
 
 // The bytes of a register of W, unsigned, and four bytes of x, signed, as they are multiplied.
@@ -167,7 +167,9 @@ struct Rounded {
 
 // N rows of x from row i, times one panel. Sums of a group and sums of all stay in registers.
 template <int N>
-static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t depth, Floats (&out)[N][COLUMNS]) {
+static void multiply(
+    const Rounded& x, int64_t i, const uint32_t* panel, int64_t depth, int64_t ahead, Floats (&out)[N][COLUMNS]
+) {
   constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;
   for (int first = 0; first < COLUMNS; first += WIDE) {
     const uint32_t* at = panel + first * LANES;
@@ -181,7 +183,7 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t
       }
       const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
       for (int s = 0; s < steps; s++, at += WIDTH) {
-        for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD * WIDTH + c * LANES);
+        for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
         Wide w[WIDE * PARTS];
         for (int c = 0; c < WIDE * PARTS; c++) w[c] = wide(load<PartWords>(at + c * PART));
         for (int r = 0; r < N; r++) {
@@ -227,13 +229,14 @@ struct Linear {
   const Element* added = nullptr;
   int64_t added_stride = 0;
 
-  int64_t count() const { return up(n, WIDTH); }
+  // As in linear.h.
+  int64_t panels() const { return up(n, WIDTH); }
+  int64_t count() const { return panels() * up(m, SOME); }
   int64_t batch(int threads) const {
-    const int64_t worth = up(WORTH, std::max<int64_t>(1, m * k * WIDTH));
+    const int64_t worth = up(WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
     return std::max<int64_t>(worth, count() / (8 * threads));
   }
 
-  // As in linear.h.
   Linear of(int64_t begin, int64_t many, const void* other, const float* other_scales) const {
     Linear found = *this;
     found.x = x.from(begin), found.y += begin * y_stride, found.m = many;
@@ -241,14 +244,19 @@ struct Linear {
     return found;
   }
 
-  void operator()(int64_t p) const {
-    const int64_t depth = up(k, BYTES), column = p * WIDTH;
+  void operator()(int64_t i) const {
+    const int64_t begin = i / panels() * SOME;
+    part(i % panels(), begin, std::min(m, begin + SOME));
+  }
+
+  void part(int64_t p, int64_t begin, int64_t end) const {
+    const int64_t depth = up(k, BYTES), column = p * WIDTH, ahead = distance(m);
     const uint32_t* panel = w + p * depth * WIDTH;
     const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = 0; i < m; i += ROWS)
-      with_constant<ROWS>(std::min<int64_t>(ROWS, m - i), [&](auto rows) {
+    for (int64_t i = begin; i < end; i += ROWS)
+      with_constant<ROWS>(std::min<int64_t>(ROWS, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
-        multiply<rows>(x, i, panel, depth, sums);
+        multiply<rows>(x, i, panel, depth, ahead, sums);
         for (int c = 0; c * LANES < wide; c++) {
           const int some = std::min(LANES, wide - c * LANES);
           const int64_t at = column + c * LANES;

@@ -67,6 +67,15 @@ FAST float largest(Floats v) {
 #endif
 }
 
+// p * 2^n for a whole n from -126 to 127.
+FAST Floats scaled(Floats p, Floats n) {
+#ifdef AVX512
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * (Floats)((converted<Ints>(n) + 127) << 23);
+#endif
+}
+
 // e^x for x <= 88; 0 below -87; NaN of NaN. Relative error below 2e-7 (Cephes' polynomial on [-ln2/2, ln2/2]).
 FAST Floats exp(Floats x) {
   const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -77,12 +86,18 @@ FAST Floats exp(Floats x) {
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = fma(p, r, all(c));
   p = fma(p * r, r, r) + 1.0f;
-#ifdef AVX512
-  Floats y = (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-  Floats y = p * (Floats)((converted<Ints>(n) + 127) << 23);
-#endif
-  return choose(x < -87.0f, Floats{}, y);  // of NaN, p is NaN
+  return choose(x < -87.0f, Floats{}, scaled(p, n));  // of NaN, p is NaN
+}
+
+// e^x for x <= 0 as exactly as bfloat16 needs: the relative error is below 5e-6 (2^f on [-1/2, 1/2], minimax). NaN of
+// NaN.
+FAST Floats exp_near(Floats x) {
+  const Floats shift = all(12582912.0f);  // as above
+  Floats n = fma(x, all(1.44269504f), shift) - shift;
+  Floats r = fma(x, all(1.44269504f), -n);
+  Floats p = all(9.582846368e-3f);
+  for (float c : {5.590643179e-2f, 2.402409881e-1f, 6.931241924e-1f, 1.0f}) p = fma(p, r, all(c));
+  return choose(x < -87.0f, Floats{}, scaled(p, n));
 }
 
 FAST Floats sigmoid(Floats x) {
@@ -133,7 +148,9 @@ struct Unchanged {
 };
 #if defined(__x86_64__) || defined(_M_X64)
 struct Flushed {
-  FAST Flushed() : before(_mm_getcsr()) { set(before | 0x8040); }  // denormals are zero, and what would be one becomes it
+  FAST Flushed() : before(_mm_getcsr()) {
+    set(before | 0x8040);
+  }  // denormals are zero, and what would be one becomes it
   FAST ~Flushed() { set(before); }
   Flushed(const Flushed&) = delete;
   Flushed& operator=(const Flushed&) = delete;
@@ -160,7 +177,7 @@ struct F32 {
   using Element = float;
   using Lane = float;
   using Bits = uint32_t;
-  using Wide = Part;                            // lanes of a weight as they are multiplied, of one register
+  using Wide = Part;  // lanes of a weight as they are multiplied, of one register
   using Products = Unchanged;
   static constexpr int DEPTH = 1;               // elements in a lane
   static constexpr Bits EXPONENT = 0x7f800000;  // all ones in infinity and NaN
@@ -171,7 +188,12 @@ struct F32 {
   static FAST Floats read(const Element* p) { return load<Floats>(p); }
   static FAST void write(Element* p, Floats v) { store(p, same_nan(v)); }
   static FAST Floats rounded(Floats v) { return v; }
-  static FAST Floats put(Element* p, Floats v) { return store(p, v), v; }
+
+  // Weights of attention, from 0 to 1: e^x, how they are stored, and those of one position of each lane as lanes.
+  static constexpr Lane ONE = 1.0f;
+  static FAST Floats weight(Floats x) { return exp(x); }
+  static FAST void keep(Element* p, Floats w) { store(p, w); }
+  static FAST Words together(const Floats (&w)[DEPTH]) { return (Words)w[0]; }
 };
 
 // bfloat16, as its 16 bits; sums are float32. The second of a pair is added first, and numbers that are denormal are
@@ -207,7 +229,22 @@ struct Bf16 {
   static FAST Floats read(const Element* p) { return (Floats)(read_halves(p) << 16); }
   static FAST void write(Element* p, Floats v) { write_halves(p, bits(v)); }
   static FAST Floats rounded(Floats v) { return (Floats)(bits(v) << 16); }
-  static FAST Floats put(Element* p, Floats v) { return write(p, v), rounded(v); }  // returns what was written
+
+  static constexpr Lane ONE = 0x3f803f80;  // twice
+  static FAST Floats weight(Floats x) { return exp_near(x); }
+#ifdef __AVX512BF16__  // they flush what is denormal, which no weight is
+  static FAST void keep(Element* p, Floats w) { store(p, _mm512_cvtneps_pbh((__m512)w)); }
+  static FAST Words together(const Floats (&w)[DEPTH]) {
+    alignas(64) static constexpr uint16_t order[2 * LANES] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                              21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                              11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)w[1], (__m512)w[0]);
+    return (Words)_mm512_permutexvar_epi16(load<__m512i>(order), (__m512i)both);
+  }
+#else
+  static FAST void keep(Element* p, Floats w) { write(p, w); }
+  static FAST Words together(const Floats (&w)[DEPTH]) { return bits(w[0]) | bits(w[1]) << 16; }
+#endif
 
   static FAST Words bits(Floats v) {  // to the nearest, ties to even
     Words w = (Words)v;

@@ -14,10 +14,13 @@ namespace hibachi {
 constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
 constexpr int64_t WORTH = 32768;  // products that are worth waking another thread for
+constexpr int64_t SOME = 256;     // rows of a part
 
-// So many steps of k before a panel is needed, memory is asked for it, also for the next one: as it was measured.
-template <int N>
-constexpr int AHEAD = N > 2 && PART < LANES ? 60 : 10;
+// So many steps of k before a panel is needed, memory is asked for it, also for the next one; 0: it is not asked. What
+// is best depends on the processor and on the rows of a product, and is measured (trial.py).
+constexpr int DISTANCES = 4;  // of products of at most 2, 8, 24 rows, and of more
+inline int64_t distances[DISTANCES] = {10, 40, 40, 40};
+inline int64_t distance(int64_t rows) { return distances[rows <= 2 ? 0 : rows <= 8 ? 1 : rows <= 24 ? 2 : 3]; }
 
 // Rows of x that are multiplied at once, and the vectors of a panel that they are multiplied with meanwhile.
 template <class T>
@@ -27,7 +30,12 @@ constexpr int ROWS = PART == LANES                              ? 8
 
 template <class T, int N>
 static void multiply(
-    const typename T::Lane* x, int64_t stride, const typename T::Lane* panel, int64_t depth, Floats (&out)[N][COLUMNS]
+    const typename T::Lane* x,
+    int64_t stride,
+    const typename T::Lane* panel,
+    int64_t depth,
+    int64_t ahead,
+    Floats (&out)[N][COLUMNS]
 ) {
   constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
   for (int first = 0; first < COLUMNS; first += WIDE) {
@@ -36,7 +44,7 @@ static void multiply(
     {
       const typename T::Products mode;
       for (int64_t k = 0; k < depth; k++, at += WIDTH) {
-        for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD<N> * WIDTH + c * LANES);
+        for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
         typename T::Wide w[WIDE * PARTS];
         for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
         for (int r = 0; r < N; r++)
@@ -64,9 +72,11 @@ struct Linear {
   const Element* added = nullptr;
   int64_t added_stride = 0;
 
-  int64_t count() const { return up(n, WIDTH); }
+  // A part is a panel with some of the rows, which stay in the second cache while panels pass.
+  int64_t panels() const { return up(n, WIDTH); }
+  int64_t count() const { return panels() * up(m, SOME); }
   int64_t batch(int threads) const {
-    const int64_t worth = up(WORTH, std::max<int64_t>(1, m * k * WIDTH));
+    const int64_t worth = up(WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
     return std::max<int64_t>(worth, count() / (8 * threads));
   }
 
@@ -78,14 +88,20 @@ struct Linear {
     return found;
   }
 
-  void operator()(int64_t p) const {
-    const int64_t depth = k / T::DEPTH, stride = x_stride / T::DEPTH, column = p * WIDTH;
+  void operator()(int64_t i) const {
+    const int64_t begin = i / panels() * SOME;
+    part(i % panels(), begin, std::min(m, begin + SOME));
+  }
+
+  // Rows `begin` to before `end`, times panel p.
+  void part(int64_t p, int64_t begin, int64_t end) const {
+    const int64_t depth = k / T::DEPTH, stride = x_stride / T::DEPTH, column = p * WIDTH, ahead = distance(m);
     const Lane *panel = w + p * depth * WIDTH, *lanes = reinterpret_cast<const Lane*>(x);
     const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = 0; i < m; i += ROWS<T>)
-      with_constant<ROWS<T>>(std::min<int64_t>(ROWS<T>, m - i), [&](auto rows) {
+    for (int64_t i = begin; i < end; i += ROWS<T>)
+      with_constant<ROWS<T>>(std::min<int64_t>(ROWS<T>, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
-        multiply<T, rows>(lanes + i * stride, stride, panel, depth, sums);
+        multiply<T, rows>(lanes + i * stride, stride, panel, depth, ahead, sums);
         for (int c = 0; c * LANES < wide; c++) {
           const int some = std::min(LANES, wide - c * LANES);
           const int64_t at = column + c * LANES;

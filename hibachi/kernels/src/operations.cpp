@@ -181,7 +181,7 @@ EXPORT void hibachi_set_threads(int n) { set_threads(n); }
 // How many sets of tiles attention makes of a step; -1: no memory.
 EXPORT int64_t
 hibachi_sets(const Sizes* s, const int32_t* cu_q, const int32_t* pos, const int32_t* table, int threads) {
-  Work work(*s, cu_q);
+  Work work(*s, cu_q, threads);
   if (!work.ok()) return -1;
   work.fill(*s, cu_q, pos, table, true, threads);
   return work.set_count();
@@ -295,7 +295,7 @@ EXPORT int hibachi_attend(
 ) {
   const Sizes& s = *sizes;
   if (!inside(s, slot, pos, cu_q, table)) return OUTSIDE;
-  Work work(s, cu_q);
+  Work work(s, cu_q, threads());
   if (!work.ok()) return NO_MEMORY;
   work.fill(s, cu_q, pos, table, cascade, threads());
   return by_dtype(dtype, [&](auto type) {

@@ -258,10 +258,11 @@ static int step(const Step& s, const Op* ops, int64_t operations) {
   using E = typename T::Element;
   Sizes sizes{};
   sizes.tokens = s.tokens, sizes.rows = s.rows, sizes.heads = s.heads, sizes.kv_heads = s.kv_heads;
-  sizes.blocks = s.blocks, sizes.block_size = s.block_size, sizes.cache_blocks = s.cache_blocks;
+  sizes.v_dim = s.head_dim, sizes.blocks = s.blocks, sizes.block_size = s.block_size,
+  sizes.cache_blocks = s.cache_blocks;
   if (!inside(sizes, s.slot, s.pos, s.cu_q, s.table) || !below(s.last, s.outputs, s.tokens)) return OUTSIDE;
   const int crew = threads();
-  Work work(sizes, s.cu_q);
+  Work work(sizes, s.cu_q, crew);
   const Buffer<int64_t> counts(operations), batches(operations);
   if (!work.ok() || !counts.ok() || !batches.ok()) return NO_MEMORY;
   work.fill(sizes, s.cu_q, s.pos, s.table, s.cascade, crew);

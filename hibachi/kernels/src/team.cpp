@@ -12,10 +12,12 @@ namespace {
 
 constexpr double AWAKE = 200e-6;    // seconds that a thread looks for work after a job
 constexpr double PATIENT = 5e-3;    // and in the middle of one
-constexpr double STALLED = 200e-6;  // seconds that the caller waits for parts of others before it sleeps meanwhile
+constexpr double STALLED = 200e-6;  // seconds that parts of others may take longer than the caller's own, before it
+                                    // does without them and sleeps meanwhile
 constexpr double ALONE = 20e-3,
                  MOST_ALONE = 2;  // seconds without a team that costs more than it does, doubled each time
-constexpr double MEMORY = 0.75;   // of what earlier jobs gained
+constexpr double STRETCH = 5e-3;  // seconds of jobs that are looked at together; a long job has several
+constexpr double MEMORY = 0.75;   // of what earlier stretches gained
 constexpr int PAUSES = 64;        // between two looks at the clock
 
 // Which operation is on, and its next part. Each operation has a turn of its own; CLOSED: no part can be taken.
@@ -26,9 +28,7 @@ constexpr uint64_t ticket_of(uint32_t turn, int64_t next) { return uint64_t(turn
 
 class Team {
  public:
-  Mutex busy;  // held by the caller of `work` and of `crowded`
-
-  bool crowded() const { return until != 0 && now() < until; }
+  Mutex busy;  // held by the caller of `work`
 
   void work(const Job& j) {
     for (; size < j.threads; size++) {
@@ -40,27 +40,15 @@ class Team {
     }
     job = j;
     members.store(j.threads, std::memory_order_relaxed);
-    stopped.store(false, std::memory_order_relaxed);
-    if (j.seconds) began = now();
+    const double start = now();
+    stopped.store(start < until, std::memory_order_relaxed);
+    if (j.seconds) began = start;
     const uint32_t last = turn_of(ticket.load(std::memory_order_relaxed)) + uint32_t(j.operations) + 1;
     running.store(true, std::memory_order_relaxed);
     begin(0);
-    jobs.fetch_add(1);
-    if (sleeping.load()) {
-      door.lock();
-      bell.wake();
-      door.unlock();
-    }
-    const double start = now(), gained = lead(last), end = now();
+    call();
+    lead(last, start);
     running.store(false, std::memory_order_relaxed);
-    gain = MEMORY * gain + (1 - MEMORY) * gained / std::max(1e-9, end - start);
-    if (gain < 0) {
-      alone = std::min(MOST_ALONE, 2 * alone);
-      until = end + alone;
-      gain = 0;
-    } else if (gained > 0) {
-      alone = std::max(ALONE / 2, alone / 2);
-    }
   }
 
  private:
@@ -80,12 +68,12 @@ class Team {
   alignas(64) std::atomic<int64_t> operation{0}, count{0}, batch{0};
   std::atomic<int> members{1};
   std::atomic<bool> stopped{false}, running{false};
-  std::atomic<uint32_t> jobs{0}, sleeping{0};
+  std::atomic<uint32_t> calls{0}, sleeping{0};
   Mutex door;
   Condition bell;
   Job job{};                            // read by who has a part, and by who opens an operation
   double began = 0;                     // the operation that is on
-  double gain = 0.5;                    // of the seconds of a job, how many the team saves; below 0 it costs some
+  double gain = 0.5;                    // of the seconds of a stretch, how many the team saves; below 0 it costs some
   double alone = ALONE / 2, until = 0;  // for how long the caller did last without the team, and until when
   int size = 1;                         // threads that were started, and the caller
 
@@ -99,7 +87,18 @@ class Team {
     count.store(job.counts[i], std::memory_order_relaxed);
     batch.store(job.batches[i], std::memory_order_relaxed);
     done.store(0, std::memory_order_relaxed);
+    const bool shared = job.counts[i] > job.batches[i];
     ticket.store(ticket_of(turn, 0), std::memory_order_release);
+    if (shared) call();
+  }
+
+  // Wakes who sleeps, between jobs or in the middle of one that had nothing for them for long.
+  void call() {
+    if (stopped.load(std::memory_order_relaxed) || !sleeping.load()) return;
+    calls.fetch_add(1);
+    door.lock();
+    bell.wake();
+    door.unlock();
   }
 
   // Takes parts, computes them, and opens the next operation if they were the last. false: there are none to take.
@@ -124,40 +123,66 @@ class Team {
     return true;
   }
 
-  // What the caller does until the job is over. Returns the seconds that it was saved, less those that it waited.
-  double lead(uint32_t last) {
-    double gained = 0, worked = 0;  // worked: at the operation that is on
+  // What the caller does until the job is over. It counts the seconds that others save it, less those that it waits for
+  // them.
+  void lead(uint32_t last, double at) {
+    double gained = 0, since = at;  // of a stretch
+    double worked = 0;              // at the operation that is on
     int64_t mine = 0;               // parts of it
-    double at = now();
     for (;;) {
       const uint64_t before = ticket.load(std::memory_order_acquire);
-      if (turn_of(before) == last) return gained;
-      const int64_t all = count.load(std::memory_order_relaxed);
+      if (turn_of(before) == last) return look_back(gained, at - since, at);
+      const int64_t all = count.load(std::memory_order_relaxed), some = batch.load(std::memory_order_relaxed);
+      const bool alone_now = stopped.load(std::memory_order_relaxed);
       while (turn_of(ticket.load(std::memory_order_acquire)) == turn_of(before) && take(0, &mine)) {
       }
       const double then = now();
       worked += then - at;
       at = then;
+      const double patience = STALLED + (mine ? worked / mine * std::min(some, mine) : 0);
       uint64_t seen;
       for (int n = 1; turn_of(seen = ticket.load(std::memory_order_acquire)) == turn_of(before); n++) {
         if (next_of(seen) < all) break;
         pause();
-        if (n % PAUSES || now() - at < STALLED) continue;
-        if (gained < at - now()) stopped.store(true, std::memory_order_relaxed);  // others begin no part of this job
+        if (n % PAUSES || now() - at < patience) continue;
+        if (gained < now() - at) stop(now() - at);  // others begin no part for a while
         give_way();
       }
       const double end = now();
-      gained -= end - at;
+      if (!alone_now) gained -= end - at;
       at = end;
       if (turn_of(seen) == turn_of(before)) continue;
       if (mine) gained += worked / mine * (all - mine);
       worked = 0, mine = 0;
+      if (at - since > STRETCH) {
+        look_back(gained, at - since, at);
+        gained = 0, since = at;
+      }
+      if (alone_now && at >= until) stopped.store(false, std::memory_order_relaxed);
+    }
+  }
+
+  void stop(double seconds) {
+    until = std::max(until, now() + seconds);
+    stopped.store(true, std::memory_order_relaxed);
+  }
+
+  // At the end of a stretch.
+  void look_back(double gained, double took, double end) {
+    if (gained == 0) return;  // there were no others
+    gain = MEMORY * gain + (1 - MEMORY) * gained / std::max(1e-9, took);
+    if (gain < 0) {
+      alone = std::min(MOST_ALONE, 2 * alone);
+      stop(alone);
+      gain = 0;
+    } else if (gained > 0) {
+      alone = std::max(ALONE / 2, alone / 2);
     }
   }
 
   void serve(int me) {
     for (;;) {
-      const uint32_t before = jobs.load();
+      const uint32_t before = calls.load();
       double since = now();
       for (int n = 1;; n++) {
         if (!stopped.load(std::memory_order_relaxed) && take(me)) {
@@ -174,7 +199,7 @@ class Team {
       }
       door.lock();
       sleeping.fetch_add(1);
-      while (jobs.load() == before) bell.wait(door);
+      while (calls.load() == before) bell.wait(door);
       sleeping.fetch_sub(1);
       door.unlock();
     }
@@ -225,8 +250,7 @@ void set_threads(int n) { wanted.store(std::max(1, n), std::memory_order_relaxed
 void work(const Job& job) {
   Team* t = worth_sharing(job) ? ours() : nullptr;
   if (!t || !t->busy.try_lock()) return work_alone(job);
-  if (t->crowded()) work_alone(job);
-  else t->work(job);
+  t->work(job);
   t->busy.unlock();
 }
 
