@@ -2,8 +2,8 @@
 //
 // A block is 32 numbers of a row of W [n, k]: integers of four or eight bits, and one scale, float16. Rows of x are
 // rounded as int8.h has them, so that each scale of theirs goes with two blocks. The products of a block are added up
-// in int32, which is exact; that sum times the block's scale, rounded, times the scale of x is added to the row's sum in
-// float32, block by block. So what a row comes to depends on that row alone, and on no instructions.
+// in int32, which is exact; that sum times the block's scale, rounded, times the scale of x is added to the row's sum
+// in float32, block by block. So what a row comes to depends on that row alone, and on no instructions.
 //
 // W is stored in panels of 48 rows, [n / 48][k / 64][lanes of two blocks, and one of their two scales][48], so that
 // memory is read from its beginning to its end. Its numbers are unsigned, `Kind::ZERO` too large; what
@@ -19,8 +19,7 @@ using int8::Rounded;
 
 constexpr int COLUMNS = int8::COLUMNS, WIDTH = int8::WIDTH;
 constexpr int BLOCK = Rounded::BLOCK, PAIR = int8::GROUP / BLOCK;
-constexpr int AHEAD = 16;  // lanes before they are needed, memory is asked for them: as it was measured
-constexpr int ROWS = 4;    // of x that are multiplied at once
+constexpr int ROWS = 4;  // of x that are multiplied at once
 
 // The sums of a block as int8.h forms them.
 struct Exact {
@@ -84,7 +83,7 @@ inline int64_t depth(int64_t k) {  // lanes of a row
 
 // N rows of x from row i, times one panel.
 template <class Kind, int N>
-static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, Floats (&out)[N][COLUMNS]) {
+static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t ahead, Floats (&out)[N][COLUMNS]) {
   using Sums = Kind::Sums;
   constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1, PIECES = WIDE * PARTS;
   for (int first = 0; first < COLUMNS; first += WIDE) {
@@ -96,7 +95,7 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, Floats 
         PartInts block[N][PIECES] = {};
         const int64_t place = (i * x.groups + g) * PAIR + b, next = x.groups * PAIR;  // of x; to its next row
         for (int s = 0; s < Kind::LANES; s++, at += WIDTH) {
-          for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD * WIDTH + c * LANES);
+          for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
           for (int h = 0; h < Kind::HALVES; h++) {
             typename Sums::Wide w[PIECES];
             for (int c = 0; c < PIECES; c++) w[c] = Sums::wide(Kind::half(load<PartWords>(at + c * PART), h));
@@ -135,13 +134,14 @@ struct Linear {
   const Element* added = nullptr;
   int64_t added_stride = 0;
 
-  int64_t count() const { return up(n, WIDTH); }
+  // As in linear.h.
+  int64_t panels() const { return up(n, WIDTH); }
+  int64_t count() const { return panels() * up(m, SOME); }
   int64_t batch(int threads) const {
-    const int64_t worth = up(int8::WORTH, std::max<int64_t>(1, m * k * WIDTH));
+    const int64_t worth = up(int8::WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
     return std::max<int64_t>(worth, count() / (8 * threads));
   }
 
-  // As in linear.h.
   Linear of(int64_t begin, int64_t many, const void* other, const float*) const {
     Linear found = *this;
     found.x = x.from(begin), found.y += begin * y_stride, found.m = many;
@@ -149,14 +149,19 @@ struct Linear {
     return found;
   }
 
-  void operator()(int64_t p) const {
-    const int64_t column = p * WIDTH;
+  void operator()(int64_t i) const {
+    const int64_t begin = i / panels() * SOME;
+    part(i % panels(), begin, std::min(m, begin + SOME));
+  }
+
+  void part(int64_t p, int64_t begin, int64_t end) const {
+    const int64_t column = p * WIDTH, ahead = distance(m);
     const uint32_t* panel = w + p * depth<Kind>(k) * WIDTH;
     const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = 0; i < m; i += ROWS)
-      with_constant<ROWS>(std::min<int64_t>(ROWS, m - i), [&](auto rows) {
+    for (int64_t i = begin; i < end; i += ROWS)
+      with_constant<ROWS>(std::min<int64_t>(ROWS, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
-        multiply<Kind, rows>(x, i, panel, sums);
+        multiply<Kind, rows>(x, i, panel, ahead, sums);
         for (int c = 0; c * LANES < wide; c++) {
           const int some = std::min(LANES, wide - c * LANES);
           const int64_t at = column + c * LANES;

@@ -187,8 +187,8 @@ hibachi_sets(const Sizes* s, const int32_t* cu_q, const int32_t* pos, const int3
   return work.set_count();
 }
 
-// y [m, n] = x [m, k] times w [n, k], plus b [n] unless it is null; `wide`: float32, else x's dtype. kind: of w, of `Panels`;
-// scales: of its rows, if they are of int8.
+// y [m, n] = x [m, k] times w [n, k], plus b [n] unless it is null; `wide`: float32, else x's dtype. kind: of w, of
+// `Panels`; scales: of its rows, if they are of int8.
 EXPORT int hibachi_linear(
     int dtype,
     int kind,
@@ -205,7 +205,8 @@ EXPORT int hibachi_linear(
 ) {
   return by_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    if (kind < INT8) return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k) : linear<T, T>(x, stride, w, b, y, m, n, k);
+    if (kind < INT8)
+      return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k) : linear<T, T>(x, stride, w, b, y, m, n, k);
     return wide ? rounded_linear<T, F32>(kind, x, stride, w, scales, b, y, m, n, k)
                 : rounded_linear<T, T>(kind, x, stride, w, scales, b, y, m, n, k);
   });

@@ -66,9 +66,9 @@ struct Block {
 // ---- what lanes are of them
 // ------------------------------------------------------------------------------------------
 //
-// depth(k): lanes of a row; numbers(lanes): how many are in these; EMPTY: a lane without any. block(depth): how many lanes
-// of a row are made at once, of depth; lanes(): `some` of them from lane `at` on, with room up to a multiple of 16.
-// floats: room for as many numbers as `floats(k)` says.
+// depth(k): lanes of a row; numbers(lanes): how many are in these; EMPTY: a lane without any. block(depth): how many
+// lanes of a row are made at once, of depth; lanes(): `some` of them from lane `at` on, with room up to a multiple
+// of 16. floats: room for as many numbers as `floats(k)` says.
 
 template <class T>
 struct Rounded {
@@ -83,7 +83,7 @@ struct Rounded {
     auto* to = reinterpret_cast<typename T::Element*>(out);
     const int64_t first = numbers(at), count = std::min(numbers(some), k - first);
     for (int64_t i = 0; i < count; i += LANES)
-      T::put(to + i, From::read(row, first + i, std::min<int64_t>(LANES, count - i)));
+      T::write(to + i, From::read(row, first + i, std::min<int64_t>(LANES, count - i)));
   }
 };
 

@@ -200,7 +200,9 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
     case LINEAR_Q4_0:
     case LINEAR_Q8_0:
       return with_product<T, T>(
-          op.kind == LINEAR_INT8 ? INT8 : op.kind == LINEAR_Q4_0 ? Q4_0 : Q8_0,
+          op.kind == LINEAR_INT8   ? INT8
+          : op.kind == LINEAR_Q4_0 ? Q4_0
+                                   : Q8_0,
           [&](auto type) {
             using Product = typename decltype(type)::type;
             const Product product{

@@ -177,9 +177,7 @@ EXPORT void* hibachi_xla_linear(Frame* f) {
 EXPORT void* hibachi_xla_rows(Frame* f) {
   return handle(f, [](const Call& c) {
     const int64_t many = c.count(1), n = c.integer(1), k = c.out_size(0, 1);
-    return hibachi_rows(
-        !c.wide(), c.integer(0), c.in(0), c.in<float>(2), c.in<int32_t>(1), c.out(0), many, n, k
-    );
+    return hibachi_rows(!c.wide(), c.integer(0), c.in(0), c.in<float>(2), c.in<int32_t>(1), c.out(0), many, n, k);
   });
 }
 
