@@ -248,7 +248,7 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
     if decoder is not None and args.quantization == "auto":
         print("There is no bound with --quantization auto, which may keep the dtype or take int8.", flush=True)
     elif decoder is not None:
-        quantization = "int8" if args.quantization == "int8" else None
+        quantization = None if args.quantization == "none" else args.quantization
         limits = ceilings(args.backend or best_backend(), args.dtype or "float32", decoder, quantization)
         more = {"ceilings": limits, "bounds": bounds(session, works, decoder, limits)}
         print(_ceilings(limits), flush=True)

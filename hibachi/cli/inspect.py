@@ -28,6 +28,8 @@ from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.whose import leaves
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ROUNDED = {"int8": 1.0, "int4": 18 / 32}  # with the scales of blocks
+_BLOCKS = {"Q4_0": 18 / 32, "Q8_0": 34 / 32}  # as hibachi's kernels multiply them
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +130,8 @@ def _show(d: Description, facts: dict[str, Any]) -> None:
     _line("loaded by", d.mapping or "nothing that is registered")
     stored = ", ".join(f"{dtype} {_count(n)}" for dtype, n in d.stored.items())
     _line("parameters", f"{_count(d.parameters)} ({stored})")
+    if blocks := [dtype for dtype in d.stored if dtype in _BLOCKS]:
+        _line("multiplied", f"as {' and '.join(blocks)}, activations rounded to eight bits; not with --gguf-unpack")
     if d.arch:
         a = d.arch
         heads = f"{a.heads} heads" if a.heads == a.kv_heads else f"{a.heads} heads on {a.kv_heads} of keys and values"
@@ -178,12 +182,12 @@ def _memory(d: Description) -> list[dict[str, Any]]:
         if why_missing(name) is not None:
             continue
         backend = load_backend(name)
-        if "int8" in backend.quantizations:  # keys and values are in the dtype of the activations
+        for how in backend.quantizations:  # keys and values are in the dtype of the activations
             out.append(
                 {
                     "backend": name,
-                    "dtype": "int8",
-                    "weights": d.parameters,
+                    "dtype": how,
+                    "weights": round(d.parameters * _ROUNDED[how]),
                     "cache_per_token": None,
                     "full_context": None,
                 }
@@ -196,12 +200,17 @@ def _memory(d: Description) -> list[dict[str, Any]]:
                 {
                     "backend": name,
                     "dtype": dtype,
-                    "weights": d.parameters * size,
+                    "weights": _weights(d, size, native=getattr(backend, "native", False)),
                     "cache_per_token": token,
                     "full_context": token * d.context if d.context else 0,
                 }
             )
     return out
+
+
+def _weights(d: Description, size: int, *, native: bool) -> int:
+    """Bytes of all numbers, of `size` bytes each but for blocks that stay as they are."""
+    return round(sum(n * (_BLOCKS.get(dtype, size) if native else size) for dtype, n in d.stored.items()))
 
 
 def _count(n: int) -> str:

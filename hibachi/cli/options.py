@@ -30,6 +30,7 @@ def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny
     add("--device", metavar="NAME", help="device in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="dtype to compute in (default: the checkpoint's, else float32)")
     quantization_argument(parser)
+    gguf_unpack_argument(parser)
     add(
         "--autotune",
         metavar="S",
@@ -49,6 +50,7 @@ def open_model(args: argparse.Namespace) -> LLM:
             device=args.device,
             dtype=args.dtype,
             quantization=args.quantization,
+            gguf_unpack=args.gguf_unpack,
             autotune=args.autotune,
             kernels=args.kernels,
             deterministic=args.deterministic,
@@ -61,7 +63,16 @@ def quantization_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="store matrices in eight bits: less memory and time; auto: where it is faster here (default: none)",
+        help="store matrices in eight or four bits: less memory and time; auto: in eight where it is faster here "
+        "(default: none)",
+    )
+
+
+def gguf_unpack_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gguf-unpack",
+        action="store_true",
+        help="make numbers of the dtype of a GGUF file's Q4_0 and Q8_0, which are multiplied as they are",
     )
 
 

@@ -261,7 +261,7 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         else None,
         layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
         token=None if kind is None else (kind.shape, str(kind.dtype)),
-        quantization=getattr(backend, "quantization", "none"),
+        quantization=getattr(plan.model, "quantization", getattr(backend, "quantization", "none")),
         eos_ids=eos_ids_of(plan.model, plan.vocab_size, plan.codebooks),
         codebooks=plan.codebooks,
         seeded=(declared := declared_by(plan.model)).seeded,

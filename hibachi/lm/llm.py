@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from hibachi.tensor.discover import resolve_or_best
 from hibachi.tensor.library import check_numerics
 from hibachi.tune.autotune import seconds_of, settle
 
-QUANTIZATIONS = ("auto", "none", "int8")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 class LLM(Texts):
@@ -52,8 +55,11 @@ class LLM(Texts):
     variable HIBACHI_AUTOTUNE says. Only kernels that give the same bits are candidates, unless `kernels` is given.
     kernels: a file. If it exists, its kernels are used; otherwise it is written with the fastest of all, so that
     another machine can use the same. See docs/backends.md.
-    quantization: "int8": matrices in eight bits, which takes half the memory of bfloat16 and less time; "auto": where
-    it was measured to take less time on this machine; None or "none": as the dtype says. See docs/quantization.md.
+    quantization: "int8": matrices in eight bits, which takes half the memory of bfloat16 and less time; "int4": in four
+    bits; "auto": in eight where that was measured to take less time on this machine; None or "none": as the dtype says,
+    and as they are if a GGUF file has them in Q4_0 or Q8_0. See docs/quantization.md.
+    gguf_unpack: matrices in Q4_0 and Q8_0 become numbers of the dtype, as all other quantized ones do, and activations
+    are not rounded.
 
     default_params: an attribute, the SamplingParams of a request that brings none; from the model's
     generation_config.json. As in vLLM, parameters given with a request replace all of them;
@@ -76,6 +82,7 @@ class LLM(Texts):
         backend: str | ArrayBackend | None = None,
         dtype: str | None = None,
         quantization: str | None = None,
+        gguf_unpack: bool = False,
         autotune: str | float | None = None,
         kernels: str | Path | None = None,
         device: Any = None,
@@ -99,7 +106,7 @@ class LLM(Texts):
         overlap: bool | None = None,
         speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
     ) -> None:
-        files = open_files(locate(model))
+        files = open_files(locate(model), gguf_unpack=gguf_unpack)
         self.path, self.backend = files.path, _backend(backend, device)
         check_numerics(numerics, self.backend)  # before anything is timed or loaded
         invariant = bool(deterministic or (deterministic is None and self.backend.keeps_promise))
@@ -115,8 +122,14 @@ class LLM(Texts):
             portable=is_portable(files),
         )
         dtype = choice.dtype
-        self.backend = _quantized(choice.backend, quantization, dtype)
+        self.backend = _quantized(choice.backend, "none" if quantization == "auto" and files.blocks else quantization, dtype)
         self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        if (kept := getattr(self.model, "quantization", "none")) != "none":
+            log.info(
+                "matrices are kept in %s, and activations rounded before each product (docs/quantization.md)%s",
+                kept,
+                "" if kept == self.backend.quantization else "; gguf_unpack undoes both",
+            )
         # Kernels of a file may have other bits, and libraries compute some models apart.
         check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False))
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)

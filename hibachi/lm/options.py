@@ -15,6 +15,7 @@ class ModelOptions(TypedDict, total=False):
     backend: str | ArrayBackend | None
     dtype: str | None
     quantization: str | None
+    gguf_unpack: bool
     autotune: str | float | None
     kernels: str | Path | None
     device: Any

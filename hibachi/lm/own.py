@@ -29,7 +29,7 @@ from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-_OF_FILES = ("device", "quantization", "autotune", "kernels", "numerics")
+_OF_FILES = ("device", "quantization", "gguf_unpack", "autotune", "kernels", "numerics")
 _FORWARD = ("max_num_queued_reqs", "restart", "stall_after", "record")  # options that have a meaning there, too
 _KIND = ("token", "stop_token", "padding_token")  # attributes of a model that its engine is given
 
@@ -121,7 +121,7 @@ def no_text(model: str, got: str) -> str:
 
 def _made(model: str, options: TextOptions) -> Any:
     for name in _OF_FILES:
-        if options.get(name) not in (None, "none"):
+        if options.get(name) not in (None, "none", False):
             raise ConfigError(f"{name} is for models from files; {model} decides for itself. Leave it out.")
     return model_named(model, options.get("backend"))
 

@@ -20,7 +20,7 @@ from hibachi.model.weights import Weights, matrices
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, Paged, StepInputs
-from hibachi.tensor.packing import Rows
+from hibachi.tensor.packing import Rows, quantization_of
 
 Params: TypeAlias = dict[str, Any]
 
@@ -70,6 +70,7 @@ class Decoder:
         fuses = backend.shapes.compiled and (arch.residual_scale, arch.embed_scale) != (1.0, 1.0)
         self.portable: bool = arch.logit_softcap is None and not fuses
         """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
+        self.quantization: str = quantization_of(backend, params)
         self.fused: Callable[..., Any] | None = backend.fuse(self)
         """All layers in one call, where the backend can; None means operation by operation, with the same result."""
 

@@ -53,6 +53,11 @@ class ModelFiles:
             stored[tensors.dtype(name)] += math.prod(tensors.shape(name))
         return _DTYPES.get(stored.most_common(1)[0][0]) if stored else None
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """How those of its numbers are stored of which hibachi's kernels multiply the blocks, such as "Q4_0"."""
+        return () if self.gguf is None else self.gguf.blocks
+
     def tokenizer(self, *, vocab_size: int | None = None) -> Tokenizer | NoTokenizer:
         """The model's tokenizer, whose ids must be below vocab_size; `NoTokenizer` where there is no file of one.
 
@@ -95,14 +100,15 @@ def locate(model: str | Path) -> Path:
     )
 
 
-def open_files(path: str | Path) -> ModelFiles:
+def open_files(path: str | Path, *, gguf_unpack: bool = False) -> ModelFiles:
     """The model at `path`: a folder with config.json, a GGUF file, or a folder that holds one of those and no config.
 
+    gguf_unpack: as for `LLM`.
     Raises InvalidModelFiles, UnknownArchitecture for a GGUF file of a kind that we do not know, MissingExtra.
     """
     path = Path(path)
     if (file := find_gguf(path)) is not None:
-        gguf = GGUF(file)
+        gguf = GGUF(file, unpack=gguf_unpack)
         return ModelFiles(file, gguf.config, gguf)
     if not path.is_dir():
         raise InvalidModelFiles(f"{path} is no model: expected a folder in Hugging Face layout, or a .gguf file.")

@@ -18,6 +18,7 @@ from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, State, StepInputs
+from hibachi.tensor.packing import quantization_of
 
 _NO_LIMIT = 2**20  # tokens: the model has none of its own
 
@@ -107,6 +108,7 @@ class Mamba:
         self.vocab_size: int = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
+        self.quantization: str = quantization_of(backend, params)
 
     @classmethod
     def load(

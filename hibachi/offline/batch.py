@@ -115,6 +115,7 @@ class Batch:
             "model": told.model_facts(settings.model, weights=self.verify_weights),
             "settings": {
                 "quantization": settings.quantization,
+                **({"gguf_unpack": True} if settings.gguf_unpack else {}),
                 "max_model_len": settings.max_model_len,
                 "generation_config": _with_digest(settings.generation_config, "generation_config.json"),
                 "chat_template": _with_digest(settings.chat_template),

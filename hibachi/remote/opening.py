@@ -61,6 +61,7 @@ def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
         device=settings.device,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        gguf_unpack=settings.gguf_unpack or None,
         autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
         kernels=settings.kernels,
         deterministic=settings.deterministic,

@@ -118,6 +118,12 @@ class GGUF(Tensors):
         return e.stored if e.change is None else None
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """How those tensors are stored of which kernels multiply the blocks."""
+        stored = (self.stored(name) for name in self)
+        return tuple(sorted({s.dtype for s in stored if s is not None and s.packs and s.dtype in QUANTIZED}))
+
+    @property
     def has_tokenizer(self) -> bool:
         """Does the file hold a vocabulary of texts?"""
         return self.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")

@@ -37,7 +37,7 @@ class Engine:
         self.about: dict[str, str] = {
             **backend.versions(),
             "kernels": backend.kernels,
-            "quantization": backend.quantization,
+            "quantization": self.engine.facts.quantization,
         }
         self.profile: Any = None
         if wants_profile:
