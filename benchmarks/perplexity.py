@@ -1,9 +1,11 @@
-"""Perplexity of a model on a text, and tokens a second, with weights in float32, bfloat16 and int8.
+"""Perplexity of a model on a text, and tokens a second, with weights in float32, bfloat16, int8 and int4, and
+as a GGUF file has them in Q4_0 and Q8_0.
 
     .venv/bin/python benchmarks/perplexity.py --model .smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text FILE
 
 Windows of the text are scored by themselves: each token but the first of a window given those before it. The bound that
-int8 has to keep: at most 1 % above bfloat16; the command fails otherwise.
+int8 has to keep: at most 1 % above bfloat16; the command fails otherwise. Where a file has blocks that are multiplied as
+they are, the other variants unpack them.
 
 Decoding is timed in turns: all variants write the same number of tokens, one after the other, and again.
 """
@@ -19,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import hibachi
+from hibachi.model.files import locate, open_files
 from hibachi_torch.native import NativeTorchBackend
 
 MOST = 0.01  # that int8 may be above bfloat16
@@ -28,6 +31,8 @@ VARIANTS: dict[str, tuple[Any, str, str | None]] = {
     "bfloat16": (NativeTorchBackend, "bfloat16", None),
     "int8": (NativeTorchBackend, "bfloat16", "int8"),
     "int8, float32": (NativeTorchBackend, "float32", "int8"),
+    "int4": (NativeTorchBackend, "bfloat16", "int4"),
+    "as stored": (NativeTorchBackend, "bfloat16", None),
 }
 
 
@@ -68,12 +73,15 @@ def main() -> int:
     text = text[len(text) // 2 :][: 8 * args.tokens]
     llms, found = {}, {}
     for name in args.variants:
+        if name == "as stored" and not open_files(locate(args.model)).blocks:
+            continue
         make, dtype, quantization = VARIANTS[name]
         llms[name] = llm = hibachi.LLM(
             args.model,
             backend=make("cpu"),
             dtype=dtype,
             quantization=quantization,
+            gguf_unpack=name != "as stored",
             max_num_seqs=max(args.rows),
             max_model_len=args.window + 1,
             kv_cache_memory_bytes=1 << 29,
