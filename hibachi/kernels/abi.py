@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 4
+ABI = 5
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -76,6 +76,7 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "int8_rounded": "n:n",
     "threads": "i:",
     "set_threads": ":i",
+    "set_distances": ":p",
     "xla_version": ":i",
     "sets": "n:ppppi",
     "linear": "b:iipnpppnnn",
