@@ -73,6 +73,11 @@ class Promise:
             self._settle(e)
         return True
 
+    def passed(self) -> None:
+        """A whole trial has just ended without a difference: one that was left for later is not needed any more."""
+        if self._trial is not None:
+            self._settle(None)
+
     def close(self) -> None:
         """There will be no further step."""
         if self._trial is not None:

@@ -106,6 +106,13 @@ def test_the_whole_trial_runs_beside_requests_and_by_itself(monkeypatch):
         assert e.meters().computed == 3  # of the request
 
 
+def test_who_checks_it_need_not_be_waited_for(held):
+    with engine() as e:
+        assert e.selfcheck() > 3 and e.facts.remarks == () and e.deterministic
+        e.run([1, 2, 3], GREEDY).collect()
+        assert not held.began.is_set()
+
+
 def test_a_difference_that_is_found_later_is_told_and_requests_go_on(caplog):
     with caplog.at_level(logging.WARNING, "hibachi.engine"), engine(Liar(), speculative_config="auto") as e:
         assert e.deterministic and e.facts.speculates and e.core.drafting is not None
