@@ -24,7 +24,8 @@ from hibachi.kernels.threads import most_threads
 from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.native import CODES, DEEPEST, LANES, TOP_K, Int8Backend, OwnLayout, int8_packed, unpacked
+from hibachi.tensor.native import CODES, DEEPEST, LANES, TOP_K, Int8Backend, OwnLayout, unpacked
+from hibachi.tensor.packing import Rows, pack
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi.tensor.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
 from hibachi.tensor.terms import terms
@@ -123,14 +124,18 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
-        computed = self._computed(dtype)
-        kind = np.dtype(self.dtype(computed))
-        plain = np.ascontiguousarray(np.asarray(w).astype(kind, copy=False))
-        (n, k), panel = plain.shape, self._run.panel()
-        depth = k + k % 2 if computed == "bfloat16" else k
-        packed = self._slabs.empty(-(-n // panel) * panel * depth, kind)
-        self._run.pack(CODES[computed], plain.ctypes.data, packed.ctypes.data, n, k)
-        return PackedWeight(self._placed(packed), None, (n, k), np.dtype(self.dtype(dtype)))
+        return NativeJaxBackend.put_rows(self, [w], dtype)
+
+    @override
+    def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
+        return self._packed(parts, dtype, self._computed(dtype))
+
+    def _packed(self, parts: Sequence[Rows], dtype: str, into: str) -> PackedWeight:
+        shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        data, scales = pack(parts, into, self._run, self._slabs)
+        kind = np.uint8 if into == "int8" else np.dtype(self.dtype(into))
+        placed = self._placed(data.view(kind)), None if scales is None else self._placed(scales)
+        return PackedWeight(*placed, shape, np.dtype(self.dtype(dtype)))
 
     def _placed(self, packed: HostArray) -> Array:
         return jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
@@ -373,11 +378,12 @@ class Int8NativeJaxBackend(NativeJaxBackend):
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
+        return self.put_rows([w], dtype)
+
+    @override
+    def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
         self._computed(dtype)
-        if w.shape[1] > DEEPEST:
-            return super().put_weight(w, dtype)
-        data, scales = int8_packed(w, self._run, self._slabs)
-        return PackedWeight(self._placed(data), self._placed(scales), tuple(w.shape), np.dtype(self.dtype(dtype)))
+        return super().put_rows(parts, dtype) if parts[0].shape[1] > DEEPEST else self._packed(parts, dtype, "int8")
 
     @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:

@@ -38,6 +38,7 @@ from hibachi.engine.build import (
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
+from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts, padding_checked
 from hibachi.engine.waits import Waits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
@@ -52,8 +53,7 @@ from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
-from hibachi.runners.selfcheck import ProposalsDiffer, selfcheck
-from hibachi.runners.trial import telling
+from hibachi.runners.selfcheck import selfcheck
 from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
@@ -114,7 +114,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     {"method": "ngram", "num_speculative_tokens": 4}. The method: "ngram", an installed drafter's name, a `Drafter`; or
     in its place "model", a draft model of level 2. None and "off" mean no proposals.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
-    (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
+    (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made, or
+    beside the first requests if nobody asked and the bits have a name (`Facts.numerics`).
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
     first prompt; otherwise each call has one row. None means level 2 as the model was made, level 1 if it works when it
     is tried (not where each shape is compiled, nor if the model's attribute `deterministic` is False), level 0 no. See
@@ -186,7 +187,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         )
         self.model = model
         self._speculation = as_config(speculative_config)
-        self._proposals_differ: str | None = None  # how the bits of a step with proposals differ from those of others
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
         limit = max_model_len if max_model_len is not None else limit_of(model)
@@ -227,7 +227,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._policy = policy_of(scheduling_policy)
         self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop_rule}
         self._backend = backend_of(backend, model, token, stop_token, padding_token)
-        self._asked, self._deterministic = bool(deterministic), self._decide(deterministic)
+        self._promise = Promise(self._decide(deterministic), asked=bool(deterministic), config=self._speculation)
         self._built: Built | None = None
         padding_checked(self._backend, padding_token)
         if returns_ids(model):
@@ -243,7 +243,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.deterministic
-        return bool(self._deterministic)
+        return bool(self._promise.deterministic)
 
     def _decide(self, deterministic: bool | None) -> bool | None:
         """Whether the batch must leave no trace in a request's bits; None means that a trial decides.
@@ -268,43 +268,23 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._backend = computes.invariant()
         return True
 
-    def _check_bits(self, runner: CachedRunner) -> bool:
-        """Run `selfcheck` before the first request. Unless determinism was asked for, a model without it is served
-        too.
-        """
-        if self._deterministic:
-            speculated = self._speculation is not None and speculation.cannot_speculate(runner) is None
-            try:
-                with telling(runner.name):
-                    selfcheck(runner, unused=True, speculated=speculated)
-            except ProposalsDiffer as e:
-                self._proposals_differ = str(e)
-                if self._speculation is not None and not self._speculation.auto:
-                    self._deterministic = False
-                    log.warning("deterministic=False, as speculative_config may change bits: %s", e)
-            except Exception as e:
-                if self._asked:
-                    raise
-                self._deterministic = False
-                log.warning("deterministic=False, as the check of the model failed: %s", e)
-        log.info("deterministic=%s; %s", self.deterministic, runner.backend.fingerprint())
-        return self.deterministic
-
     def selfcheck(self) -> int:
         """Compute a few prompts alone, beside others, and with proposed tokens where these are possible; returns how
         many outputs agreed in every bit.
 
         It may be called at any time: it uses a cache of its own, or at levels 0 and 1 the trial from before the first
-        step. A deterministic engine runs it when it is made. 0 means there was nothing to compare: no request has come,
-        each call has one row, or the model has a cache and returns tokens, not logits. Raises NotDeterministic with the
-        first difference.
+        step. A deterministic engine runs it when it is made, or beside its first requests; what is left of that is not
+        needed after this. 0 means there was nothing to compare: no request has come, each call has one row, or the
+        model has a cache and returns tokens, not logits. Raises NotDeterministic with the first difference.
         """
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.selfcheck()
         if not isinstance(runner, CachedRunner):
             return 0
-        return selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
+        compared = selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
+        self._promise.passed()
+        return compared
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -388,7 +368,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         """
         if self._built is None:
             raise EngineError("The engine is built with its first request, which tells the library. Send one.")
-        return self._built.facts
+        return self._promise.told(self._built.facts)
 
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
         """See `BatchEngine`. channel: where the items go; None means a new one."""
@@ -476,10 +456,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             if self._built is not None:
                 return self._built
             self._check_open()
-            built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self._deterministic)
+            built = build(
+                self._plan, backend, self._policy, self._tokens, self._promise.check, self._promise.deterministic
+            )
             self._worker = self._serve(built.scheduler, built.runner)
             engine, config = self._worker.engine, self._speculation
-            engine.drafting = speculation.made(config, built, type(self.model).__name__, self._proposals_differ)
+            engine.drafting = speculation.made(config, built, type(self.model).__name__, self._promise.differ)
+            engine.promise = self._promise
             engine.waits = None if config is None else Waits(always=not config.auto)
             speculates = engine.drafting is not None
             self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))

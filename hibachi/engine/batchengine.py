@@ -39,7 +39,7 @@ class Facts:
     codebooks: of a token that is sampled; None means it is one id. seeded: the model draws itself, from a request's
     seed. inputs: arrays that come with each request.
     speculates: tokens are proposed, so a prediction of the output is of use.
-    remarks: what was found when the engine was made, in words.
+    remarks: what was found when the engine was made, or later, in words.
     """
 
     vocab_size: int | None

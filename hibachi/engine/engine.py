@@ -18,6 +18,7 @@ import numpy as np
 from hibachi.engine.budget import TokenBudget, guilty_of
 from hibachi.engine.compiling import Compiling
 from hibachi.engine.drafting import Drafting
+from hibachi.engine.promise import Promise
 from hibachi.engine.stats import Counts, Stats
 from hibachi.engine.waits import Waits
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
@@ -91,6 +92,7 @@ class Engine:
         self._calm = False  # the next step is waited for
         self._compiling = Compiling(self._made)
         self.drafting: Drafting | None = None
+        self.promise: Promise | None = None
         self.waits: Waits | None = None  # where steps may begin before the last one is read; None means that all do
         self._waiting = False  # this step is waited for, as it may have proposals then
         self._alone = False  # the last step needed what the host learns from the one before
@@ -268,11 +270,16 @@ class Engine:
         self._flight = launched
         return True
 
+    def try_model(self) -> bool:
+        """Take one step of a trial of the model that was left for later; False if there was none to take."""
+        return self.promise is not None and self.promise.step()
+
     def _plan(self, now: float) -> StepPlan | None:
         drafts = None
         # Proposals go on from the last token, and cost a step that begins before that is read.
         waits = self._launcher is None or self._waiting or self._alone
-        if self.drafting is not None and self._flight is None and waits:
+        may = self.promise is None or self.promise.proposes
+        if self.drafting is not None and self._flight is None and waits and may:
             assert isinstance(self.runner, BaseRunner)
             drafts = self.drafting.propose(self.scheduler, self.runner)
         if drafts:
@@ -708,6 +715,8 @@ class Engine:
 
     def close(self) -> None:
         self._compiling.close()
+        if self.promise is not None:
+            self.promise.close()
         if self.drafting is not None:
             self.drafting.close()
         self.runner.close()

@@ -173,6 +173,7 @@ class Worker:
             busy = engine.step()
             if not busy:
                 self._rest()
+            busy |= engine.try_model()
 
     def _patience(self) -> float | None:
         """Seconds until the engine must look after a deadline, even if no request arrives; None means for ever."""

@@ -72,7 +72,6 @@ STRUCTS = (Sizes, Op, Step, Scanned, Mixture)
 _LETTERS: dict[str, Any] = {"i": ctypes.c_int, "n": _i64, "f": _f32, "p": _p}
 FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its arguments
     "panel": "n:",
-    "int8_panel": "n:",
     "int8_rounded": "n:n",
     "threads": "i:",
     "set_threads": ":i",
@@ -80,10 +79,10 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "xla_version": ":i",
     "sets": "n:ppppi",
     "linear": "b:iipnpppnnn",
-    "pack": "b:ippnn",
+    "packed": "n:inn",
+    "pack": "b:iippppnnnn",
     "rows": "b:ipppnnn",
     "int8_linear": "b:iipnppppnnn",
-    "int8_pack": "b:pppnn",
     "int8_rows": "b:ippppnnn",
     "attend": "b:ippppppppppipnpp",
     "rms_norm": "b:ipnppnnf",

@@ -16,9 +16,11 @@ import numpy as np
 from hibachi.errors import ConfigError
 from hibachi.model.arch import Arch, Layer
 from hibachi.model.rope import HostArray, room, tables
+from hibachi.model.weights import Weights, matrices
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, Paged, StepInputs
+from hibachi.tensor.packing import Rows
 
 Params: TypeAlias = dict[str, Any]
 
@@ -257,8 +259,9 @@ def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: 
 
 def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_model_len: int) -> Params:
     """What belongs to no layer."""
-    embed = b.put_weight(files["embed.weight"], dtype)
-    params: Params = {"embed": embed, "head": embed if arch.tied else b.put_weight(files["head.weight"], dtype)}
+    embed = b.put_rows(matrices_of(files, "embed.weight"), dtype)
+    head = embed if arch.tied else b.put_rows(matrices_of(files, "head.weight"), dtype)
+    params: Params = {"embed": embed, "head": head}
     if arch.head_bias:
         params["head_bias"] = b.put(files["head.bias"], dtype)
     if arch.learned_positions:
@@ -279,20 +282,25 @@ def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: 
             continue
         names = [f"{at}{n}" for n in ((ours,) if f"{at}{ours}.weight" in files else parts)]
         names = [n for n in names if f"{n}.weight" in files]  # without a gate, `up` is alone
-        weights = [files[f"{n}.weight"] for n in names]
+        weights = [w for n in names for w in matrices_of(files, f"{n}.weight")]
         if any(f"{n}.bias" in files for n in names):
             biases = [
-                files[f"{n}.bias"] if f"{n}.bias" in files else np.zeros(len(w), w.dtype)
+                files[f"{n}.bias"] if f"{n}.bias" in files else np.zeros(w.shape[0], np.float32)
                 for n, w in zip(names, weights, strict=True)
             ]
             layer[f"{ours}_bias"] = b.put(np.concatenate(biases), dtype)
-        layer[ours] = b.put_weight(weights[0] if len(weights) == 1 else np.concatenate(weights), dtype)
+        layer[ours] = b.put_rows(weights, dtype)
     if kind.experts:
-        gate, up = files[f"{at}experts.gate.weight"], files[f"{at}experts.up.weight"]
+        gate, up, down = (matrices_of(files, f"{at}experts.{n}.weight") for n in ("gate", "up", "down"))
         layer["router"] = b.put_precise(files[f"{at}router.weight"], dtype)
-        layer["gate_up"] = [b.put_weight(np.concatenate(pair), dtype) for pair in zip(gate, up, strict=True)]
-        layer["down"] = [b.put_weight(w, dtype) for w in files[f"{at}experts.down.weight"]]
+        layer["gate_up"] = [b.put_rows(pair, dtype) for pair in zip(gate, up, strict=True)]
+        layer["down"] = [b.put_rows([w], dtype) for w in down]
     return layer
+
+
+def matrices_of(files: Mapping[str, HostArray], name: str) -> list[Rows]:
+    """See `Weights.matrices`."""
+    return files.matrices(name) if isinstance(files, Weights) else matrices(files[name])
 
 
 def _put_norm(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.model.decoder import Params, checked
+from hibachi.model.decoder import Params, checked, matrices_of
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
@@ -206,7 +206,7 @@ def _shapes(a: MambaArch, names: Mapping[str, str]) -> tuple[dict[str, Any], dic
 def _params(
     a: MambaArch, files: Mapping[str, HostArray], names: Mapping[str, str], b: ArrayBackend, dtype: str
 ) -> Params:
-    embed = b.put_weight(files[f"{names['embed']}.weight"], dtype)
+    embed = b.put_rows(matrices_of(files, f"{names['embed']}.weight"), dtype)
     layers = []
     for i in range(a.layers):
         at = f"{names['layers']}{i}."
@@ -217,16 +217,17 @@ def _params(
             "decay": b.put(np.ascontiguousarray(rates.T), "float32"),
             "skip": b.put(files[f"{at}{names['d']}"], "float32"),
         }
-        for name in ("in_proj", "x_proj", "dt_proj", "out_proj"):
-            put = b.put_precise if name in ("x_proj", "dt_proj") else b.put_weight  # small, and exp follows
-            layer[name] = put(files[f"{at}{names[name]}.weight"], dtype)
+        for name in ("in_proj", "out_proj"):
+            layer[name] = b.put_rows(matrices_of(files, f"{at}{names[name]}.weight"), dtype)
+        for name in ("x_proj", "dt_proj"):  # small, and exp follows
+            layer[name] = b.put_precise(files[f"{at}{names[name]}.weight"], dtype)
         for name in ("in_proj", "conv", "dt_proj", "out_proj"):
             if (bias := f"{at}{names[name]}.bias") in files:
                 layer[f"{name}_bias"] = b.put(files[bias], dtype)
         layers.append(layer)
     return {
         "embed": embed,
-        "head": embed if a.tied else b.put_weight(files[f"{names['head']}.weight"], dtype),
+        "head": embed if a.tied else b.put_rows(matrices_of(files, f"{names['head']}.weight"), dtype),
         "norm": b.put(files[f"{names['norm']}.weight"], dtype),
         "layers": layers,
     }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.model.arch import Arch, Shapes, shapes
 from hibachi.model.families import Family
 from hibachi.model.fields import Config
 from hibachi.model.rope import HostArray
-from hibachi.model.weights import Checkpoint
+from hibachi.model.weights import Checkpoint, Weights
+from hibachi.tensor.packing import Rows
 
 
-class Canonical(Mapping[str, HostArray]):
+class Canonical(Weights):
     """The tensors of `files` as the decoder calls them; each is read when asked for.
 
     Checks first that names and shapes are those that the arch implies; raises one InvalidModelFiles that lists
@@ -49,6 +51,13 @@ class Canonical(Mapping[str, HostArray]):
             array = array.T
         change = self._family.reordered.get(base)
         return array if change is None else change(array, self._arch)
+
+    @override
+    def matrices(self, name: str) -> list[Rows]:
+        _, base, _ = _parts(name)
+        if name not in self._found or base in self._family.transposed or base in self._family.reordered:
+            return super().matrices(name)
+        return [m for place in self._places(name) for m in self._files.matrices(place)]
 
     def _places(self, name: str) -> list[str]:
         """Names in the files: one, or those of all experts."""

@@ -6,25 +6,35 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
-import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from hibachi.errors import InvalidModelFiles
+from hibachi.tensor.packing import Rows
+from hibachi.tensor.stored import AGAIN, PLAIN, HostArray, Stored
 
-HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
-WINDOW = 1 << 20
-"""How many numbers are mapped and cast at a time: a few MB, so that the pages of a file do not pile up in memory."""
 
-AGAIN = "Copy or download the file again"
+class Weights(Mapping[str, HostArray]):
+    """Tensors by name, some of which need not be read to become weights."""
+
+    def matrices(self, name: str) -> list[Rows]:
+        """The matrix of this name, or all along the first dimension of a larger tensor; unread where kernels can take
+        them from their file. Raises as `self[name]` does.
+        """
+        return matrices(self[name])
 
 
-class Tensors(Mapping[str, HostArray]):
+def matrices(w: HostArray | Stored) -> list[Rows]:
+    """The matrix, or all along the first dimension of a larger tensor."""
+    return [w] if len(w.shape) == 2 else list(w)
+
+
+class Tensors(Weights):
     """Tensors by name; each is read from its file when asked for, and not kept.
 
     `weights[name]` and `read` give arrays of their own memory in the machine's byte order. Raise KeyError for a name
@@ -49,8 +59,17 @@ class Tensors(Mapping[str, HostArray]):
         None means as it is stored, and float32 if NumPy has no such dtype (bfloat16, quantized).
         """
 
+    @abstractmethod
+    def stored(self, name: str) -> Stored | None:
+        """Where the tensor lies; None means that it is made of what lies there."""
+
     def __getitem__(self, name: str) -> HostArray:
         return self.read(name)
+
+    @override
+    def matrices(self, name: str) -> list[Rows]:
+        found = self.stored(name)
+        return matrices(self[name] if found is None or not found.packs else found)
 
     def __contains__(self, name: object) -> bool:
         return any(name == n for n in self)
@@ -85,22 +104,11 @@ class Tensors(Mapping[str, HostArray]):
 
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E5M2": 8, "F8_E4M3": 8, "F4": 4, "I64": 64, "I32": 32}
 _BITS |= {"I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "C64": 64}
-_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MOST_HEADER = 32 << 20  # bytes; real ones have some thousands
 _MOST_INDEX = 64 << 20
 _MOST_DIMS = 16
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Where a tensor lies."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class Checkpoint(Tensors):
@@ -110,11 +118,11 @@ class Checkpoint(Tensors):
     come as they are, bfloat16 as float32 (exact). Raises InvalidModelFiles for a missing or damaged file.
     """
 
-    readable = frozenset(_STORED)
+    readable = frozenset(PLAIN)
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Stored] = {}
         single, index = self.path / _SINGLE, self.path / _INDEX
         if single.is_file():  # not exists(): opening a named pipe would wait for ever
             self._entries = _read_header(single)
@@ -140,22 +148,15 @@ class Checkpoint(Tensors):
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
         e = self._entries[name]
-        if e.dtype not in _STORED:
+        if e.dtype not in PLAIN:
             raise InvalidModelFiles(
-                f"{e.file}: {name} is stored as {e.dtype}, expected one of {', '.join(_STORED)}. Use a model that is "
+                f"{e.file}: {name} is stored as {e.dtype}, expected one of {', '.join(PLAIN)}. Use a model that is "
                 f"not quantized, or convert it with transformers' save_pretrained."
             )
-        stored = np.dtype(_STORED[e.dtype])
-        usual = np.float32 if e.dtype == "BF16" else stored.newbyteorder("=")
-        out = np.empty(e.shape, usual if dtype is None else dtype)
-        flat = out.reshape(-1)
-        for start, part in windows(e.file, e.offset, stored, flat.size):
-            into = flat[start : start + len(part)]
-            if e.dtype == "BF16":
-                widen(part, into)
-            else:
-                into[...] = part
-        return out
+        return e.read(dtype)
+
+    def stored(self, name: str) -> Stored | None:
+        return self._entries[name]
 
     def _read_shards(self, index: Path) -> None:
         names = _read_object(index, 0, _size(index, _MOST_INDEX)).get("weight_map")
@@ -193,32 +194,7 @@ class Checkpoint(Tensors):
         )
 
 
-def windows(
-    file: Path, offset: int, stored: np.dtype[Any], count: int, step: int = WINDOW
-) -> Iterator[tuple[int, HostArray]]:
-    """(index, the next numbers) of `count` numbers in a file, of which at most `step` are mapped at a time.
-
-    Raises InvalidModelFiles if the file is no longer that long.
-    """
-    for start in range(0, count, step):
-        few = min(step, count - start)
-        try:
-            yield start, np.memmap(file, stored, "r", offset + start * stored.itemsize, (few,))
-        except (OSError, ValueError) as e:
-            raise InvalidModelFiles(f"{file} has changed since it was opened: {e}. {AGAIN}.") from e
-
-
-def widen(bits: HostArray, into: HostArray) -> None:
-    """Write bfloat16 numbers, given by their bits as uint16: each is the upper half of a float32."""
-    wide = into if into.dtype == np.float32 else np.empty(into.shape, np.float32)
-    whole = wide.view(np.uint32)
-    whole[...] = bits
-    np.left_shift(whole, 16, out=whole)
-    if wide is not into:
-        into[...] = wide
-
-
-def _read_header(file: Path) -> dict[str, _Entry]:
+def _read_header(file: Path) -> dict[str, Stored]:
     """Names, dtypes, shapes and places of the tensors in a file; they fill it without gap or overlap."""
     total = _size(file)
     size = int.from_bytes(_read_bytes(file, 0, 8), "little")
@@ -239,7 +215,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _read_entry(file: Path, name: str, t: Any, base: int, room: int) -> tuple[_Entry, tuple[int, int]]:
+def _read_entry(file: Path, name: str, t: Any, base: int, room: int) -> tuple[Stored, tuple[int, int]]:
     dtype, shape, place = (t.get(k) for k in ("dtype", "shape", "data_offsets")) if isinstance(t, dict) else (None,) * 3
     if not isinstance(dtype, str) or not _are_counts(shape, _MOST_DIMS) or not _are_counts(place, 2) or len(place) != 2:
         raise _broken(file, f"expected a dtype, a shape and two offsets for {name!r:.100}; got {t!r:.200}")
@@ -248,7 +224,7 @@ def _read_entry(file: Path, name: str, t: Any, base: int, room: int) -> tuple[_E
     fits = bits is None or (count * bits + 7) // 8 == stop - start
     if not start <= stop <= room or not fits or math.prod(n or 1 for n in shape) >= 2**48:
         raise _broken(file, f"{name!r:.100}, {dtype} {tuple(shape)}, cannot lie in bytes {start} to {stop} of {room}")
-    return _Entry(file, dtype, tuple(shape), base + start), (start, stop)
+    return Stored(file, dtype, tuple(shape), base + start), (start, stop)
 
 
 def _read_object(file: Path, offset: int, size: int) -> dict[str, Any]:

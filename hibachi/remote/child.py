@@ -3,6 +3,7 @@
     parent -> child    ("run", number) ("ask", call, what), each followed by the pickled rest of the request;
                        ("cancel" | "pause" | "resume", number) ("stop",)
     child -> parent    ("ready", Ready) ("failed", error) ("beat", health, stats, meters) ("answer", call, fine, value)
+                       ("facts", Facts), if they have changed
                        ("log", logger, level, message, traceback, time)
                        ("step", starts, tokens, guesses, ends, *headings), followed by an array for each heading: see
                        `hibachi.remote.rows`
@@ -257,7 +258,8 @@ class Child:
         tokenizer = getattr(self._served, "portable_tokenizer", None)
         served = self._served
         eos_ids, params = getattr(served, "eos_ids", ()), getattr(served, "default_params", SamplingParams())
-        return Ready(self._engine.facts, eos_ids, _pickled(tokenizer), params)
+        self._told = self._engine.facts
+        return Ready(self._told, eos_ids, _pickled(tokenizer), params)
 
     def serve(self, ready: Ready) -> None:
         self._outbox.send("ready", ready)
@@ -333,6 +335,9 @@ class Child:
 
     def _tell_how(self) -> None:
         engine = self._engine
+        if (facts := engine.facts) != self._told:
+            self._told = facts
+            self._outbox.send("facts", facts)
         self._outbox.send("beat", engine.health(), engine.stats(), engine.meters())
 
 

@@ -137,6 +137,8 @@ class RemoteEngine(Closing):
             self._health, self._stats, self._meters = said
             if self._health.state == "failed" and self._restart:
                 self._process.kill()  # it cannot begin again by itself
+        elif word == "facts":
+            self.ready = replace(self.ready, facts=said[0])
         elif word == "answer":
             self._answer(*said)
         elif word == "log":

@@ -8,9 +8,9 @@ where tokens are proposed, right ones and wrong ones. All outputs must agree in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -33,6 +33,7 @@ from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
+R = TypeVar("R")
 LENGTHS = 37, 2, 18  # of the prompts that are compared
 COMPANY = 6  # others beside them
 IN_PIECES = 37, 32, 20, 16, 4, 2, 1, 48, 36  # of the prompts of a trial, some of which end with the larger pieces
@@ -55,37 +56,51 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False, speculated: bool = 
     means nothing was compared: the model returns tokens, not logits (it is unknown which tokens to give it), or its
     cache has no room for the prompts. Errors of the model are raised.
     """
+    with phase("checking that requests do not change each other", len(LENGTHS) + 1 + speculated, "batches") as p:
+        return _ended(steps(runner, unused=unused, speculated=speculated), p.update)
+
+
+def _ended(steps: Generator[int, None, R], told: Callable[[int], object] = lambda done: None) -> R:
+    """What these return after the last step. told: called with what they yield."""
+    while True:
+        try:
+            told(next(steps))
+        except StopIteration as e:
+            found: R = e.value
+            return found
+
+
+def steps(runner: CachedRunner, *, unused: bool = False, speculated: bool = False) -> Generator[int, None, int]:
+    """`selfcheck`, of which each turn is one step of the model: yields how many of its batches are done."""
     if (drawn := _sampled(runner)) is None:
         return 0
     texts = _texts(runner.limits, drawn, new=SPECULATED if speculated else NEW)
     probe, others = _Probe(runner, drawn, take_cache=unused), f"beside {len(texts) - 1} others in chunks of {CHUNK}"
     try:
         alone: dict[tuple[int, int], HostArray] = {}
-        with phase("checking that requests do not change each other", len(LENGTHS) + 1 + speculated, "batches") as p:
-            for done, i in enumerate(list(texts)[: len(LENGTHS)]):
-                p.update(done)
-                alone |= probe.outputs({i: texts[i]}, runner.limits.budget)
-            p.update(len(LENGTHS))
-            backwards = dict(reversed(texts.items()))
-            if (off := _difference(alone, probe.outputs(backwards, CHUNK))) is not None:
-                how = f"let the model multiply and attend with the `linear` and `attend` of {runner.backend!r}"
-                if runner.backend.name == "torch":
-                    how += ", or pass its network through hibachi_torch.invariant(...)"
-                raise NotDeterministic(
-                    f"{runner.name} does not compute the same bits whatever shares the batch: {off} between a run "
-                    f"alone and one {others}. Pass deterministic=False, or {how}."
-                )
-            p.update(len(LENGTHS) + 1)
-            if speculated and (off := _difference(alone, probe.outputs(backwards, CHUNK, speculated=True))) is not None:
-                raise ProposalsDiffer(
-                    f"{runner.name} does not compute the same bits where tokens are proposed (speculated): {off} "
-                    f"between a run alone, a token a step, and one with proposals, {others}. Leave speculative_config "
-                    f"out."
-                )
+        for i in list(texts)[: len(LENGTHS)]:
+            alone |= yield from probe.outputs({i: texts[i]}, runner.limits.budget)
+        backwards = dict(reversed(texts.items()))
+        if (off := _difference(alone, (yield from probe.outputs(backwards, CHUNK)))) is not None:
+            how = f"let the model multiply and attend with the `linear` and `attend` of {runner.backend!r}"
+            if runner.backend.name == "torch":
+                how += ", or pass its network through hibachi_torch.invariant(...)"
+            raise NotDeterministic(
+                f"{runner.name} does not compute the same bits whatever shares the batch: {off} between a run "
+                f"alone and one {others}. Pass deterministic=False, or {how}."
+            )
+        if not speculated:
+            return len(alone)
+        if (off := _difference(alone, (yield from probe.outputs(backwards, CHUNK, speculated=True)))) is not None:
+            raise ProposalsDiffer(
+                f"{runner.name} does not compute the same bits where tokens are proposed (speculated): {off} "
+                f"between a run alone, a token a step, and one with proposals, {others}. Leave speculative_config "
+                f"out."
+            )
+        return len(alone)
     finally:
         if unused:
             runner.rebuild(keep=False)
-    return len(alone)
 
 
 def _difference(alone: dict[tuple[int, int], HostArray], other: dict[tuple[int, int], HostArray]) -> str | None:
@@ -176,13 +191,14 @@ class _Probe:
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
         self._memory = runner.memory if take_cache else runner.memory.another(limits)
+        self._batches = 0
 
     def outputs(
         self, texts: dict[int, tuple[int, HostArray]], chunk: int, *, speculated: bool = False
-    ) -> dict[tuple[int, int], HostArray]:
+    ) -> Generator[int, None, dict[tuple[int, int], HostArray]]:
         """{(number, tokens before it): output} of texts that are stepped together, chunks of their prompts at once.
 
-        speculated: tokens are proposed.
+        speculated: tokens are proposed. After each step it yields how many batches of texts are done.
         """
         own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
         kind, tally = self._drawn.kind, Tally()
@@ -201,6 +217,7 @@ class _Probe:
             if speculated:
                 self._propose(scheduler, told, texts)
             if (plan := scheduler.schedule()) is None:
+                self._batches += 1
                 return told.kept
             for seq in plan.fresh:
                 runner.admit(seq)
@@ -216,6 +233,7 @@ class _Probe:
                 runner.written(plan.rows[rows], plan.end[rows] + within, part.tokens)
                 counts[part.idx] = got
             scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool), counts[plan.emit])
+            yield self._batches
 
     def _propose(self, scheduler: Scheduler, told: _Told, texts: dict[int, tuple[int, HostArray]]) -> None:
         """Propose tokens for the rows that decode."""
@@ -288,7 +306,7 @@ def _stepped(runner: CachedRunner, drawn: _Sampled, shapes: CallShapes) -> list[
     """The outputs of texts that are stepped together, in calls of one shape."""
     runner.inputs.shapes = shapes
     texts = _texts(runner.limits, drawn, IN_PIECES)
-    found = _Probe(runner, drawn, take_cache=True).outputs(texts, runner.limits.budget)
+    found = _ended(_Probe(runner, drawn, take_cache=True).outputs(texts, runner.limits.budget))
     return [found[at] for at in sorted(found)]
 
 

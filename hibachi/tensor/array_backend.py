@@ -18,6 +18,7 @@ from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
 from hibachi.tensor import masks
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.library import Library
+from hibachi.tensor.packing import Rows, joined
 from hibachi.tensor.terms import by_distance, terms
 
 Array: TypeAlias = Any  # an array of the library below
@@ -276,6 +277,12 @@ class ArrayBackend(Library):
         The form is the backend's own: only `linear` and `weight_rows` know it.
         """
         return self.put(w, dtype)
+
+    def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
+        """`put_weight` of matrices [n, in] one below the other, of which those in files are read here. A backend that
+        does more with them, or whose `put_weight` is to see none of them, has its own.
+        """
+        return self.put_weight(joined(parts), dtype)
 
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         """`put_weight` of a small matrix on which much depends, such as a router: it is never quantised."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from inspect import getattr_static
 from typing import Any
@@ -19,7 +20,7 @@ from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.kernels"
 OPERATIONS = {
-    "linear": ("put_weight", "put_precise", "weight_rows", "linear", "logits"),
+    "linear": ("put_weight", "put_rows", "put_precise", "weight_rows", "linear", "logits"),
     "attention": ("make_cache", "attend"),
     "activations": ("rms_norm", "layer_norm", "rope", "silu", "gelu", "gelu_tanh", "gated", "softmax"),
     "sampling": ("best", "draw", "mass"),
@@ -143,7 +144,10 @@ def _methods(backend: ArrayBackend, mixed: ArrayBackend, source: type, operation
     `mixed`, as they need nothing but the methods of an ArrayBackend."""
     there = [name for name in OPERATIONS[operation] if hasattr(source, name)]
     if not issubclass(source, type(backend)):
-        return {name: getattr_static(source, name).__get__(mixed) for name in there}
+        found = {name: getattr_static(source, name).__get__(mixed) for name in there}
+        if "put_weight" in there and "put_rows" not in there:  # the base's would go past it
+            found["put_rows"] = partial(ArrayBackend.put_rows, mixed)
+        return found
     part = backend if source is type(backend) else _made(source, backend.device)
     return {name: getattr(part, name) for name in there}
 

@@ -27,13 +27,13 @@ from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native_layers import NativeLayers
+from hibachi.tensor.packing import BITS, Rows, pack
 from hibachi.tensor.program import ACTIVATIONS, Program, program
 from hibachi.tensor.shapechecks import expect
 from hibachi.tensor.terms import terms
 
 LANES = 16  # as in registers.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
-BITS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}  # in the host's memory
 TOP_K = 1  # its place among the parameters of a draw, as in `How`
 DEEPEST = 2**16  # columns of a matrix of bytes, so that no sum of products leaves int32
 
@@ -88,7 +88,6 @@ class NativeBackend(NativeLayers):
         self._run = self.library.kernels
         self._slabs, self._reused = Slabs(), Reused()
         self.codes = {self.dtype(name): code for name, code in CODES.items()}
-        self._names = {self.dtype(name): name for name in CODES}
         self._threads: int | None = -1
         self.follow_threads()
 
@@ -130,17 +129,15 @@ class NativeBackend(NativeLayers):
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
-        wanted = self.dtype(dtype)
-        return self.packed(w, wanted) if wanted in self.codes else super().put_weight(w, dtype)
+        return self._packed([w], dtype) if self.dtype(dtype) in self.codes else super().put_weight(w, dtype)
 
-    def packed(self, w: HostArray, dtype: Any) -> PackedWeight:
-        name = self._names[dtype]
-        plain = self.row_major(self.put(np.asarray(w), name))
-        (n, k), panel = plain.shape, self._run.panel()
-        depth = k + k % 2 if name == "bfloat16" else k
-        data = self._slabs.empty(-(-n // panel) * panel * depth, BITS[name])
-        self._run.pack(CODES[name], self.address(plain), data.ctypes.data, n, k)
-        return PackedWeight((n, k), dtype, data)
+    @override
+    def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
+        return self._packed(parts, dtype) if self.dtype(dtype) in self.codes else super().put_rows(parts, dtype)
+
+    def _packed(self, parts: Sequence[Rows], dtype: str, into: str | None = None) -> PackedWeight:
+        shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        return PackedWeight(shape, self.dtype(dtype), *pack(parts, into or dtype, self._run, self._slabs))
 
     @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
@@ -413,27 +410,19 @@ class Int8Backend(NativeBackend):
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
+        return self.put_rows([w], dtype)
+
+    @override
+    def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
         if dtype not in CODES:
             raise UnsupportedOperation(
                 f"Weights in int8 go with activations in float32 or bfloat16; got {dtype}. Pass one of these as dtype."
             )
-        if w.shape[1] > DEEPEST:
-            return super().put_weight(w, dtype)
-        return PackedWeight(w.shape, self.dtype(dtype), *int8_packed(w, self._run, self._slabs))
+        return super().put_rows(parts, dtype) if parts[0].shape[1] > DEEPEST else self._packed(parts, dtype, "int8")
 
     @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return NativeBackend.put_weight(self, w, dtype)
-
-
-def int8_packed(w: HostArray, run: Any, slabs: Slabs) -> tuple[HostArray, HostArray]:
-    """A matrix in the panels of int8.h, and the scales of its rows."""
-    plain = np.ascontiguousarray(w, dtype=np.float32)
-    (n, k), panel = plain.shape, run.int8_panel()
-    many = -(-n // panel) * panel
-    data, scales = slabs.empty(many * -(-k // 4) * 4, np.uint8), slabs.empty(many, np.float32)
-    run.int8_pack(plain.ctypes.data, data.ctypes.data, scales.ctypes.data, n, k)
-    return data, scales
 
 
 def unpacked(keys: HostArray, values: HostArray, block_size: int, k_dim: int, v_dim: int) -> list[HostArray]:

@@ -264,31 +264,6 @@ struct Linear {
   }
 };
 
-// W [n, k] to panels; scales [n], up to a multiple of WIDTH.
-struct Pack {
-  const float* w;
-  uint8_t* packed;
-  float* scales;
-  int64_t n, k;
-
-  int64_t count() const { return up(n, WIDTH); }
-  int64_t batch(int) const { return 1; }
-  int64_t scratch() const { return up(k, LANES) * LANES; }
-
-  void operator()(int64_t p, char* scratch) const {
-    const int64_t depth = up(k, BYTES);
-    int8_t* row = reinterpret_cast<int8_t*>(scratch);
-    int32_t total;
-    uint8_t* to = packed + p * depth * WIDTH * BYTES;
-    std::fill_n(to, depth * WIDTH * BYTES, 128);
-    std::fill_n(scales + p * WIDTH, WIDTH, 0.0f);
-    for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++) {
-      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row, total);
-      for (int64_t i = 0; i < k; i++) to[(i / BYTES * WIDTH + c) * BYTES + i % BYTES] = row[i] + 128;
-    }
-  }
-};
-
 // Rows `at` of W, from its panels: out [many, k].
 template <class T>
 struct Rows {

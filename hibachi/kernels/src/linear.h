@@ -1,4 +1,4 @@
-// y = x W^T + b with weights that are packed once.
+// y = x W^T + b with weights that are packed once, by pack.h.
 //
 // W [n, k] is stored in panels of 48 rows: [n / 48][k / DEPTH][48] lanes, the last panel filled up with zeros. A tile
 // of the product is a few rows of x times one panel, or a third of one: its sums stay in registers while k passes by.
@@ -114,28 +114,6 @@ struct Linear {
           }
         }
       });
-  }
-};
-
-// W [n, k] to panels.
-template <class T>
-struct Pack {
-  using Element = typename T::Element;
-
-  const Element* w;
-  Element* packed;
-  int64_t n, k;
-
-  int64_t count() const { return up(n, WIDTH); }
-  int64_t batch(int) const { return 1; }
-
-  void operator()(int64_t p) const {
-    constexpr int D = T::DEPTH;
-    const int64_t depth = (k + D - 1) / D;
-    Element* to = packed + p * depth * WIDTH * D;
-    std::fill_n(to, depth * WIDTH * D, Element{});
-    for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++)
-      for (int64_t i = 0; i < k; i++) to[(i / D * WIDTH + c) * D + i % D] = w[(p * WIDTH + c) * k + i];
   }
 };
 

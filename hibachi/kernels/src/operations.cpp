@@ -8,6 +8,7 @@
 #include "int8.h"
 #include "linear.h"
 #include "masks.h"
+#include "pack.h"
 #include "small.h"
 #include "softmax.h"
 #include "states.h"
@@ -23,6 +24,17 @@ int told(bool done) { return done ? DONE : NO_MEMORY; }
 template <class F>
 int by_dtype(int dtype, const F& f) {
   return told(dtype ? f(Bf16{}) : f(F32{}));
+}
+
+// f of how numbers are stored, and of what lanes are of them; see pack.h.
+template <class F>
+auto by_stored(int from, const F& f) {
+  return from == 0 ? f(pack::Plain<F32>{}) : from == 1 ? f(pack::Plain<Bf16>{}) : f(pack::Plain<pack::F16>{});
+}
+
+template <class F>
+auto by_lanes(int into, const F& f) {
+  return into == 0 ? f(pack::Rounded<F32>{}) : into == 1 ? f(pack::Rounded<Bf16>{}) : f(pack::Bytes{});
 }
 
 template <class T>
@@ -139,7 +151,6 @@ extern "C" {
 
 EXPORT int32_t hibachi_abi() { return ABI; }
 EXPORT int64_t hibachi_panel() { return WIDTH; }
-EXPORT int64_t hibachi_int8_panel() { return int8::WIDTH; }
 EXPORT int64_t hibachi_int8_rounded(int64_t k) { return int8::Rounded::bytes(1, k); }  // bytes of a row of k numbers
 EXPORT int64_t hibachi_sizeof_Sizes() { return sizeof(Sizes); }
 EXPORT int64_t hibachi_sizeof_Scanned() { return sizeof(Scanned); }
@@ -181,12 +192,42 @@ EXPORT int hibachi_linear(
   });
 }
 
-// w [n, k] to panels.
-EXPORT int hibachi_pack(int dtype, const void* w, void* packed, int64_t n, int64_t k) {
-  return by_dtype(dtype, [&](auto type) {
-    using T = decltype(type);
-    return share(Pack<T>{in<T>(w), out<T>(packed), n, k});
-  });
+// Bytes of the panels of a matrix [n, k].
+EXPORT int64_t hibachi_packed(int into, int64_t n, int64_t k) {
+  return by_lanes(into, [&](auto lanes) { return up(n, WIDTH) * WIDTH * up(k, decltype(lanes)::DEPTH) * 4; });
+}
+
+// Rows [many, k] become rows `begin` and so on of the n rows of panels. from: 0 is float32, 1 bfloat16, 2 float16;
+// into: 0 is float32, 1 bfloat16, 2 int8, then with scales. order: or null; see pack.h.
+EXPORT int hibachi_pack(
+    int from,
+    int into,
+    const void* rows,
+    const int32_t* order,
+    void* packed,
+    float* scales,
+    int64_t begin,
+    int64_t many,
+    int64_t n,
+    int64_t k
+) {
+  if (order && !below(order, many, many)) return OUTSIDE;
+  return told(by_stored(from, [&](auto stored) {
+    return by_lanes(into, [&](auto lanes) {
+      return share(
+          pack::Pack<decltype(stored), decltype(lanes)>{
+              .rows = static_cast<const char*>(rows),
+              .order = order,
+              .packed = static_cast<uint32_t*>(packed),
+              .scales = scales,
+              .begin = begin,
+              .many = many,
+              .n = n,
+              .k = k,
+          }
+      );
+    });
+  }));
 }
 
 // y [many, k]: rows `at` of a packed matrix [n, k].
@@ -216,10 +257,6 @@ EXPORT int hibachi_int8_linear(
     return wide ? int8_linear<T, F32>(x, stride, w, scales, b, y, m, n, k)
                 : int8_linear<T, T>(x, stride, w, scales, b, y, m, n, k);
   });
-}
-
-EXPORT int hibachi_int8_pack(const float* w, void* packed, float* scales, int64_t n, int64_t k) {
-  return told(share(int8::Pack{w, static_cast<uint8_t*>(packed), scales, n, k}));
 }
 
 EXPORT int hibachi_int8_rows(

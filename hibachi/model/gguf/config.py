@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
-from hibachi.model.gguf.file import Metadata, Stored
+from hibachi.model.gguf.file import Blocks, Metadata
 from hibachi.model.gguf.tokenizer import end_ids, special_id
 
 
@@ -27,7 +27,7 @@ class Source:
     file: Path
     architecture: str
     metadata: Metadata
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, Blocks]
 
     def raw(self, name: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{name}")

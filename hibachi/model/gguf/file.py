@@ -16,16 +16,16 @@ import math
 import mmap
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.extras import need
-from hibachi.model.weights import AGAIN, HostArray, widen, windows
+from hibachi.tensor.stored import AGAIN, PLAIN, HostArray, Stored, windows
 
 Metadata: TypeAlias = Mapping[str, Any]
 Shape: TypeAlias = tuple[int, ...]
@@ -65,9 +65,8 @@ _TYPES = {  # number -> name, values of a block, bytes of a block
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-_PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 QUANTIZED = frozenset(n for n, values, _ in _TYPES.values() if values > 1)
-READABLE = QUANTIZED | _PLAIN.keys()
+READABLE = QUANTIZED | PLAIN.keys()
 _NUMBERS = {name: number for number, (name, _, _) in _TYPES.items()}
 
 _QUANTIZED_WINDOW = 1 << 17  # values that are dequantized at a time: what fits into a processor's cache
@@ -75,34 +74,22 @@ _MOST_HEADER = 64 << 20  # bytes; a vocabulary of 256k tokens takes 10 MB
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_NAME, _MOST_DIMS = 1 << 16, 1 << 17, 1 << 16, 4
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file. shape: as NumPy has it, the last dimension varies fastest."""
+class Blocks(Stored):
+    """A tensor in a GGUF file, which may be stored in blocks of quantized numbers."""
 
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    __slots__ = ()
 
+    @override
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
-        """Its numbers; None means float32, or as they are if they are float16 or float64.
-
-        Raises MissingExtra for a quantized tensor without the library gguf, InvalidModelFiles for integers.
+        """As of `Stored`; quantized numbers as float32. Raises MissingExtra for these without the library gguf,
+        InvalidModelFiles for integers.
         """
         if self.dtype not in READABLE:
             raise InvalidModelFiles(f"{self.file}: weights are stored as {self.dtype}; expected {_listed(READABLE)}.")
-        usual = self.dtype if self.dtype in ("F64", "F16") else "F32"
-        out = np.empty(self.shape, np.dtype(_PLAIN[usual]).newbyteorder("=") if dtype is None else dtype)
-        flat = out.reshape(-1)
-        if self.dtype in QUANTIZED:
-            self._dequantize(flat)
-            return out
-        for start, part in windows(self.file, self.offset, np.dtype(_PLAIN[self.dtype]), flat.size):
-            into = flat[start : start + len(part)]
-            if self.dtype == "BF16":
-                widen(part, into)
-            else:
-                into[...] = part
+        if self.dtype in PLAIN:
+            return super().read(dtype)
+        out = np.empty(self.shape, np.float32 if dtype is None else dtype)
+        self._dequantize(out.reshape(-1))
         return out
 
     def _dequantize(self, flat: HostArray) -> None:
@@ -122,7 +109,7 @@ class Stored:
             flat[start // size * values :][: len(numbers)] = numbers
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
     """Metadata and tensors of a file. Numbers of an array come as a NumPy array, floats in their shortest form.
 
     Raises InvalidModelFiles for a file that is not GGUF, damaged, or of a version before 2.
@@ -139,7 +126,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         raise InvalidModelFiles(f"{file} cannot be read: {e}. {AGAIN}.") from e
 
 
-def _read(c: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, Stored]]:
+def _read(c: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, Blocks]]:
     magic, version, tensors, entries = c.take(4), c.number("I"), c.number("Q"), c.number("Q")
     if magic != b"GGUF":
         raise c.broken(f"it begins with {magic!r}, not with b'GGUF'")
@@ -163,7 +150,7 @@ def _read(c: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, Stored]]:
     return metadata, _placed(c, infos, alignment, size)
 
 
-def _placed(c: _Cursor, infos: list[tuple[str, str, Shape, int, int]], align: int, total: int) -> dict[str, Stored]:
+def _placed(c: _Cursor, infos: list[tuple[str, str, Shape, int, int]], align: int, total: int) -> dict[str, Blocks]:
     """The tensors, one after the other from the end of the header, as every writer lays them."""
     base = -(-c.at // align) * align
     expected, stored = 0, {}
@@ -172,7 +159,7 @@ def _placed(c: _Cursor, infos: list[tuple[str, str, Shape, int, int]], align: in
             raise c.broken(f"the tensor {name!r:.100} occurs twice")
         if offset != expected or base + offset + size > total:
             raise c.broken(f"{name!r:.100} has {size} bytes at {offset}, expected {expected}; there are {total - base}")
-        stored[name] = Stored(c.file, dtype, shape, base + offset)
+        stored[name] = Blocks(c.file, dtype, shape, base + offset)
         expected += -(-size // align) * align
     return stored
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.gguf.config import NAMES, SETTINGS, Source, find_architecture, read_config
-from hibachi.model.gguf.file import READABLE, Shape, Stored, read_header
+from hibachi.model.gguf.file import READABLE, Blocks, Shape, read_header
 from hibachi.model.gguf.tokenizer import Pieces, read_tokenizer
-from hibachi.model.weights import HostArray, Tensors
+from hibachi.model.weights import Tensors
+from hibachi.tensor.stored import HostArray, Stored
 
 
 def find_gguf(path: str | Path) -> Path | None:
@@ -41,11 +42,22 @@ def find_gguf(path: str | Path) -> Path | None:
     return found[0] if found else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ordered:
+    """The rows of a tensor in another order."""
+
+    order: Any
+
+    def __call__(self, w: HostArray) -> HostArray:
+        found: HostArray = w[self.order]
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """A stored tensor and what makes the canonical one of it, which has this shape."""
 
-    stored: Stored
+    stored: Blocks
     change: Callable[[HostArray], HostArray] | None
     shape: Shape
 
@@ -96,6 +108,12 @@ class GGUF(Tensors):
         array = e.change(e.stored.read())
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def stored(self, name: str) -> Stored | None:
+        e = self._entries[name]
+        if isinstance(e.change, _Ordered) and len(e.shape) == 2:
+            return replace(e.stored, order=e.change.order)
+        return e.stored if e.change is None else None
+
     @property
     def has_tokenizer(self) -> bool:
         """Does the file hold a vocabulary of texts?"""
@@ -119,7 +137,7 @@ class GGUF(Tensors):
             )
         return name
 
-    def _add(self, name: str, tensor: Stored) -> None:
+    def _add(self, name: str, tensor: Blocks) -> None:
         m = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z0-9_]+?)(?:\.(weight|bias))?", name)
         block, kind, suffix = m.groups() if m else (None, "", None)
         block, suffix = f"layers.{block}." if block else "", f".{suffix}" if suffix else ""
@@ -129,7 +147,7 @@ class GGUF(Tensors):
         if kind not in self._names:  # the check against the config will say that there is no place for it
             self._entries[name] = _Entry(tensor, None, tensor.shape)
 
-    def _change(self, name: str, tensor: Stored) -> tuple[Callable[[HostArray], HostArray] | None, Shape]:
+    def _change(self, name: str, tensor: Blocks) -> tuple[Callable[[HostArray], HostArray] | None, Shape]:
         """What undoes the converter's work, and the shape after it."""
         shape = tensor.shape
         if self._how.paired and name in ("q", "k", "qkv"):
@@ -140,7 +158,7 @@ class GGUF(Tensors):
                     f"{self.path}: {name} has the shape {shape}, which {heads[0]} and {heads[1]} heads cannot share. "
                     f"Convert or download it again."
                 )
-            return lambda w: w[rows], shape
+            return _Ordered(rows), shape
         if self._how.plus_one and name.endswith("norm"):
             return lambda w: w - np.float32(1), shape
         if name == "a_log":
@@ -161,7 +179,7 @@ def _unpaired(name: str, rows: int, heads: int, kv_heads: int) -> Any:
     order = np.arange(rows).reshape(every, -1, 2).swapaxes(1, 2).reshape(every, -1)
     if name == "qkv":
         order[heads + kv_heads :] = np.arange(rows).reshape(every, -1)[heads + kv_heads :]
-    return order.reshape(-1)
+    return order.reshape(-1).astype(np.int32)
 
 
 def _log_of_minus(a: HostArray) -> HostArray:

@@ -1,0 +1,98 @@
+"""A tensor as it lies in a file: its numbers are mapped when they are wanted, some at a time, and not kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hibachi.errors import InvalidModelFiles
+
+HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+WINDOW = 1 << 24
+"""How many bytes are mapped at a time, so that the pages of a file do not pile up in memory."""
+PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""As what NumPy sees numbers, by the words of safetensors and GGUF; it has no bfloat16, and is shown the bits."""
+AGAIN = "Copy or download the file again"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor [..., n, k] in a file, row by row, that nobody has read.
+
+    dtype: in the words of its format, such as "BF16". offset: bytes before it. order: which of the rows of a matrix is
+    row 0, 1 and so on, int32 [n]; None means that they lie in their order.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    order: HostArray | None = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether kernels take its rows as they lie in the file: see `hibachi.tensor.packing`."""
+        return self.dtype in ("F32", "F16", "BF16") and len(self.shape) > 1
+
+    def __iter__(self) -> Iterator[Self]:
+        """What lies along the first dimension, such as the matrices of experts."""
+        one = self.shape[1:]
+        size = math.prod(one) * np.dtype(PLAIN[self.dtype]).itemsize
+        return (replace(self, shape=one, offset=self.offset + i * size) for i in range(self.shape[0]))
+
+    def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
+        """Its numbers in memory of their own, cast while reading, without a second copy.
+
+        Its own dtype is one of `PLAIN`. dtype: None means as they are stored, and float32 for bfloat16, exactly. Raises
+        InvalidModelFiles for a file that is shorter than it was.
+        """
+        stored = np.dtype(PLAIN[self.dtype])
+        usual = np.float32 if self.dtype == "BF16" else stored.newbyteorder("=")
+        out = np.empty(self.shape, usual if dtype is None else dtype)
+        flat = out.reshape(-1)
+        for start, part in windows(self.file, self.offset, stored, flat.size, WINDOW // stored.itemsize):
+            into = flat[start : start + len(part)]
+            if self.dtype == "BF16":
+                widen(part, into)
+            else:
+                into[...] = part
+        return out if self.order is None else out[self.order]
+
+    def rows(self, multiple: int) -> Iterator[HostArray]:
+        """The rows of a matrix as they lie in the file, bfloat16 as bits, mapped some at a time: a multiple of this
+        number, but for the last ones. All at once if they have another order. Raises InvalidModelFiles as `read` does.
+        """
+        (n, k), stored = self.shape, np.dtype(PLAIN[self.dtype])
+        few = max(1, WINDOW // (multiple * k * stored.itemsize)) * multiple if self.order is None else n
+        for _, part in windows(self.file, self.offset, stored, n * k, few * k):
+            yield part.reshape(-1, k)
+
+
+def windows(file: Path, offset: int, stored: np.dtype[Any], count: int, step: int) -> Iterator[tuple[int, HostArray]]:
+    """(index, the next numbers) of `count` numbers in a file, of which at most `step` are mapped at a time.
+
+    Raises InvalidModelFiles if the file is no longer that long.
+    """
+    for start in range(0, count, step):
+        few = min(step, count - start)
+        try:
+            yield start, np.memmap(file, stored, "r", offset + start * stored.itemsize, (few,))
+        except (OSError, ValueError) as e:
+            raise InvalidModelFiles(f"{file} has changed since it was opened: {e}. {AGAIN}.") from e
+
+
+def widen(bits: HostArray, into: HostArray) -> None:
+    """Write bfloat16 numbers, given by their bits as uint16: each is the upper half of a float32."""
+    wide = into if into.dtype == np.float32 else np.empty(into.shape, np.float32)
+    whole = wide.view(np.uint32)
+    whole[...] = bits
+    np.left_shift(whole, 16, out=whole)
+    if wide is not into:
+        into[...] = wide
