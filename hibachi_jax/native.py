@@ -24,8 +24,8 @@ from hibachi.kernels.threads import most_threads
 from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.native import CODES, DEEPEST, LANES, TOP_K, Int8Backend, OwnLayout, unpacked
-from hibachi.tensor.packing import Rows, pack
+from hibachi.tensor.native import CODES, LANES, TOP_K, Int4Backend, Int8Backend, OwnLayout, unpacked
+from hibachi.tensor.packing import BITS, INTO, Rows, as_stored, pack
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi.tensor.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
 from hibachi.tensor.terms import terms
@@ -34,7 +34,7 @@ from hibachi_jax.backend import JaxBackend
 HANDLERS = (
     *("linear", "rows", "attend", "rms_norm", "layer_norm", "softmax", "rope", "activate", "best", "draw", "mass"),
     "kept_rows",
-    *("convolve", "scan", "route", "experts", "int8_linear", "int8_rows"),
+    *("convolve", "scan", "route", "experts"),
 )
 
 
@@ -61,13 +61,14 @@ def target(name: str) -> str:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix [out, in] in the panels of linear.h, or of int8.h, then with scales of its rows. shape: of the matrix.
-    dtype: of what it is multiplied with."""
+    """A matrix [out, in] in panels of a kind, a name of `INTO` in packing.py; those of int8 have a scale for each row.
+    shape: of the matrix. dtype: of what it is multiplied with."""
 
     panels: Array
     scales: Array | None
     shape: tuple[int, int] = field(metadata={"static": True})
     dtype: Any = field(metadata={"static": True})
+    kind: str = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +94,7 @@ class NativeJaxBackend(JaxBackend):
     native = True
     draws = True
     numerics = NUMERICS
+    quantizations = ("int8", "int4")
 
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__("cpu" if device is None and jax.default_backend() != "cpu" else device)
@@ -128,14 +130,14 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
-        return self._packed(parts, dtype, self._computed(dtype))
+        return self._packed(parts, dtype, as_stored(parts) or self._computed(dtype))
 
     def _packed(self, parts: Sequence[Rows], dtype: str, into: str) -> PackedWeight:
         shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
         data, scales = pack(parts, into, self._run, self._slabs)
-        kind = np.uint8 if into == "int8" else np.dtype(self.dtype(into))
-        placed = self._placed(data.view(kind)), None if scales is None else self._placed(scales)
-        return PackedWeight(*placed, shape, np.dtype(self.dtype(dtype)))
+        seen = np.dtype(self.dtype(into)) if into in CODES else BITS[into]
+        placed = self._placed(data.view(seen)), None if scales is None else self._placed(scales)
+        return PackedWeight(*placed, shape, np.dtype(self.dtype(dtype)), into)
 
     def _placed(self, packed: HostArray) -> Array:
         return jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
@@ -147,10 +149,8 @@ class NativeJaxBackend(JaxBackend):
         n, k = w.shape
         at = idx.reshape(-1).astype(jnp.int32)
         kind = _kind(w)
-        if w.scales is None:
-            found = _call("rows", (len(at), k), kind, w.panels, at, ints=[n])
-        else:
-            found = _call("int8_rows", (len(at), k), kind, w.panels, w.scales, at, ints=[n, kind == jnp.bfloat16])
+        scales = () if w.scales is None else (w.scales,)
+        found = _call("rows", (len(at), k), kind, w.panels, at, *scales, ints=[INTO[w.kind], n])
         return found.astype(w.dtype).reshape(*idx.shape, k)
 
     @override
@@ -173,7 +173,7 @@ class NativeJaxBackend(JaxBackend):
         rows = x.reshape(-1, k).astype(kind)
         made = dtype if w.dtype == kind else kind
         more = *(() if w.scales is None else (w.scales,)), *(() if b is None else (b.astype(kind),))
-        y = _call("linear" if w.scales is None else "int8_linear", (len(rows), n), made, rows, w.panels, *more)
+        y = _call("linear", (len(rows), n), made, rows, w.panels, *more, ints=[INTO[w.kind]])
         return y.astype(dtype).reshape(*x.shape[:-1], n)
 
     # ---- cache and attention -----------------------------------------------------------------------------------
@@ -263,13 +263,13 @@ class NativeJaxBackend(JaxBackend):
         check_experts(x, chosen, weights, into, out, gated)
         every = [*into, *out]
         packed = all(isinstance(w, PackedWeight) and w.dtype == _kind(w) == x.dtype for w in every)
-        packed = packed and len({w.scales is None for w in every}) == 1
+        packed = packed and all(len({w.kind for w in some}) == 1 for some in (into, out))
         dim, inner = out[0].shape
         odd = x.dtype != jnp.float32 and (dim % 2 or inner % 2)  # rows of pairs begin with a pair
         if not packed or activation not in ACTIVATIONS or odd:
             return super().experts(x, chosen, weights, into, out, activation, gated=gated)
         routed = weights.astype(jnp.float32), chosen.astype(jnp.int32)
-        ints = [len(into), inner, ACTIVATIONS[activation], gated]
+        ints = [len(into), inner, ACTIVATIONS[activation], gated, INTO[into[0].kind], INTO[out[0].kind]]
         given = [w.panels for w in every] + [w.scales for w in every if w.scales is not None]
         return _call("experts", x.shape, x.dtype, x, *routed, *given, ints=ints)
 
@@ -375,6 +375,7 @@ class Int8NativeJaxBackend(NativeJaxBackend):
 
     kernels = Int8Backend.kernels
     quantization = "int8"
+    panels = "int8"
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
@@ -383,11 +384,19 @@ class Int8NativeJaxBackend(NativeJaxBackend):
     @override
     def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
         self._computed(dtype)
-        return super().put_rows(parts, dtype) if parts[0].shape[1] > DEEPEST else self._packed(parts, dtype, "int8")
+        return self._packed(parts, dtype, self.panels)
 
     @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return NativeJaxBackend.put_weight(self, w, dtype)
+
+
+class Int4NativeJaxBackend(Int8NativeJaxBackend):
+    """`JaxBackend("cpu").quantized("int4")`: as `Int4Backend` on the other libraries."""
+
+    kernels = Int4Backend.kernels
+    quantization = "int4"
+    panels = Int4Backend.panels
 
 
 _COMPUTED = (jnp.float32, jnp.bfloat16)

@@ -12,7 +12,7 @@ from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_jax.backend import JaxBackend
 from hibachi_jax.int8 import Int8JaxBackend
 from hibachi_jax.invariant import InvariantJaxBackend
-from hibachi_jax.native import Int8NativeJaxBackend, NativeJaxBackend
+from hibachi_jax.native import Int4NativeJaxBackend, Int8NativeJaxBackend, NativeJaxBackend
 from hibachi_jax.programs import configured
 
 
@@ -34,10 +34,10 @@ def invariant(backend: JaxBackend) -> JaxBackend:
     return InvariantJaxBackend(backend.device)
 
 
-def int8(backend: JaxBackend) -> JaxBackend:
-    """With weights of eight bits."""
+def quantized(backend: JaxBackend, how: str) -> JaxBackend:
+    """With weights of fewer bits: "int8", or "int4" by hibachi's kernels."""
     if isinstance(backend, NativeJaxBackend):
-        return Int8NativeJaxBackend(backend.device)
+        return (Int8NativeJaxBackend if how == "int8" else Int4NativeJaxBackend)(backend.device)
     if backend.deterministic:
         raise UnsupportedOperation(
             f"int8 with the promise takes hibachi's kernels on JAX: {_why_not() or 'this is no CPU'}. Pass "

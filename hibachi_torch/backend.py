@@ -26,7 +26,7 @@ class Variants(Protocol):
     def starts_as(self, device: Any, native: bool | None) -> type[TorchBackend]: ...
     def candidates(self, backend: TorchBackend) -> list[Candidate]: ...
     def invariant(self, backend: TorchBackend) -> TorchBackend: ...
-    def int8(self, backend: TorchBackend) -> TorchBackend: ...
+    def quantized(self, backend: TorchBackend, how: str) -> TorchBackend: ...
     def int8_is_faster(self, backend: TorchBackend, dtype: str) -> bool: ...
     def native_state(self) -> str: ...
 
@@ -55,7 +55,7 @@ class TorchBackend(ArrayBackend):
         self._array_type = torch.Tensor
         self.undecided = native is None
         self.prefers_invariant = self.device.type == "cpu" and type(self) is TorchBackend
-        self.quantizations = ("int8",) if self.device.type == "cpu" else ()
+        self.quantizations = ("int8", "int4") if self.device.type == "cpu" else ()
 
     @classmethod
     @override
@@ -187,12 +187,12 @@ class TorchBackend(ArrayBackend):
 
     @override
     def quantized(self, how: str) -> ArrayBackend:
-        if how != "int8" or self.device.type != "cpu":
+        if how not in self.quantizations:
             raise UnsupportedOperation(
-                f"PyTorch on {self.device} has no kernels here for weights in {how}; expected int8 on the CPU. Pass "
-                f"quantization=None, or device='cpu'."
+                f"PyTorch on {self.device} has no kernels here for weights in {how}; expected int8 or int4 on the CPU. "
+                f"Pass quantization=None, or device='cpu'."
             )
-        return self.variants.int8(self)
+        return self.variants.quantized(self, how)
 
     @override
     def prefers(self, how: str, dtype: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.native import Int8Backend, NativeBackend
+from hibachi.tensor.native import Int4Backend, Int8Backend, NativeBackend
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 
@@ -69,6 +69,10 @@ class ApartTorchBackend(NativeTorchBackend):
 
 class Int8TorchBackend(Int8Backend, NativeTorchBackend):
     """`TorchBackend("cpu").quantized("int8")`."""
+
+
+class Int4TorchBackend(Int4Backend, NativeTorchBackend):
+    """`TorchBackend("cpu").quantized("int4")`."""
 
 
 _ROWS = (1, 64)  # of the products that are timed

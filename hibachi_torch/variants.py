@@ -13,7 +13,7 @@ from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda import CudaTorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 from hibachi_torch.libraries import libraries
-from hibachi_torch.native import ApartTorchBackend, Int8TorchBackend, NativeTorchBackend, faster
+from hibachi_torch.native import ApartTorchBackend, Int4TorchBackend, Int8TorchBackend, NativeTorchBackend, faster
 
 
 def starts_as(device: Any, native: bool | None) -> type[TorchBackend]:
@@ -32,11 +32,11 @@ def invariant(backend: TorchBackend) -> TorchBackend:
     return InvariantTorchBackend(backend.device)
 
 
-def int8(backend: TorchBackend) -> TorchBackend:
-    """With weights of eight bits, for a backend on the CPU."""
+def quantized(backend: TorchBackend, how: str) -> TorchBackend:
+    """With weights of fewer bits, "int8" or "int4", for a backend on the CPU."""
     if (why := why_missing()) is not None:
-        raise UnsupportedOperation(f"Weights in int8 take hibachi's kernels: {why}. Pass quantization=None.")
-    return Int8TorchBackend()
+        raise UnsupportedOperation(f"Weights in {how} take hibachi's kernels: {why}. Pass quantization=None.")
+    return Int8TorchBackend() if how == "int8" else Int4TorchBackend()
 
 
 def int8_is_faster(backend: TorchBackend, dtype: str) -> bool:

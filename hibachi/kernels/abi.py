@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 5
+ABI = 6
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -58,7 +58,7 @@ class Mixture(ctypes.Structure):
     """As in api.h."""
 
     _fields_ = [
-        *((n, _i64) for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated")),
+        *((n, _i64) for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated", "into_kind", "out_kind")),
         *((n, _p) for n in ("into", "out", "into_scales", "out_scales")),
     ]
 
@@ -78,12 +78,10 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "set_distances": ":p",
     "xla_version": ":i",
     "sets": "n:ppppi",
-    "linear": "b:iipnpppnnn",
+    "linear": "b:iiipnppppnnn",
     "packed": "n:inn",
     "pack": "b:iippppnnnn",
-    "rows": "b:ipppnnn",
-    "int8_linear": "b:iipnppppnnn",
-    "int8_rows": "b:ippppnnn",
+    "rows": "b:iippppnnn",
     "attend": "b:ippppppppppipnpp",
     "rms_norm": "b:ipnppnnf",
     "layer_norm": "b:ipnpppnnf",

@@ -55,13 +55,15 @@ class HostArrays(ArrayBackend):
 
 
 class PackedWeight:
-    """A matrix [out, in] in the panels of linear.h, or of int8.h, then with a scale for each row.
+    """A matrix [out, in] in panels of a kind, a name of `INTO` in packing.py; those of int8 have a scale for each row.
 
-    dtype: of what it is multiplied with. pointers: of the panels, and of the scales if there are any.
+    dtype: of what it is multiplied with. pointers: of the panels and the scales, None if there are none.
     """
 
-    __slots__ = ("data", "dtype", "pointers", "scales", "shape")
+    __slots__ = ("data", "dtype", "kind", "pointers", "scales", "shape")
 
-    def __init__(self, shape: tuple[int, int], dtype: Any, data: HostArray, scales: HostArray | None = None) -> None:
-        self.shape, self.dtype, self.data, self.scales = shape, dtype, data, scales
-        self.pointers: tuple[int, ...] = tuple(t.ctypes.data for t in (data, scales) if t is not None)
+    def __init__(
+        self, shape: tuple[int, int], dtype: Any, kind: str, data: HostArray, scales: HostArray | None = None
+    ) -> None:
+        self.shape, self.dtype, self.kind, self.data, self.scales = shape, dtype, kind, data, scales
+        self.pointers = data.ctypes.data, None if scales is None else scales.ctypes.data

@@ -27,7 +27,7 @@ from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native_layers import NativeLayers
-from hibachi.tensor.packing import BITS, Rows, pack
+from hibachi.tensor.packing import BITS, INTO, Rows, as_stored, pack
 from hibachi.tensor.program import ACTIVATIONS, Program, program
 from hibachi.tensor.shapechecks import expect
 from hibachi.tensor.terms import terms
@@ -35,7 +35,6 @@ from hibachi.tensor.terms import terms
 LANES = 16  # as in registers.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
 TOP_K = 1  # its place among the parameters of a draw, as in `How`
-DEEPEST = 2**16  # columns of a matrix of bytes, so that no sum of products leaves int32
 
 _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
 
@@ -133,11 +132,12 @@ class NativeBackend(NativeLayers):
 
     @override
     def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
-        return self._packed(parts, dtype) if self.dtype(dtype) in self.codes else super().put_rows(parts, dtype)
+        known = self.dtype(dtype) in self.codes
+        return self._packed(parts, dtype, as_stored(parts)) if known else super().put_rows(parts, dtype)
 
     def _packed(self, parts: Sequence[Rows], dtype: str, into: str | None = None) -> PackedWeight:
-        shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        return PackedWeight(shape, self.dtype(dtype), *pack(parts, into or dtype, self._run, self._slabs))
+        shape, kind = (sum(part.shape[0] for part in parts), parts[0].shape[1]), into or dtype
+        return PackedWeight(shape, self.dtype(dtype), kind, *pack(parts, kind, self._run, self._slabs))
 
     @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
@@ -145,8 +145,8 @@ class NativeBackend(NativeLayers):
             return super().weight_rows(w, idx)
         at, (n, k) = self.index(self.xp.reshape(idx, (-1,))), w.shape
         out = self.empty((len(at), k), w.dtype)
-        look_up = self._run.rows if w.scales is None else self._run.int8_rows
-        look_up(self.codes[w.dtype], *w.pointers, self.address(at), self.address(out), len(at), n, k)
+        places = (self.address(t) for t in (at, out))
+        self._run.rows(self.codes[w.dtype], INTO[w.kind], *w.pointers, *places, len(at), n, k)
         return self.xp.reshape(out, (*idx.shape, k))
 
     @override
@@ -166,10 +166,10 @@ class NativeBackend(NativeLayers):
                 + ("" if b is None else f" and b {tuple(b.shape)} of {b.dtype}")
             )
         (rows, stride), y = self.rows(x), self.empty((*x.shape[:-1], n), dtype)
-        multiply = self._run.linear if w.scales is None else self._run.int8_linear
         bias = None if b is None else self.row_major(b)
-        multiply(
+        self._run.linear(
             self.codes[w.dtype],
+            INTO[w.kind],
             dtype != w.dtype,
             self.address(rows),
             stride,
@@ -388,7 +388,7 @@ class NativeBackend(NativeLayers):
 
     @override
     def fuse(self, decoder: Any) -> Program | None:
-        return program(decoder, int8=self.quantization == "int8")
+        return program(decoder)
 
     @override
     def suits(self, dtype: str, arch: Any) -> bool:
@@ -407,6 +407,8 @@ class Int8Backend(NativeBackend):
 
     kernels = "native int8"
     quantization = "int8"
+    panels = "int8"
+    """What matrices become, as in packing.py."""
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
@@ -416,13 +418,21 @@ class Int8Backend(NativeBackend):
     def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
         if dtype not in CODES:
             raise UnsupportedOperation(
-                f"Weights in int8 go with activations in float32 or bfloat16; got {dtype}. Pass one of these as dtype."
+                f"Weights in {self.quantization} go with activations in float32 or bfloat16; got {dtype}. Pass one of these as dtype."
             )
-        return super().put_rows(parts, dtype) if parts[0].shape[1] > DEEPEST else self._packed(parts, dtype, "int8")
+        return self._packed(parts, dtype, self.panels)
 
     @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return NativeBackend.put_weight(self, w, dtype)
+
+
+class Int4Backend(Int8Backend):
+    """The same in four bits, as GGUF's Q4_0."""
+
+    kernels = "native int4"
+    quantization = "int4"
+    panels = "q4_0"
 
 
 def unpacked(keys: HostArray, values: HostArray, block_size: int, k_dim: int, v_dim: int) -> list[HostArray]:

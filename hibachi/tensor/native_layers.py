@@ -11,6 +11,7 @@ from typing_extensions import override
 from hibachi.kernels.abi import Mixture, Scanned, addresses
 from hibachi.tensor.array_backend import Array
 from hibachi.tensor.host_arrays import HostArrays, PackedWeight
+from hibachi.tensor.packing import INTO
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi.tensor.shapechecks import check_convolve, check_experts, check_route, check_scan
 
@@ -59,12 +60,13 @@ class NativeLayers(HostArrays):
         packed = all(isinstance(w, PackedWeight) and w.dtype == dtype for w in weights)
         if activation not in ACTIVATIONS or not weights or not packed:
             return None
-        (dim, inner), kinds = out[0].shape, len(into[0].pointers)
+        (dim, inner), kinds = out[0].shape, [{w.kind for w in some} for some in (into, out)]
         odd = dtype != self.xp.float32 and (dim % 2 or inner % 2)  # rows of pairs begin with a pair
-        if odd or any(len(w.pointers) != kinds for w in weights):
+        if odd or any(len(some) > 1 for some in kinds):
             return None
-        lists = [addresses([w.pointers[i] for w in some]) for i in range(kinds) for some in (into, out)]
-        found = Mixture(0, 0, len(into), dim, inner, ACTIVATIONS[activation], gated, *map(addressof, lists))
+        lists = [addresses([w.pointers[i] for w in some]) for i in range(2) for some in (into, out)]
+        how = dim, inner, ACTIVATIONS[activation], gated, *(INTO[some.pop()] for some in kinds)
+        found = Mixture(0, 0, len(into), *how, *map(addressof, lists))
         found.kept = lists, weights
         return found
 

@@ -18,7 +18,7 @@ from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.native import Int8Backend, NativeBackend, PagedCache
+from hibachi.tensor.native import Int4Backend, Int8Backend, NativeBackend, PagedCache
 from hibachi.tensor.program import whole
 from hibachi.tensor.terms import by_distance, terms
 
@@ -60,12 +60,13 @@ class NumpyBackend(ArrayBackend):
 
     @override
     def quantized(self, how: str) -> ArrayBackend:
-        if how != "int8" or (why := why_missing()):
+        made = _QUANTIZED.get(how)
+        if made is None or (why := why_missing()):
             raise UnsupportedOperation(
-                f"NumPy itself has no fast product of integers; expected int8, with hibachi's kernels"
-                f"{'' if how != 'int8' else f', which are missing: {why}'}; got {how}. Pass quantization=None."
+                f"NumPy itself has no fast product of integers; expected {' or '.join(_QUANTIZED)}, with hibachi's kernels"
+                f"{'' if made is None else f', which are missing: {why}'}; got {how}. Pass quantization=None."
             )
-        return Int8NumpyBackend()
+        return made()
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
@@ -388,6 +389,15 @@ class Int8NumpyBackend(Int8Backend, NativeNumpyBackend):
     """`NumpyBackend().quantized("int8")`."""
 
     kernels = Int8Backend.kernels
+
+
+class Int4NumpyBackend(Int4Backend, NativeNumpyBackend):
+    """`NumpyBackend().quantized("int4")`."""
+
+    kernels = Int4Backend.kernels
+
+
+_QUANTIZED: dict[str, type[NumpyBackend]] = {"int8": Int8NumpyBackend, "int4": Int4NumpyBackend}
 
 
 def _starts_as(native: bool | None) -> type[NumpyBackend]:

@@ -13,12 +13,12 @@ from hibachi.tensor.stored import HostArray, Stored
 Rows: TypeAlias = "HostArray | Stored"
 """A matrix [n, k]."""
 
-FROM = {"F32": 0, "BF16": 1, "F16": 2}  # as in operations.cpp
-INTO = {"float32": 0, "bfloat16": 1, "int8": 2}  # likewise
+FROM = {"F32": 0, "BF16": 1, "F16": 2, "Q4_0": 3, "Q8_0": 4}  # as in operations.cpp
+INTO = {"float32": 0, "bfloat16": 1, "int8": 2, "q4_0": 3, "q8_0": 4}  # as in blocks.h
 BITS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(np.uint16),
-    "int8": np.dtype(np.uint8),
+    **dict.fromkeys(("int8", "q4_0", "q8_0"), np.dtype(np.uint8)),
 }
 
 
@@ -26,6 +26,12 @@ def joined(parts: Sequence[Rows]) -> HostArray:
     """One matrix of those that lie in it one below the other, read where they are in files."""
     read = [part.read() if isinstance(part, Stored) else part for part in parts]
     return read[0] if len(read) == 1 else np.concatenate(read)
+
+
+def as_stored(parts: Sequence[Rows]) -> str | None:
+    """The name of `INTO` for parts that are multiplied as they lie in a file, in blocks; None if they are not."""
+    kinds = {part.dtype if isinstance(part, Stored) else "" for part in parts}
+    return kinds.pop().lower() if kinds in ({"Q4_0"}, {"Q8_0"}) else None
 
 
 def pack(parts: Sequence[Rows], into: str, run: Any, slabs: Slabs) -> tuple[HostArray, HostArray | None]:

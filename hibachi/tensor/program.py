@@ -13,7 +13,8 @@ from hibachi.tensor.array_backend import Array, LayerCache
 from hibachi.tensor.layout import StepInputs
 
 RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
-ROUTE, SORT, GATHER, MIX = range(10, 14)
+ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0 = range(10, 16)
+ROUNDING = {"int8": LINEAR_INT8, "q4_0": LINEAR_Q4_0, "q8_0": LINEAR_Q8_0}  # kinds of weights that take rounded rows
 # Buffers, each with a row for every token; those of experts with a piece for each expert of a token.
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED, ODDS, GATHERED, WIDES, INNERS = range(13)
 ROUNDED, LISTS = 13, 14  # rows as bytes; who goes to which expert
@@ -21,7 +22,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
 _PARTS = {
     LINEAR: "linear",
     ROUND: "linear",
-    LINEAR_INT8: "linear",
+    **dict.fromkeys(ROUNDING.values(), "linear"),
     WRITE: "attention",
     ATTEND: "attention",
     ROPE: "attention",
@@ -35,12 +36,11 @@ _i64, _p = ctypes.c_int64, ctypes.c_void_p
 class Program:
     """The layers of a decoder. Made by `program`."""
 
-    def __init__(self, decoder: Any, *, int8: bool) -> None:
+    def __init__(self, decoder: Any) -> None:
         self._arch, self._backend, params = decoder.arch, decoder.backend, decoder.params
         self._halves = [cos.shape[-1] for cos, _ in params["ropes"]]
         self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
-        self._rounds = int8
         self.dtype = params["norm"].dtype
         self._after_last = False
         a = self._arch
@@ -54,7 +54,7 @@ class Program:
         widths += [odds, each * hidden, each * gates * inner, each * inner]
         self._kernels = run = self._backend.library.kernels
         deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
-        self._bytes = max(deepest) if self._rounds else 0  # of a token
+        self._bytes = max(deepest) if any(op["kind"] == ROUND for op in self._ops) else 0  # of a token
         self._widths, self._offsets = widths, [sum(widths[1:i]) for i in range(1, len(widths))]
         self._wide = (_i64 * (len(widths) + 2))(*widths, 0, 0)
         self._code = self._backend.codes[self.dtype]
@@ -147,7 +147,7 @@ class Program:
         """A mixture of experts, added to the residual stream."""
         a, e = self._arch, self._arch.experts
         among: dict[str, Any] = dict(experts=e.count, groups=e.per_token, which=LISTS)
-        self._linear(layer, "router", source, ODDS, rounds=False)
+        self._linear(layer, "router", source, ODDS)
         self._add(ROUTE, ODDS, ODDS, gated=e.normalised, **among)
         self._add(SORT, ODDS, ODDS, **among)
         self._add(GATHER, source, GATHERED, n=a.hidden_size, **among)
@@ -164,14 +164,10 @@ class Program:
     def _of_experts(self, weights: list[Any], source: int, to: int, among: dict[str, Any]) -> None:
         """The products of all experts."""
         n, k = weights[0].shape
-        w, *scales = (addresses(pointers) for pointers in zip(*(w.pointers for w in weights), strict=True))
+        w, scales = (addresses(pointers) for pointers in zip(*(w.pointers for w in weights), strict=True))
         self._kept += [weights, w, scales]
-        how = among | dict(w=ctypes.addressof(w), n=n, k=k)
-        if scales:
-            self._add(ROUND, source, ROUNDED, k=k, groups=among["groups"])
-            self._add(LINEAR_INT8, ROUNDED, to, **how, scales=ctypes.addressof(scales[0]))
-        else:
-            self._add(LINEAR, source, to, **how)
+        places = dict(w=ctypes.addressof(w), scales=ctypes.addressof(scales))
+        self._product(weights[0].kind, source, to, n=n, k=k, **places, **among)
 
     def _joined(self, layer: dict[str, Any], name: str, source: int, h: int, norm: str) -> None:
         """A product of which the result, perhaps normalised, is added to the residual stream."""
@@ -194,20 +190,22 @@ class Program:
         )
         return to
 
-    def _linear(
-        self, layer: dict[str, Any], name: str, source: int, to: int, *, rounds: bool = True, **more: Any
-    ) -> int:
+    def _linear(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
         w, b = layer[name], layer.get(f"{name}_bias")
         b = None if b is None else self._backend.row_major(b)
         self._kept += [w, b]
         n, k = w.shape
-        more |= dict(w=w.pointers[0], b=None if b is None else self._backend.address(b), n=n, k=k)
-        if self._rounds and rounds:
-            self._add(ROUND, source, ROUNDED, k=k)
-            self._add(LINEAR_INT8, ROUNDED, to, scales=w.pointers[1], **more)
+        data, scales = w.pointers
+        more |= dict(w=data, scales=scales, b=None if b is None else self._backend.address(b), n=n, k=k)
+        self._product(w.kind, source, to, **more)
+        return to
+
+    def _product(self, kind: str, source: int, to: int, **more: Any) -> None:
+        if kind in ROUNDING:
+            self._add(ROUND, source, ROUNDED, k=more["k"], groups=more.get("groups", 1))
+            self._add(ROUNDING[kind], ROUNDED, to, **more)
         else:
             self._add(LINEAR, source, to, **more)
-        return to
 
     def _add(self, kind: int, source: int, to: int, **more: Any) -> None:
         settled = dict(kind=kind, from_=source, to=to, outputs=self._after_last, added=-1, groups=1, scale=1.0)
@@ -228,26 +226,23 @@ def whole(arch: Any) -> bool:
     return fuses(arch) and arch.embed_scale == 1.0 and not arch.learned_positions
 
 
-def program(decoder: Any, *, int8: bool) -> Program | None:
-    """The decoder's layers as a program, or None if one of them has something that no operation computes.
-
-    int8: its matrices have eight bits.
-    """
+def program(decoder: Any) -> Program | None:
+    """The decoder's layers as a program, or None if one of them has something that no operation computes."""
     params = decoder.params
     dtype = params["norm"].dtype
     matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
-    matrices = [w for some in matrices for w in (some if isinstance(some, list) else [some])]
-    routers = [layer["router"] for layer in params["layers"] if "router" in layer]
+    matrices += [layer["router"] for layer in params["layers"] if "router" in layer]
 
-    def packed(w: Any, kinds: int = 1 + int8) -> bool:
+    def packed(w: Any) -> bool:
+        if isinstance(w, list):  # experts, which are multiplied by one operation
+            return all(map(packed, w)) and len({some.kind for some in w}) == 1
         odd = dtype == decoder.backend.dtype("bfloat16") and w.shape[1] % 2  # rows of pairs begin with a pair
-        return hasattr(w, "pointers") and w.dtype == dtype and len(w.pointers) == kinds and not odd
+        return hasattr(w, "pointers") and w.dtype == dtype and not odd
 
     fits = (
         fuses(decoder.arch)
         and dtype in decoder.backend.codes
-        and all(packed(w) for w in matrices)
-        and all(packed(w, 1) for w in routers)
+        and all(map(packed, matrices))
         and all(t.dtype == dtype for pair in params["ropes"] for t in pair)
     )
-    return Program(decoder, int8=int8) if fits else None
+    return Program(decoder) if fits else None

@@ -41,10 +41,15 @@ class Stored:
         """Whether kernels take its rows as they lie in the file: see `hibachi.tensor.packing`."""
         return self.dtype in ("F32", "F16", "BF16") and len(self.shape) > 1
 
+    @property
+    def row(self) -> tuple[np.dtype[Any], int]:
+        """As what NumPy sees a row: of which numbers, and how many."""
+        return np.dtype(PLAIN[self.dtype]), self.shape[-1]
+
     def __iter__(self) -> Iterator[Self]:
         """What lies along the first dimension, such as the matrices of experts."""
-        one = self.shape[1:]
-        size = math.prod(one) * np.dtype(PLAIN[self.dtype]).itemsize
+        one, (stored, numbers) = self.shape[1:], self.row
+        size = math.prod(one[:-1]) * numbers * stored.itemsize
         return (replace(self, shape=one, offset=self.offset + i * size) for i in range(self.shape[0]))
 
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
@@ -66,13 +71,13 @@ class Stored:
         return out if self.order is None else out[self.order]
 
     def rows(self, multiple: int) -> Iterator[HostArray]:
-        """The rows of a matrix as they lie in the file, bfloat16 as bits, mapped some at a time: a multiple of this
+        """The rows of a matrix as they lie in the file, as `row` says, mapped some at a time: a multiple of this
         number, but for the last ones. All at once if they have another order. Raises InvalidModelFiles as `read` does.
         """
-        (n, k), stored = self.shape, np.dtype(PLAIN[self.dtype])
-        few = max(1, WINDOW // (multiple * k * stored.itemsize)) * multiple if self.order is None else n
-        for _, part in windows(self.file, self.offset, stored, n * k, few * k):
-            yield part.reshape(-1, k)
+        (n, _), (stored, numbers) = self.shape, self.row
+        few = max(1, WINDOW // (multiple * numbers * stored.itemsize)) * multiple if self.order is None else n
+        for _, part in windows(self.file, self.offset, stored, n * numbers, few * numbers):
+            yield part.reshape(-1, numbers)
 
 
 def windows(file: Path, offset: int, stored: np.dtype[Any], count: int, step: int) -> Iterator[tuple[int, HostArray]]:

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.native import Int8TorchBackend, faster  # noqa: E402
 
-GROUP = 32  # as in int8.h
+GROUP = 64  # as in int8.h
 native = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 
 

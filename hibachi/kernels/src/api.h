@@ -10,7 +10,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int32_t ABI = 5;  // as in abi.py
+constexpr int32_t ABI = 6;  // as in abi.py
 
 namespace hibachi {
 
@@ -27,9 +27,9 @@ struct Scanned {
 };
 
 // A mixture of experts: for each of them the packed matrices [inner, dim], or [2 * inner, dim] if it is gated, and
-// [dim, inner]; their scales, or nullptr.
+// [dim, inner], of kinds of `Panels` (blocks.h); their scales, if they are of int8.
 struct Mixture {
-  int64_t tokens, each, experts, dim, inner, activation, gated;
+  int64_t tokens, each, experts, dim, inner, activation, gated, into_kind, out_kind;
   const void *const *into, *const *out;
   const float *const *into_scales, *const *out_scales;
 };

@@ -11,6 +11,8 @@
 
 #pragma once
 
+#include <numeric>
+
 #include "lanes.h"
 #include "linear.h"
 #include "memory.h"
@@ -124,20 +126,25 @@ struct Rounded {
   int8_t* values;   // [m, groups * GROUP], zeros after k
   float* scales;    // [m, groups]
   int32_t* starts;  // [m, groups]: -128 times the sum of a group's values
+  int32_t* totals;  // [m, groups, GROUP / BLOCK]: the sums of the blocks in a group, see blocks.h
   int64_t groups;
 
-  static int64_t bytes(int64_t m, int64_t k) { return m * up(k, GROUP) * (GROUP + sizeof(float) + sizeof(int32_t)); }
+  static constexpr int BLOCK = 32;
+  static constexpr int64_t EACH = GROUP + sizeof(float) + (1 + GROUP / BLOCK) * sizeof(int32_t);
+  static int64_t bytes(int64_t m, int64_t k) { return m * up(k, GROUP) * EACH; }
 
   Rounded(void* memory, int64_t m, int64_t k) : groups(up(k, GROUP)) {
     values = static_cast<int8_t*>(memory);
     scales = reinterpret_cast<float*>(values + m * groups * GROUP);
     starts = reinterpret_cast<int32_t*>(scales + m * groups);
+    totals = starts + m * groups;
   }
 
   // The rows from row i on.
   Rounded from(int64_t i) const {
     Rounded found = *this;
     found.values += i * groups * GROUP, found.scales += i * groups, found.starts += i * groups;
+    found.totals += i * groups * (GROUP / BLOCK);
     return found;
   }
 
@@ -152,6 +159,8 @@ struct Rounded {
       scales[i * groups + g] =
           n < GROUP ? round_all<T>(x + g * GROUP, n, q, total) : round_all<T>(x + g * GROUP, GROUP, q, total);
       starts[i * groups + g] = -128 * total;
+      int32_t* part = totals + (i * groups + g) * (GROUP / BLOCK);
+      for (int b = 0; b < GROUP / BLOCK; b++) part[b] = std::reduce(q + b * BLOCK, q + (b + 1) * BLOCK, int32_t{});
     }
   }
 };

@@ -29,12 +29,24 @@ int by_dtype(int dtype, const F& f) {
 // f of how numbers are stored, and of what lanes are of them; see pack.h.
 template <class F>
 auto by_stored(int from, const F& f) {
-  return from == 0 ? f(pack::Plain<F32>{}) : from == 1 ? f(pack::Plain<Bf16>{}) : f(pack::Plain<pack::F16>{});
+  switch (from) {
+    case 0: return f(pack::Plain<F32>{});
+    case 1: return f(pack::Plain<Bf16>{});
+    case 2: return f(pack::Plain<pack::F16>{});
+    case 3: return f(pack::Block<blocks::Four>{});
+    default: return f(pack::Block<blocks::Eight>{});
+  }
 }
 
 template <class F>
 auto by_lanes(int into, const F& f) {
-  return into == 0 ? f(pack::Rounded<F32>{}) : into == 1 ? f(pack::Rounded<Bf16>{}) : f(pack::Bytes{});
+  switch (into) {
+    case FLOAT32: return f(pack::Rounded<F32>{});
+    case BFLOAT16: return f(pack::Rounded<Bf16>{});
+    case INT8: return f(pack::Bytes{});
+    case Q4_0: return f(pack::Blocks<blocks::Four>{});
+    default: return f(pack::Blocks<blocks::Eight>{});
+  }
 }
 
 template <class T>
@@ -75,8 +87,10 @@ bool linear(const void* x, int64_t stride, const void* w, const void* b, void* y
   );
 }
 
+// The same with panels of a kind that goes with rounded rows.
 template <class T, class Out>
-bool int8_linear(
+bool rounded_linear(
+    int kind,
     const void* x,
     int64_t stride,
     const void* w,
@@ -91,39 +105,41 @@ bool int8_linear(
   if (!memory.ok()) return false;
   const int8::Rounded rounded(memory.data(), m, k);
   return share(int8::Round<T>{.x = in<T>(x), .x_stride = stride, .rounded = rounded, .m = m, .k = k}) &&
-         share(
-             int8::Linear<T, Out>{
-                 .x = rounded,
-                 .w = static_cast<const uint32_t*>(w),
-                 .scales = scales,
-                 .bias = in<T>(b),
-                 .y = out<Out>(y),
-                 .y_stride = n,
-                 .m = m,
-                 .n = n,
-                 .k = k,
-             }
-         );
+         with_product<T, Out>(kind, [&](auto type) {
+           const typename decltype(type)::type product{
+               .x = rounded, .bias = in<T>(b), .y = out<Out>(y), .y_stride = n, .m = m, .n = n, .k = k
+           };
+           return share(product.of(0, m, w, scales));
+         });
 }
 
-// One product of all experts: x [pairs, k] times the matrices w [n, k] -> y [pairs, n]; of bytes if there are scales.
+// One product of all experts: x [pairs, k] times the matrices w [n, k] of a kind -> y [pairs, n].
 template <class T>
 bool of_experts(
-    const Lists& lists, const E<T>* x, const void* const* w, const float* const* scales, E<T>* y, int64_t n, int64_t k
+    const Lists& lists,
+    const E<T>* x,
+    int64_t kind,
+    const void* const* w,
+    const float* const* scales,
+    E<T>* y,
+    int64_t n,
+    int64_t k
 ) {
   const int64_t pairs = lists.tokens * lists.each;
-  if (!scales) {
+  if (kind < INT8) {
     using Product = Linear<T, T>;
     const Product product{.x = x, .x_stride = k, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
     return share(OfExperts<Product>{lists, product, w, nullptr});
   }
-  using Product = int8::Linear<T, T>;
   const Buffer<char> memory(int8::Rounded::bytes(pairs, k));
   if (!memory.ok()) return false;
   const int8::Rounded rounded(memory.data(), pairs, k);
-  const Product product{.x = rounded, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
   return share(int8::Round<T>{.x = x, .x_stride = k, .rounded = rounded, .m = pairs, .k = k}) &&
-         share(OfExperts<Product>{lists, product, w, scales});
+         with_product<T, T>(kind, [&](auto type) {
+           using Product = typename decltype(type)::type;
+           const Product product{.x = rounded, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
+           return share(OfExperts<Product>{lists, product, w, scales});
+         });
 }
 
 template <class T>
@@ -135,13 +151,13 @@ bool experts(const Mixture& a, const void* x, const float* weights, const int32_
   const Lists lists(memory.data(), a.tokens, a.each, a.experts);
   std::copy_n(weights, pairs, lists.weights), std::copy_n(chosen, pairs, lists.chosen);
   return share(Sort{lists}) && share(Gather<E<T>>{lists, in<T>(x), a.dim, rows.data(), a.dim}) &&
-         of_experts<T>(lists, rows.data(), a.into, a.into_scales, both.data(), wide, a.dim) &&
+         of_experts<T>(lists, rows.data(), a.into_kind, a.into, a.into_scales, both.data(), wide, a.dim) &&
          share(
              Activate<T>{
                  Activation(a.activation), bool(a.gated), both.data(), wide, hidden.data(), a.inner, pairs, a.inner
              }
          ) &&
-         of_experts<T>(lists, hidden.data(), a.out, a.out_scales, rows.data(), a.dim, a.inner) &&
+         of_experts<T>(lists, hidden.data(), a.out_kind, a.out, a.out_scales, rows.data(), a.dim, a.inner) &&
          share(Mix<T>{.lists = lists, .x = rows.data(), .y = out<T>(y), .y_stride = a.dim, .dim = a.dim});
 }
 
@@ -173,13 +189,16 @@ hibachi_sets(const Sizes* s, const int32_t* cu_q, const int32_t* pos, const int3
   return work.set_count();
 }
 
-// y [m, n] = x [m, k] times the packed w [n, k], plus b [n] unless it is null; `wide`: float32, else x's dtype.
+// y [m, n] = x [m, k] times w [n, k], plus b [n] unless it is null; `wide`: float32, else x's dtype. kind: of w, of
+// `Panels`; scales: of its rows, if they are of int8.
 EXPORT int hibachi_linear(
     int dtype,
+    int kind,
     int wide,
     const void* x,
     int64_t stride,
     const void* w,
+    const float* scales,
     const void* b,
     void* y,
     int64_t m,
@@ -188,17 +207,20 @@ EXPORT int hibachi_linear(
 ) {
   return by_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k) : linear<T, T>(x, stride, w, b, y, m, n, k);
+    if (kind < INT8)
+      return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k) : linear<T, T>(x, stride, w, b, y, m, n, k);
+    return wide ? rounded_linear<T, F32>(kind, x, stride, w, scales, b, y, m, n, k)
+                : rounded_linear<T, T>(kind, x, stride, w, scales, b, y, m, n, k);
   });
 }
 
 // Bytes of the panels of a matrix [n, k].
 EXPORT int64_t hibachi_packed(int into, int64_t n, int64_t k) {
-  return by_lanes(into, [&](auto lanes) { return up(n, WIDTH) * WIDTH * up(k, decltype(lanes)::DEPTH) * 4; });
+  return by_lanes(into, [&](auto lanes) { return up(n, WIDTH) * WIDTH * lanes.depth(k) * 4; });
 }
 
-// Rows [many, k] become rows `begin` and so on of the n rows of panels. from: 0 is float32, 1 bfloat16, 2 float16;
-// into: 0 is float32, 1 bfloat16, 2 int8, then with scales. order: or null; see pack.h.
+// Rows [many, k] become rows `begin` and so on of the n rows of panels. from: 0 is float32, 1 bfloat16, 2 float16,
+// 3 and 4 GGUF's Q4_0 and Q8_0; into: of `Panels`, scales for those of int8. order: or null; see pack.h.
 EXPORT int hibachi_pack(
     int from,
     int into,
@@ -230,42 +252,28 @@ EXPORT int hibachi_pack(
   }));
 }
 
-// y [many, k]: rows `at` of a packed matrix [n, k].
-EXPORT int hibachi_rows(int dtype, const void* packed, const int32_t* at, void* y, int64_t many, int64_t n, int64_t k) {
-  if (!below(at, many, n)) return OUTSIDE;
-  return by_dtype(dtype, [&](auto type) {
-    using T = decltype(type);
-    return share(Rows<T>{in<T>(packed), at, out<T>(y), many, k});
-  });
-}
-
-EXPORT int hibachi_int8_linear(
+// y [many, k]: rows `at` of w [n, k], as above.
+EXPORT int hibachi_rows(
     int dtype,
-    int wide,
-    const void* x,
-    int64_t stride,
+    int kind,
     const void* w,
     const float* scales,
-    const void* b,
+    const int32_t* at,
     void* y,
-    int64_t m,
+    int64_t many,
     int64_t n,
     int64_t k
 ) {
-  return by_dtype(dtype, [&](auto type) {
-    using T = decltype(type);
-    return wide ? int8_linear<T, F32>(x, stride, w, scales, b, y, m, n, k)
-                : int8_linear<T, T>(x, stride, w, scales, b, y, m, n, k);
-  });
-}
-
-EXPORT int hibachi_int8_rows(
-    int dtype, const void* packed, const float* scales, const int32_t* at, void* y, int64_t many, int64_t n, int64_t k
-) {
   if (!below(at, many, n)) return OUTSIDE;
   return by_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    return share(int8::Rows<T>{static_cast<const uint8_t*>(packed), scales, at, out<T>(y), many, k});
+    const auto* lanes = static_cast<const uint32_t*>(w);
+    switch (kind) {
+      case INT8: return share(int8::Rows<T>{static_cast<const uint8_t*>(w), scales, at, out<T>(y), many, k});
+      case Q4_0: return share(blocks::Rows<T, blocks::Four>{lanes, at, out<T>(y), many, k});
+      case Q8_0: return share(blocks::Rows<T, blocks::Eight>{lanes, at, out<T>(y), many, k});
+      default: return share(Rows<T>{in<T>(w), at, out<T>(y), many, k});
+    }
   });
 }
 

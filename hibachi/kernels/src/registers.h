@@ -72,6 +72,20 @@ FAST Part fma(Part a, Part b, Part c) {
 #endif
 }
 
+// float16 in the lower half of lanes. Numbers below 2^-14 have no leading one, and infinity and NaN the largest
+// exponent.
+FAST Part from_halves(PartWords h) {
+#ifdef AVX512
+  return (Part)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
+#else
+  const PartWords size = h & 0x7fffu;
+  const Part small = __builtin_convertvector((PartInts)size, Part) * 5.9604644775390625e-8f;  // 2^-24
+  const PartWords large =
+      (size << 13) + ((PartInts)size < 0x7c00 ? PartWords{} + (112u << 23) : PartWords{} + (224u << 23));
+  return (Part)(((PartInts)size < 0x400 ? (PartWords)small : large) | (h & 0x8000u) << 16);
+#endif
+}
+
 #if defined(AVX512) || defined(__clang__)
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));

@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "attention.h"
+#include "blocks.h"
 #include "experts.h"
 #include "int8.h"
 #include "linear.h"
@@ -29,6 +30,8 @@ enum Kind : int32_t {
   SORT,
   GATHER,
   MIX,
+  LINEAR_Q4_0,
+  LINEAR_Q8_0,
 };
 
 // As in structs.py. A buffer holds a row for each token, or for each token whose output is wanted.
@@ -193,25 +196,32 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
       const int8::Rounded rounded(s.buffers[op.to], many, op.k);
       return f(int8::Round<T>{.x = from, .x_stride = from_width / op.groups, .rounded = rounded, .m = many, .k = op.k});
     }
-    case LINEAR_INT8: {
-      const int8::Linear<T, T> product{
-          .x = int8::Rounded(s.buffers[op.from], many, op.k),
-          .w = static_cast<const uint32_t*>(op.w),
-          .scales = static_cast<const float*>(op.scales),
-          .bias = b,
-          .y = to,
-          .y_stride = to_width / op.groups,
-          .m = many,
-          .n = op.n,
-          .k = op.k,
-          .scale = op.scale,
-          .added = added,
-          .added_stride = added_width,
-      };
-      if (!op.experts) return f(product);
-      const auto* ws = static_cast<const void* const*>(op.w);
-      return f(OfExperts<int8::Linear<T, T>>{lists, product, ws, static_cast<const float* const*>(op.scales)});
-    }
+    case LINEAR_INT8:
+    case LINEAR_Q4_0:
+    case LINEAR_Q8_0:
+      return with_product<T, T>(
+          op.kind == LINEAR_INT8   ? INT8
+          : op.kind == LINEAR_Q4_0 ? Q4_0
+                                   : Q8_0,
+          [&](auto type) {
+            using Product = typename decltype(type)::type;
+            const Product product{
+                .x = int8::Rounded(s.buffers[op.from], many, op.k),
+                .bias = b,
+                .y = to,
+                .y_stride = to_width / op.groups,
+                .m = many,
+                .n = op.n,
+                .k = op.k,
+                .scale = op.scale,
+                .added = added,
+                .added_stride = added_width,
+            };
+            if (!op.experts) return f(product.of(0, many, op.w, static_cast<const float*>(op.scales)));
+            const auto* ws = static_cast<const void* const*>(op.w);
+            return f(OfExperts<Product>{lists, product, ws, static_cast<const float* const*>(op.scales)});
+          }
+      );
     case ROUTE:
       return f(
           Route<T>{

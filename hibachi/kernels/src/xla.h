@@ -163,36 +163,21 @@ extern "C" {
 
 EXPORT void hibachi_xla_version(int minor) { minor_version = minor; }
 
-// x [m, k], w, perhaps b [n] -> y [m, n]
+// x [m, k], w, scales if it is of int8, perhaps b [n] -> y [m, n]; ints: kind of w
 EXPORT void* hibachi_xla_linear(Frame* f) {
   return handle(f, [](const Call& c) {
-    const int64_t m = c.size(0, 0), k = c.size(0, 1), n = c.out_size(0, 1);
-    return hibachi_linear(c.dtype(), c.wide(), c.in(0), k, c.in(1), c.in(2), c.out(0), m, n, k);
+    const int64_t m = c.size(0, 0), k = c.size(0, 1), n = c.out_size(0, 1), kind = c.integer(0);
+    const int after = kind == hibachi::INT8 ? 3 : 2;
+    const float* scales = after > 2 ? c.in<float>(2) : nullptr;
+    return hibachi_linear(c.dtype(), kind, c.wide(), c.in(0), k, c.in(1), scales, c.in(after), c.out(0), m, n, k);
   });
 }
 
-// x [m, k], w, scales, perhaps b [n] -> y [m, n]
-EXPORT void* hibachi_xla_int8_linear(Frame* f) {
-  return handle(f, [](const Call& c) {
-    const int64_t m = c.size(0, 0), k = c.size(0, 1), n = c.out_size(0, 1);
-    const float* scales = c.in<float>(2);
-    return hibachi_int8_linear(c.dtype(), c.wide(), c.in(0), k, c.in(1), scales, c.in(3), c.out(0), m, n, k);
-  });
-}
-
-// w, at [many] -> y [many, k]; ints: rows of w
+// w, at [many], scales if it is of int8 -> y [many, k]; ints: kind of w, its rows
 EXPORT void* hibachi_xla_rows(Frame* f) {
   return handle(f, [](const Call& c) {
-    return hibachi_rows(c.dtype(), c.in(0), c.in<int32_t>(1), c.out(0), c.count(1), c.integer(0), c.out_size(0, 1));
-  });
-}
-
-// w, scales, at [many] -> y [many, k]; ints: rows of w, is it of bfloat16
-EXPORT void* hibachi_xla_int8_rows(Frame* f) {
-  return handle(f, [](const Call& c) {
-    const float* scales = c.in<float>(1);
-    const int32_t* at = c.in<int32_t>(2);
-    return hibachi_int8_rows(c.integer(1), c.in(0), scales, at, c.out(0), c.count(2), c.integer(0), c.out_size(0, 1));
+    const int64_t many = c.count(1), n = c.integer(1), k = c.out_size(0, 1);
+    return hibachi_rows(!c.wide(), c.integer(0), c.in(0), c.in<float>(2), c.in<int32_t>(1), c.out(0), many, n, k);
   });
 }
 
@@ -334,7 +319,7 @@ EXPORT void* hibachi_xla_route(Frame* f) {
 }
 
 // x [tokens, dim], weights, chosen [tokens, each], the matrices into all experts, those out of them, perhaps
-// the scales of both -> y; ints: experts, inner, activation, gated
+// the scales of both -> y; ints: experts, inner, activation, gated, kinds of both
 EXPORT void* hibachi_xla_experts(Frame* f) {
   return handle(f, [](const Call& c) -> int {
     const int64_t experts = c.integer(0);
@@ -354,6 +339,8 @@ EXPORT void* hibachi_xla_experts(Frame* f) {
         .inner = c.integer(1),
         .activation = c.integer(2),
         .gated = c.integer(3),
+        .into_kind = c.integer(4),
+        .out_kind = c.integer(5),
         .into = w.data(),
         .out = w.data() + experts,
         .into_scales = bytes ? scales.data() : nullptr,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,6 +65,8 @@ _TYPES = {  # number -> name, values of a block, bytes of a block
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
+MULTIPLIED = ("Q4_0", "Q8_0")
+"""Of which kernels multiply the blocks."""
 QUANTIZED = frozenset(n for n, values, _ in _TYPES.values() if values > 1)
 READABLE = QUANTIZED | PLAIN.keys()
 _NUMBERS = {name: number for number, (name, _, _) in _TYPES.items()}
@@ -79,6 +81,30 @@ class Blocks(Stored):
 
     __slots__ = ()
 
+    @property
+    @override
+    def packs(self) -> bool:
+        return super().packs or (self.dtype in MULTIPLIED and len(self.shape) > 1)
+
+    @property
+    @override
+    def row(self) -> tuple[np.dtype[Any], int]:
+        if self.dtype in PLAIN:
+            return super().row
+        _, values, size = _TYPES[_NUMBERS[self.dtype]]
+        return np.dtype(np.uint8), self.shape[-1] // values * size
+
+    @override
+    def rows(self, multiple: int) -> Iterator[HostArray]:
+        """As of `Stored`. Raises InvalidModelFiles for blocks of which the scale is NaN or infinite as well."""
+        for rows in super().rows(multiple):
+            if self.dtype in MULTIPLIED:
+                size = _TYPES[_NUMBERS[self.dtype]][2]
+                scales = rows.reshape(len(rows), -1, size)[..., 1]  # the upper byte of float16, which comes first
+                if (scales & 0x7C == 0x7C).any():
+                    raise InvalidModelFiles(f"{self.file}: a block of a tensor of {self.shape} in {self.dtype} has a scale that is no number. {AGAIN}.")
+            yield rows
+
     @override
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
         """As of `Stored`; quantized numbers as float32. Raises MissingExtra for these without the library gguf,
@@ -90,7 +116,7 @@ class Blocks(Stored):
             return super().read(dtype)
         out = np.empty(self.shape, np.float32 if dtype is None else dtype)
         self._dequantize(out.reshape(-1))
-        return out
+        return out if self.order is None else out[self.order]
 
     def _dequantize(self, flat: HostArray) -> None:
         library = need("gguf", f"Reading {self.dtype} weights", "gguf")

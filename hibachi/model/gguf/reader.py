@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.gguf.config import NAMES, SETTINGS, Source, find_architecture, read_config
-from hibachi.model.gguf.file import READABLE, Blocks, Shape, read_header
+from hibachi.model.gguf.file import QUANTIZED, READABLE, Blocks, Shape, read_header
 from hibachi.model.gguf.tokenizer import Pieces, read_tokenizer
 from hibachi.model.weights import Tensors
 from hibachi.tensor.stored import HostArray, Stored
@@ -65,6 +65,7 @@ class _Entry:
 class GGUF(Tensors):
     """The tensors of a GGUF file by canonical name; quantized ones come as float32.
 
+    unpack: quantized matrices are read as float32 also where kernels multiply their blocks.
     metadata: all of the file's entries. config: the same in the terms of config.json.
     Raises InvalidModelFiles for a damaged file, UnknownArchitecture for a model that we do not know.
     """
@@ -73,8 +74,8 @@ class GGUF(Tensors):
 
     readable = READABLE
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, unpack: bool = False) -> None:
+        self.path, self._unpack = Path(path), unpack
         self.metadata, stored = read_header(self.path)
         source = Source(self.path, self._architecture(), self.metadata, stored)
         self.config: dict[str, Any] = read_config(source)
@@ -110,6 +111,8 @@ class GGUF(Tensors):
 
     def stored(self, name: str) -> Stored | None:
         e = self._entries[name]
+        if self._unpack and e.stored.dtype in QUANTIZED:
+            return None
         if isinstance(e.change, _Ordered) and len(e.shape) == 2:
             return replace(e.stored, order=e.change.order)
         return e.stored if e.change is None else None
