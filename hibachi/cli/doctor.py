@@ -16,7 +16,7 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
 from hibachi.engine.speculation import cannot_speculate
-from hibachi.errors import ConfigError, UnsupportedOperation
+from hibachi.errors import ConfigError, NotDeterministic, UnsupportedOperation
 from hibachi.lm.llm import LLM, QUANTIZATIONS
 from hibachi.lm.own import is_own, open_own
 from hibachi.model.files import locate, open_files
@@ -140,11 +140,22 @@ def _steps(args: argparse.Namespace, backend: ArrayBackend, dtype: str) -> None:
         overlap=False,
         autotune="off",
     ) as llm:
+        print(f"\n{_checked(llm)}")
         core = llm.engine.core
         assert core is not None
         why = cannot_speculate(core.runner)
         said = told(step_costs(llm.engine)) if why is None else f"speculative_config: no proposals, as {why}"
     print(f"\n{said}")
+
+
+def _checked(llm: LLM) -> str:
+    """What the check of determinism comes to, in a line."""
+    if not llm.deterministic:
+        return "Not checked for whether other requests change a bit of one, as it is not deterministic."
+    try:
+        return f"Checked: {llm.selfcheck()} outputs have the same bits alone and beside others."
+    except NotDeterministic as e:
+        return f"Checked: {e}"
 
 
 def _own(args: argparse.Namespace) -> int:

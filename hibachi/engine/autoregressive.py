@@ -273,16 +273,18 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         many outputs agreed in every bit.
 
         It may be called at any time: it uses a cache of its own, or at levels 0 and 1 the trial from before the first
-        step. A deterministic engine runs it when it is made. 0 means there was nothing to compare: no request has come,
-        each call has one row, or the model has a cache and returns tokens, not logits. Raises NotDeterministic with the
-        first difference.
+        step. A deterministic engine runs it when it is made, or beside its first requests; what is left of that is not
+        needed after this. 0 means there was nothing to compare: no request has come, each call has one row, or the
+        model has a cache and returns tokens, not logits. Raises NotDeterministic with the first difference.
         """
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.selfcheck()
         if not isinstance(runner, CachedRunner):
             return 0
-        return selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
+        compared = selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
+        self._promise.passed()
+        return compared
 
     # ---- requests ----------------------------------------------------------------------------------------------
 

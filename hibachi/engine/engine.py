@@ -272,19 +272,14 @@ class Engine:
 
     def try_model(self) -> bool:
         """Take one step of a trial of the model that was left for later; False if there was none to take."""
-        if self.promise is None or not self.promise.step():
-            return False
-        if self.drafting is not None and not self.promise.proposes:
-            log.info("speculative_config: off from now on, as proposals may change bits")
-            self.drafting.close()
-            self.drafting = None
-        return True
+        return self.promise is not None and self.promise.step()
 
     def _plan(self, now: float) -> StepPlan | None:
         drafts = None
         # Proposals go on from the last token, and cost a step that begins before that is read.
         waits = self._launcher is None or self._waiting or self._alone
-        if self.drafting is not None and self._flight is None and waits:
+        may = self.promise is None or self.promise.proposes
+        if self.drafting is not None and self._flight is None and waits and may:
             assert isinstance(self.runner, BaseRunner)
             drafts = self.drafting.propose(self.scheduler, self.runner)
         if drafts:

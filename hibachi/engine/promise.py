@@ -73,6 +73,11 @@ class Promise:
             self._settle(e)
         return True
 
+    def passed(self) -> None:
+        """A whole trial has just ended without a difference: one that was left for later is not needed any more."""
+        if self._trial is not None:
+            self._settle(None)
+
     def close(self) -> None:
         """There will be no further step."""
         if self._trial is not None:
@@ -91,10 +96,12 @@ class Promise:
             self.deterministic, self._why = False, f"the check of the model failed: {error}"
             log.warning("deterministic=False, as %s", self._why)
         log.info("deterministic=%s; %s", bool(self.deterministic), self._fingerprint)
+        if not self.proposes:
+            log.info("speculative_config: off from now on, as proposals may change bits")
 
     @property
     def proposes(self) -> bool:
-        """False: where tokens are proposed if that pays, it was found later that this may change bits."""
+        """False: tokens were proposed where that paid, until it was found that they may change bits."""
         auto = self._config is not None and self._config.auto
         return not (self._waits and auto and (self.differ is not None or not self.deterministic))
 

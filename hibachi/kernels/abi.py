@@ -75,6 +75,7 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "int8_rounded": "n:n",
     "threads": "i:",
     "set_threads": ":i",
+    "set_distances": ":p",
     "xla_version": ":i",
     "sets": "n:ppppi",
     "linear": "b:iiipnppppnnn",

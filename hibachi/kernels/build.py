@@ -70,12 +70,12 @@ def compiler(level: int = 2) -> str:
     raise BuildFailed("no C++ compiler was found. Install g++ or clang++, or set CXX.")
 
 
-def key(cxx: str) -> str:
-    """A name for what this compiler makes of the sources. Raises BuildFailed."""
+def key(cxx: str, variant: Variant | None = None) -> str:
+    """A name for what this compiler makes of the sources, for a variant or for any processor. Raises BuildFailed."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    for fact in (os.path.realpath(cxx), _said_by(cxx), *FLAGS):
+    for fact in (os.path.realpath(cxx), _said_by(cxx), *FLAGS, *(variant.flags if variant else ())):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -23,6 +23,7 @@ from hibachi.errors import HibachiError
 from hibachi.kernels.abi import Kernels, WrongLibrary
 from hibachi.kernels.build import BuildFailed, Variant, build, build_probe, compiler, files, key, unfinished, variants
 from hibachi.kernels.threads import why_so_many
+from hibachi.kernels.trial import Choice, cpuinfo, settled, use
 from hibachi.phases import phase, phases_shown
 
 SWITCH = "HIBACHI_VARIANT"
@@ -40,15 +41,16 @@ class NativeUnavailable(HibachiError):
 
 @dataclass(frozen=True)
 class Library:
-    """The kernels that are used, and where they come from: "installed" or "compiled"."""
+    """The kernels that are used, where they come from ("installed" or "compiled"), and what a trial says of them."""
 
     kernels: Kernels
     variant: Variant
     path: Path
     origin: str
+    choice: Choice
 
     def __str__(self) -> str:
-        return f"{self.variant.name}, {self.origin}: {self.path}"
+        return f"{self.variant.name}, {self.origin}: {self.path}; {self.choice}"
 
 
 def library() -> Library:
@@ -88,20 +90,14 @@ def state() -> str:
 
 def unused(root: Path = Path("/")) -> str | None:
     """What this processor has and the kernels do not use, in words; None means nothing. root: where /proc is."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:  # not on Linux
-        return None
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    if not {"amx_tile", "amx_bf16"} <= {*flags}:
+    if not {"amx_tile", "amx_bf16"} <= {*cpuinfo(root).get("flags", "").split()}:
         return None
     return "this processor has AMX, which hibachi does not use yet: another order of sums, so other bits"
 
 
 def _known() -> bool:
     try:
-        made = key(compiler())
-        return any((cache_folder() / "kernels" / f"{v.name}-{made}{_SUFFIX}").exists() for v in variants())
+        return any(_place(v, compiler()).exists() for v in variants())
     except (OSError, BuildFailed):
         return False
 
@@ -127,8 +123,9 @@ def _library(asked: str) -> Library | str:
         return why
 
 
-def choose(asked: str, there: tuple[Variant, ...], level: int) -> Variant:
-    """The best of the variants that are there. Raises NativeUnavailable."""
+def choose(asked: str, there: tuple[Variant, ...], level: int) -> tuple[Variant, ...]:
+    """Of the variants that are there the one that is asked for, or those that may be the fastest, the likeliest first:
+    the best, and with instructions that not all processors gain by the one without. Raises NativeUnavailable."""
     names = ", ".join(v.name for v in there)
     fitting = [v for v in there if v.level <= level]
     if asked != "auto":
@@ -140,12 +137,12 @@ def choose(asked: str, there: tuple[Variant, ...], level: int) -> Variant:
                 f"{SWITCH}={asked} needs instructions that this processor or its system does not have; it can use "
                 f"{', '.join(v.name for v in fitting) or 'none of the variants'}"
             )
-        return named
+        return (named,)
     if not fitting:
         raise NativeUnavailable(
             f"this processor has none of the sets of instructions that they are built for ({names or 'x86-64, ARM'})"
         )
-    return fitting[-1]
+    return tuple(v for v in reversed(fitting) if v.level >= min(2, fitting[-1].level))
 
 
 # ---- installed -------------------------------------------------------------------------------------------------------
@@ -165,9 +162,8 @@ def _installed(asked: str) -> Library | None:
     level = 0
     if there and there[0].level:
         level = _level(_whole(INSTALLED / f"probe{_SUFFIX}", manifest))
-    variant = choose(asked, there, level)
-    path = _whole(INSTALLED / f"{variant.name}{_SUFFIX}", manifest)
-    return Library(Kernels(str(path)), variant, path, "installed")
+    paths = {v: _whole(INSTALLED / f"{v.name}{_SUFFIX}", manifest) for v in choose(asked, there, level)}
+    return _fastest(paths, {v: manifest[path.name][:16] for v, path in paths.items()}, "installed")
 
 
 def _whole(path: Path, manifest: dict[str, str]) -> Path:
@@ -193,16 +189,40 @@ def _compiled(asked: str) -> Library:
         raise NativeUnavailable(f"they are for x86-64 and ARM; this is {platform.machine()}")
     if there[0].level:
         level = _level(_made(folder / f"probe-{key(compiler())}{_SUFFIX}", lambda to: build_probe(to, [compiler()])))
-    cxx, variant = compiler(level), choose(asked, there, level)
+    cxx, paths = compiler(level), dict[Variant, Path]()
+    for variant in choose(asked, there, level):
+        path = _place(variant, cxx)
 
-    def make(to: Path) -> None:
-        if not phases_shown():
-            _log.warning("Compiling kernels, once for this machine, in about ten seconds: %s", to)
-        with phase("compiling kernels, once for this machine", len(files()), "files") as p:
-            build(variant, to, cxx, p.update)
+        def make(to: Path, variant: Variant = variant) -> None:
+            if not phases_shown():
+                _log.warning("Compiling kernels, once for this machine, in about ten seconds: %s", to)
+            with phase(f"compiling kernels, once for this machine ({variant.name})", len(files()), "files") as p:
+                build(variant, to, cxx, p.update)
 
-    path = _made(folder / f"{variant.name}-{key(cxx)}{_SUFFIX}", make)
-    return Library(Kernels(str(path)), variant, path, "compiled")
+        try:
+            paths[variant] = _made(path, make)
+        except BuildFailed as e:
+            if not paths and variant.level < 3:
+                raise
+            _log.warning("%s goes without the variant %s: %s", cxx, variant.name, e)  # an older compiler
+    return _fastest(paths, {v: path.stem for v, path in paths.items()}, "compiled")
+
+
+def _place(variant: Variant, cxx: str) -> Path:
+    return cache_folder() / "kernels" / f"{variant.name}-{key(cxx, variant)}{_SUFFIX}"
+
+
+def _fastest(paths: dict[Variant, Path], contents: dict[Variant, str], origin: str) -> Library:
+    """The fastest of libraries that compute the same. Raises WrongLibrary, OSError."""
+    there = {v.name: Kernels(str(path)) for v, path in paths.items()}
+    try:
+        folder = cache_folder() / "kernels"
+    except OSError:  # nothing is kept
+        folder = Path(os.devnull)
+    choice = settled(there, {v.name: named for v, named in contents.items()}, folder)
+    [variant] = [v for v in paths if v.name == choice.variant]
+    use(there[variant.name], choice)
+    return Library(there[variant.name], variant, paths[variant], origin, choice)
 
 
 def _made(path: Path, make: Callable[[Path], object]) -> Path:

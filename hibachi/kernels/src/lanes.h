@@ -187,12 +187,13 @@ struct F32 {
   static FAST Part multiply(Part sums, Wide w, Lane x) { return fma(w, Part{} + x, sums); }
   static FAST Floats read(const Element* p) { return load<Floats>(p); }
   static FAST void write(Element* p, Floats v) { store(p, same_nan(v)); }
+  static FAST void put(Element* p, Floats v) { store(p, v); }  // a NaN as it is
   static FAST Floats rounded(Floats v) { return v; }
 
   // Weights of attention, from 0 to 1: e^x, how they are stored, and those of one position of each lane as lanes.
   static constexpr Lane ONE = 1.0f;
   static FAST Floats weight(Floats x) { return exp(x); }
-  static FAST void keep(Element* p, Floats w) { store(p, w); }
+  static FAST void keep(Element* p, Floats w) { put(p, w); }
   static FAST Words together(const Floats (&w)[DEPTH]) { return (Words)w[0]; }
 };
 
@@ -228,6 +229,7 @@ struct Bf16 {
 
   static FAST Floats read(const Element* p) { return (Floats)(read_halves(p) << 16); }
   static FAST void write(Element* p, Floats v) { write_halves(p, bits(v)); }
+  static FAST void put(Element* p, Floats v) { write(p, v); }
   static FAST Floats rounded(Floats v) { return (Floats)(bits(v) << 16); }
 
   static constexpr Lane ONE = 0x3f803f80;  // twice

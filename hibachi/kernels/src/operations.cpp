@@ -177,6 +177,8 @@ EXPORT int64_t hibachi_lists(int64_t tokens, int64_t each, int64_t experts) {  /
 
 EXPORT int hibachi_threads() { return threads(); }
 EXPORT void hibachi_set_threads(int n) { set_threads(n); }
+// As many as DISTANCES; before any product is on.
+EXPORT void hibachi_set_distances(const int64_t* steps) { std::copy_n(steps, DISTANCES, distances); }
 
 // How many sets of tiles attention makes of a step; -1: no memory.
 EXPORT int64_t
