@@ -66,6 +66,16 @@ def test_a_candidate_may_be_a_strangers_class():
     assert not mixed.silu(np.ones(3, np.float32)).any() and mixed.deterministic
 
 
+@pytest.mark.skipif(why_missing() is not None, reason="there are no kernels")
+def test_a_strangers_weights_are_not_packed_past_it():
+    class Sparse:
+        def put_weight(self, w, dtype):
+            return "sparse", w.shape
+
+    mixed = compose(NumpyBackend(native=True), {"linear": Candidate("linear", "sparse", Sparse)})
+    assert mixed.put_rows([np.ones((2, 3)), np.ones((1, 3))], "float32") == ("sparse", (3, 3))
+
+
 def test_a_candidate_of_the_family_computes_with_what_it_is_itself():
     class Times(NumpyBackend):
         factor = 3

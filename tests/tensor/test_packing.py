@@ -13,7 +13,7 @@ from hibachi.tensor import stored
 from hibachi.tensor.packing import pack
 from hibachi.tensor.stored import Stored
 
-from .native import skip_without
+from .native import every_variant, skip_without
 
 skip_without()
 PANEL = 48
@@ -127,6 +127,15 @@ def test_arrays_of_other_kinds_are_cast(run):
     want, _ = panels(w.astype(np.float32), "bfloat16")
     for given in (w, np.asfortranarray(w), w.astype(">f4"), np.repeat(w, 2, axis=1)[:, ::2]):
         same(pack([given], "bfloat16", run, Slabs())[0], want)
+
+
+def test_every_variant_packs_the_same(monkeypatch):
+    runs = [b.library.kernels for b in every_variant(lambda: NumpyBackend(native=True), monkeypatch)]
+    for dtype in ("F32", "F16", "BF16"):
+        given, wide = numbers(100, 131, dtype)
+        for run in runs:
+            for into in ("float32", "bfloat16", "int8"):
+                same(pack([given], into, run, Slabs())[0], panels(wide, into)[0])
 
 
 def test_parts_of_several_widths_are_refused(run):

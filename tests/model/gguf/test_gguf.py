@@ -18,6 +18,8 @@ from hibachi.model.arch import shapes
 from hibachi.model.gguf import GGUF, find_gguf
 from hibachi.model.gguf.file import read_header
 from hibachi.model.registry import find
+from hibachi.tensor.packing import joined
+from hibachi.tensor.stored import Stored
 
 
 def write(path, arch, entries, tensors):
@@ -275,6 +277,17 @@ def test_mamba_by_name(tmp_path):
     np.testing.assert_allclose(model[f"{at}a_log"], np.log(-stored["blk.1.ssm_a"]), rtol=1e-5, atol=1e-6)
     assert model.shape(f"{at}conv.weight") == (128, 1, 4)
     np.testing.assert_array_equal(model[f"{at}conv.weight"][:, 0], stored["blk.1.ssm_conv1d.weight"].astype(np.float32))
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_matrices_need_not_be_read(tmp_path, what):
+    model = GGUF(make(tmp_path / "m.gguf", what)[0])
+    for name in model:
+        if len(model.shape(name)) > 1:
+            unread = model.matrices(name)
+            made = name.endswith(("conv.weight", "a_log"))  # of what is stored
+            assert all(isinstance(part, Stored) is not made for part in unread)
+            np.testing.assert_array_equal(joined(unread).reshape(model.shape(name)), model[name])
 
 
 def as_neighbours(w, heads):
