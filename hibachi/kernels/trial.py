@@ -113,7 +113,7 @@ def trial(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], name:
                     _set(run, [distance] * len(ROWS))
                     began = time.perf_counter()
                     run.linear(
-                        *(1, 0, x.ctypes.data, _DEPTH, w.ctypes.data + 2 * at * 48 * _DEPTH, None, y.ctypes.data),
+                        *(1, 1, 0, x.ctypes.data, _DEPTH, w.ctypes.data + 2 * at * 48 * _DEPTH, None, None, y.ctypes.data),
                         *(rows, few * 48, _DEPTH),
                     )
                     best[where] = min(known, max(1e-9, (time.perf_counter() - began) / few))

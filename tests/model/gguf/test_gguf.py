@@ -24,14 +24,15 @@ from hibachi.tensor.stored import Stored
 
 def write(path, arch, entries, tensors):
     """A GGUF file. entries: without the architecture in front; a name with a slash has none. tensors: as float32, or if
-    they are uint8 as the blocks of Q4_1."""
+    they are uint8 as the blocks of Q4_1; or the name of a kind and blocks."""
     w = gguf.GGUFWriter(path, arch)
     adds = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string, list: w.add_array}
     for name, value in entries.items():
         adds[type(value)](name[1:] if name.startswith("/") else f"{arch}.{name}", value)
     for name, array in tensors.items():
-        array = np.asarray(array)
-        kind = gguf.GGMLQuantizationType.Q4_1 if array.dtype == np.uint8 else None
+        kind, array = array if isinstance(array, tuple) else (None, np.asarray(array))
+        kind = "Q4_1" if kind is None and array.dtype == np.uint8 else kind
+        kind = None if kind is None else gguf.GGMLQuantizationType[kind]
         w.add_tensor(name, array if kind else array.astype(np.float32), raw_dtype=kind)
     w.write_header_to_file()
     w.write_kv_data_to_file()
