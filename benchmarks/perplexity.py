@@ -4,8 +4,8 @@ as a GGUF file has them in Q4_0 and Q8_0.
     .venv/bin/python benchmarks/perplexity.py --model .smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text FILE
 
 Windows of the text are scored by themselves: each token but the first of a window given those before it. The bound that
-int8 has to keep: at most 1 % above bfloat16; the command fails otherwise. Where a file has blocks that are multiplied as
-they are, the other variants unpack them.
+int8 has to keep: at most 1 % above bfloat16; the command fails otherwise. Where a file has blocks that are multiplied
+as they are ("as stored"), the other variants unpack them.
 
 Decoding is timed in turns: all variants write the same number of tokens, one after the other, and again.
 """

@@ -72,7 +72,7 @@ class JaxBackend(ArrayBackend):
     name = "jax"
     shapes = CallShapes(few="all")
     immutable = True
-    quantizations = ("int8",)
+    quantizations: tuple[str, ...] = ("int8",)
     native = False
     """hibachi's kernels are used."""
     variants: ClassVar[Variants]

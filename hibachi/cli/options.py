@@ -72,7 +72,7 @@ def gguf_unpack_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gguf-unpack",
         action="store_true",
-        help="make numbers of the dtype of a GGUF file's Q4_0 and Q8_0, which are multiplied as they are",
+        help="multiply a GGUF file's Q4_0 and Q8_0 in the dtype, not as they are",
     )
 
 

@@ -122,7 +122,9 @@ class LLM(Texts):
             portable=is_portable(files),
         )
         dtype = choice.dtype
-        self.backend = _quantized(choice.backend, "none" if quantization == "auto" and files.blocks else quantization, dtype)
+        self.backend = _quantized(
+            choice.backend, "none" if quantization == "auto" and files.blocks else quantization, dtype
+        )
         self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         if (kept := getattr(self.model, "quantization", "none")) != "none":
             log.info(

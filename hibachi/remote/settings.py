@@ -21,8 +21,7 @@ MODEL: tuple[Setting, ...] = (
     Setting("dtype", text("NAME"), None, "dtype to compute in", "the checkpoint's, else float32"),
     Setting("quantization", choice(*QUANTIZATIONS), None, "store matrices in eight or four bits; auto: in eight where"
             " that was measured to be faster", "none"),
-    Setting("gguf-unpack", SWITCH, False, "make numbers of the dtype of a GGUF file's Q4_0 and Q8_0, which are"
-            " multiplied as they are, with activations in eight bits"),
+    Setting("gguf-unpack", SWITCH, False, "multiply a GGUF file's Q4_0 and Q8_0 in the dtype, not as they are"),
     Setting("autotune", text("S"), None, "take the fastest kernels of the same bits (with --kernels: of any): 1s,"
             " full, off", "off"),
     Setting("kernels", text("FILE"), None, "use the kernels that a file names; with --autotune: write it", "by rule"),

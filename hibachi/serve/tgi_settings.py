@@ -122,11 +122,13 @@ def _number(least: float, most: float = 1e9) -> Kind:
 
 
 def _quantization(given: str) -> str:
-    if given in ("bitsandbytes", "eetq"):
-        return "int8"
+    found = {"eetq": "int8", "bitsandbytes": "int8", "bitsandbytes-nf4": "int4", "bitsandbytes-fp4": "int4"}.get(given)
+    if found is not None:
+        return found
     raise ConfigError(
         f"--quantize {given}: matrices are quantized to eight bits here, by bitsandbytes or eetq (both become "
-        f"--quantization int8). Take the model without quantization, and one of these, or a .gguf file."
+        f"--quantization int8), or to four, by bitsandbytes-nf4 or -fp4 (int4). Take the model without quantization, "
+        f"and one of these, or a .gguf file."
     )
 
 
@@ -163,7 +165,7 @@ FLAGS = (
     TgiFlag("dtype", choice("float16", "bfloat16"), ("dtype",), "ours takes float32 as well"),
     TgiFlag("quantize", choice("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes",
             "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"), ("quantization",),
-            "eetq and bitsandbytes become int8; the others are refused", change=_quantization),
+            "eetq and bitsandbytes become int8, bitsandbytes-nf4 and -fp4 int4; the others are refused", change=_quantization),
     TgiFlag("kv-cache-dtype", choice("fp8_e4m3fn", "fp8_e5m2"), (), "keys and values are kept as the model has them",
             refused=True),
     TgiFlag("rope-scaling", choice("linear", "dynamic"), (), _ROPE, refused=True),
@@ -320,7 +322,7 @@ def _take(found: Reading, flag: TgiFlag, value: Any) -> None:
         found.remarks.append(f"{where} has no effect here: there is no chat_template in {value}")
         return
     if flag.name == "quantize":
-        found.remarks.append(f"{where}={value}: the matrices are kept as --quantization int8 has them")
+        found.remarks.append(f"{where}={value}: the matrices are kept as --quantization {passed} has them")
     for key in flag.becomes:
         if key in _ASKED:
             found.asked[key] = passed

@@ -418,7 +418,8 @@ class Int8Backend(NativeBackend):
     def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
         if dtype not in CODES:
             raise UnsupportedOperation(
-                f"Weights in {self.quantization} go with activations in float32 or bfloat16; got {dtype}. Pass one of these as dtype."
+                f"Weights in {self.quantization} go with activations in float32 or bfloat16; got {dtype}. Pass one of "
+                f"these as dtype."
             )
         return self._packed(parts, dtype, self.panels)
 

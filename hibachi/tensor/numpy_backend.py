@@ -63,8 +63,8 @@ class NumpyBackend(ArrayBackend):
         made = _QUANTIZED.get(how)
         if made is None or (why := why_missing()):
             raise UnsupportedOperation(
-                f"NumPy itself has no fast product of integers; expected {' or '.join(_QUANTIZED)}, with hibachi's kernels"
-                f"{'' if made is None else f', which are missing: {why}'}; got {how}. Pass quantization=None."
+                f"NumPy itself has no fast product of integers; expected {' or '.join(_QUANTIZED)}, with hibachi's "
+                f"kernels{'' if made is None else f', which are missing: {why}'}; got {how}. Pass quantization=None."
             )
         return made()
 

@@ -54,6 +54,7 @@ GIVEN = {
     "device": ("cuda:1", "cuda:1"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
+    "gguf_unpack": ("true", True),
     "autotune": ("off", "off"),
     "kernels": ("kernels.json", "kernels.json"),
     "deterministic": ("true", True),
@@ -106,11 +107,11 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_56_flags_and_each_is_tried_here():
+def test_there_are_at_most_57_flags_and_each_is_tried_here():
     commands = parser()._subparsers._group_actions[0].choices
     flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
     flags = [a for a in flags if a.help != SUPPRESS]  # TGI's: see test_compat.py
-    assert len(flags) <= 56
+    assert len(flags) <= 57
     assert {a.dest for a in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -313,6 +314,7 @@ def test_settings_become_options_of_the_engine():
         device="cuda:1",
         dtype="bfloat16",
         quantization="int8",
+        gguf_unpack=True,
         autotune="off",
         kernels="kernels.json",
         deterministic=True,

@@ -325,10 +325,10 @@ def test_jax_writes_what_numpy_writes_in_eight_bits():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ConfigError, match=r"one of auto, none, int8, or None; got 'int4'"):
-        tiny("torch", quantization="int4")
+    with pytest.raises(ConfigError, match=r"one of auto, none, int8, int4, or None; got 'int5'"):
+        tiny("torch", quantization="int5")
     with pytest.raises(SystemExit):
-        main(["generate", "--prompt", "The", "--quantization", "int4"])
+        main(["generate", "--prompt", "The", "--quantization", "int5"])
 
 
 @native
@@ -336,8 +336,8 @@ def test_numpy_multiplies_by_hibachis_kernels():
     assert type(NumpyBackend().quantized("int8")) is Int8NumpyBackend
     with tiny("numpy") as llm:
         assert type(llm.backend) is Int8NumpyBackend and llm.deterministic and llm.selfcheck() > 0
-    with pytest.raises(UnsupportedOperation, match="expected int8, with hibachi's kernels; got int4"):
-        NumpyBackend().quantized("int4")
+    with pytest.raises(UnsupportedOperation, match="expected int8 or int4, with hibachi's kernels; got int5"):
+        NumpyBackend().quantized("int5")
 
 
 def test_numpy_says_why_not(monkeypatch):

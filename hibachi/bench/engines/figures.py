@@ -80,7 +80,7 @@ def _percentiles(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def dtype_of(run: dict[str, Any]) -> str:
-    """What a run's matrices were kept in: "int8" and so on where they were quantized, else the dtype that it computed in."""
+    """What a run's matrices were kept in: "int8" and so on where they were quantized, else the dtype of the run."""
     about = run.get("about") or {}
     quantized = about.get("quantization") or ("int8" if "int8" in str(about.get("kernels")) else "none")
     return str(run["dtype"] if quantized == "none" else quantized)

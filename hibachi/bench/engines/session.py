@@ -157,8 +157,8 @@ def document(runs: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def ceilings(backend: str, dtype: str, arch: Arch, quantization: str | None = None) -> dict[str, Any]:
-    """The measured ceilings of this machine as JSON, with the load by other processes. quantization: "int8" or "int4": of
-    such weights.
+    """The measured ceilings of this machine as JSON, with the load by other processes. quantization: "int8" or "int4",
+    of such weights.
 
     Raises UnsupportedOperation where there are none.
     """

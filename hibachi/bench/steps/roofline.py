@@ -19,7 +19,7 @@ from hibachi.model.arch import Arch
 from hibachi.model.arch import shapes as tensor_shapes
 from hibachi.tensor.array_backend import ArrayBackend
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1, "int4": 0.5625}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1, "int4": 18 / 32}  # int4: with its scales
 ROWS = (1, 16, 64, 256)
 _READ = 256 << 20  # bytes: more than a cache holds
 _COLD = 64 << 20  # bytes of weights that take turns, so that they come from memory as in a step
@@ -42,7 +42,7 @@ def measure(backend: ArrayBackend, dtype: str, size: tuple[int, int] = (3072, 57
     bandwidth = _bandwidth(backend)
     rng, (n, k) = np.random.default_rng(0), size
     plain = rng.standard_normal(size, np.float32)
-    copies = max(1, _COLD // (n * k * BYTES[dtype]))
+    copies = max(1, int(_COLD / (n * k * BYTES[dtype])))
     weights = [backend.put_weight(plain, dtype) for _ in range(copies)]
     products = {}
     for rows in ROWS:
@@ -94,7 +94,7 @@ def bound(
     weights: str | None = None,
 ) -> LeastTime:
     """For a decoder without experts, all requests at once. dtype: of keys and values, and of matrices unless `weights`
-    names another; the few scales of int8 are left out, those of int4 are not. shared: tokens that all prompts begin with and that are computed
+    names another; the few scales of int8 are left out. shared: tokens that all prompts begin with and that are computed
     once; known: of these, those that are computed already."""
     size, peak = BYTES[dtype], max(ceilings.products.values())
     body, head = _weights(arch)

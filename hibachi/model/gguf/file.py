@@ -100,9 +100,12 @@ class Blocks(Stored):
         for rows in super().rows(multiple):
             if self.dtype in MULTIPLIED:
                 size = _TYPES[_NUMBERS[self.dtype]][2]
-                scales = rows.reshape(len(rows), -1, size)[..., 1]  # the upper byte of float16, which comes first
-                if (scales & 0x7C == 0x7C).any():
-                    raise InvalidModelFiles(f"{self.file}: a block of a tensor of {self.shape} in {self.dtype} has a scale that is NaN or infinite. {AGAIN}.")
+                upper = rows.reshape(len(rows), -1, size)[..., 1]  # byte of the scale, float16
+                if (upper & 0x7C == 0x7C).any():
+                    raise InvalidModelFiles(
+                        f"{self.file}: a block of a tensor {self.shape} in {self.dtype} has a scale that is NaN or "
+                        f"infinite. {AGAIN}."
+                    )
             yield rows
 
     @override

@@ -23,8 +23,8 @@ skip_without()
 
 
 def quantized(path, kind_of, what="llama", **entries):
-    """The file of a model of which a matrix of n columns is stored as kind_of(name) says, None as it is; and all tensors,
-    with the numbers that they come to."""
+    """The file of a model whose matrices are stored as kind_of(name) says, None as they are; and all tensors, with the
+    numbers that they come to."""
     _, stored = make(path, what, entries)
     blocks = {}
     for name, array in stored.items():
@@ -44,7 +44,9 @@ def mixed(name):
 
 def kinds(model, layer=0):
     each = model.params["layers"][layer].items()
-    return {name: {w.kind for w in (ws if isinstance(ws, list) else [ws])} for name, ws in each if not hasattr(ws, "ndim")}
+    return {
+        name: {w.kind for w in (ws if isinstance(ws, list) else [ws])} for name, ws in each if not hasattr(ws, "ndim")
+    }
 
 
 def rows_of(w, backend):
@@ -67,7 +69,9 @@ def test_weights_are_those_of_the_library(tmp_path, kind, dtype):
     model, plain = (load_model(open_files(path, gguf_unpack=u), b, dtype=dtype) for u in (False, True))
     assert (model.quantization, plain.quantization) == (kind.lower(), "none")
     names = ("qkv", "o", "gate_up", "down")
-    assert kinds(model) == dict.fromkeys(names, {kind.lower()}) and kinds(plain) == dict.fromkeys(names, {dtype})
+    assert kinds(model) == {name: {kind.lower()} for name in names} and kinds(plain) == {
+        name: {dtype} for name in names
+    }
     for name in names:
         ours, theirs = (m.params["layers"][0][name] for m in (model, plain))
         np.testing.assert_array_equal(rows_of(ours, b), rows_of(theirs, b))
@@ -79,7 +83,9 @@ def test_answers_are_those_of_its_own_products(tmp_path):
     path, _ = quantized(tmp_path / "m.gguf", mixed)
     model = load_model(path, NumpyBackend(), dtype="float32")
     assert model.fused is not None and model.quantization == "q4_0+q8_0"
-    assert kinds(model)["qkv"] == {"q4_0"} and kinds(model, 1)["qkv"] == {"float32"}  # parts are of one kind, or unpacked
+    assert kinds(model)["qkv"] == {"q4_0"} and kinds(model, 1)["qkv"] == {
+        "float32"
+    }  # parts are of one kind, or unpacked
     want, facts = answers(model)
     assert facts.quantization == "q4_0+q8_0"
     for i, prompt in enumerate(((3, 4, 5, 6, 7), tuple(range(20)))):
@@ -152,7 +158,9 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path, where, scale):
     with path.open("r+b") as file:
         file.seek(int(tensor.data_offset) + 18 * (tensor.n_elements // 32 - 1))
         file.write(np.float16(scale).tobytes())
-    with pytest.raises(InvalidModelFiles, match=r"m.gguf: a block of .* in Q4_0 has a scale that is NaN or infinite.*again"):
+    with pytest.raises(
+        InvalidModelFiles, match=r"m.gguf: a block of .* in Q4_0 has a scale that is NaN or infinite.*again"
+    ):
         load_model(path, NumpyBackend(), dtype="float32")
 
 
@@ -189,6 +197,7 @@ def test_inspect_says_how_matrices_are_multiplied(tmp_path, capsys):
     memory = {(m["backend"], m["dtype"]): m["weights"] for m in json.loads(capsys.readouterr().out)["memory"]}
     numbers = open_files(path).tensors()
     q4, q8, rest = (
-        sum(int(np.prod(numbers.shape(n))) for n in numbers if numbers.dtype(n) == kind) for kind in ("Q4_0", "Q8_0", "F32")
+        sum(int(np.prod(numbers.shape(n))) for n in numbers if numbers.dtype(n) == kind)
+        for kind in ("Q4_0", "Q8_0", "F32")
     )
     assert memory["numpy", "float32"] == q4 * 18 // 32 + q8 * 34 // 32 + 4 * rest
