@@ -58,7 +58,10 @@ class Mixture(ctypes.Structure):
     """As in api.h."""
 
     _fields_ = [
-        *((n, _i64) for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated", "into_kind", "out_kind")),
+        *(
+            (n, _i64)
+            for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated", "into_kind", "out_kind")
+        ),
         *((n, _p) for n in ("into", "out", "into_scales", "out_scales")),
     ]
 
