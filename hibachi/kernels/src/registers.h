@@ -31,6 +31,25 @@
 
 namespace hibachi {
 
+// How this thread rounds and what it makes of denormals. FLUSHED: zeros, as input and as output.
+#if defined(__x86_64__) || defined(_M_X64)
+constexpr uint32_t FLUSHED = 0x8040;
+FAST uint32_t mode() {
+  uint32_t m;
+  asm volatile("stmxcsr %0" : "=m"(m));
+  return m;
+}
+FAST void set_mode(uint32_t m) { asm volatile("ldmxcsr %0" ::"m"(m) : "memory"); }
+#else
+constexpr uint64_t FLUSHED = 1 << 24;
+FAST uint64_t mode() {
+  uint64_t m;
+  asm volatile("mrs %0, fpcr" : "=r"(m));
+  return m;
+}
+FAST void set_mode(uint64_t m) { asm volatile("msr fpcr, %0" ::"r"(m) : "memory"); }
+#endif
+
 constexpr int LANES = 16;
 
 // What fits into a register: 16, 8 or 4 lanes. The innermost loops are written with these.
