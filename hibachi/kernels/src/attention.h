@@ -230,14 +230,17 @@ static void score(
   constexpr int WIDE = N * S * PARTS <= REGISTERS ? S : 1;  // spans whose sums stay in registers
   for (int first = 0; first < S; first += WIDE) {
     Part sums[N][WIDE][PARTS] = {};
-    for (int64_t d = 0; d < depth; d++)
-      for (int c = 0; c < WIDE; c++) {
-        typename T::Wide k[PARTS];
-        for (int p = 0; p < PARTS; p++) k[p] = T::wide(load<PartWords>(keys[first + c] + d * LANES + p * PART));
-        fetch(soon[first + c] + d * LANES);
-        for (int r = 0; r < N; r++)
-          for (int p = 0; p < PARTS; p++) sums[r][c][p] = T::multiply(sums[r][c][p], k[p], q[r * depth + d]);
-      }
+    products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+      using A = decltype(arithmetic);
+      for (int64_t d = 0; d < depth; d++)
+        for (int c = 0; c < WIDE; c++) {
+          typename T::Wide k[PARTS];
+          for (int p = 0; p < PARTS; p++) k[p] = T::wide(load<PartWords>(keys[first + c] + d * LANES + p * PART));
+          fetch(soon[first + c] + d * LANES);
+          for (int r = 0; r < N; r++)
+            for (int p = 0; p < PARTS; p++) sums[r][c][p] = A::multiply(sums[r][c][p], k[p], q[r * depth + d]);
+        }
+    });
     for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
   }
 }
@@ -259,16 +262,20 @@ static void mix(
     Part sums[N][EACH];
     for (int r = 0; r < N; r++)
       for (int c = 0; c < EACH; c++) sums[r][c] = load<Part>(out + r * wide + at + c * PART) * old[r];
-    for (int s = 0; s < spans; s++)
-      for (int i = 0; i < LANES / T::DEPTH; i++) {
-        typename T::Wide v[EACH];
-        for (int c = 0; c < EACH; c++) v[c] = T::wide(load<PartWords>(values[s] + i * wide + at + c * PART));
-        for (int c = 0; c < WIDE; c++) fetch(soon[s] + i * wide + at + c * LANES);
-        for (int r = 0; r < N; r++) {
-          auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
-          for (int c = 0; c < EACH; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
+    settle<typename T::Products>(sums);
+    products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+      using A = decltype(arithmetic);
+      for (int s = 0; s < spans; s++)
+        for (int i = 0; i < LANES / T::DEPTH; i++) {
+          typename T::Wide v[EACH];
+          for (int c = 0; c < EACH; c++) v[c] = T::wide(load<PartWords>(values[s] + i * wide + at + c * PART));
+          for (int c = 0; c < WIDE; c++) fetch(soon[s] + i * wide + at + c * LANES);
+          for (int r = 0; r < N; r++) {
+            auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
+            for (int c = 0; c < EACH; c++) sums[r][c] = A::multiply(sums[r][c], v[c], w);
+          }
         }
-      }
+    });
     for (int r = 0; r < N; r++) std::memcpy(out + r * wide + at, sums[r], sizeof sums[r]);
   }
 }
