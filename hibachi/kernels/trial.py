@@ -66,7 +66,9 @@ def settled(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], fol
         made.write_text(json.dumps(asdict(found), indent=1))
         move(made, file)
     except OSError as e:
-        _log.warning("%s cannot be written (%s): which kernels are the fastest is measured anew at each start.", file, e)
+        _log.warning(
+            "%s cannot be written (%s): which kernels are the fastest is measured anew at each start.", file, e
+        )
     return found
 
 
@@ -79,7 +81,7 @@ def _kept(file: Path, name: str, libraries: Mapping[str, str]) -> Choice | None:
             raise ValueError(f"distances {kept.distances}")
         if {len(r) for r in rates.values()} != {len(ROWS)} or rates.keys() != kept.libraries.keys():
             raise ValueError(f"rates {rates}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         _log.warning("%s is damaged (%s: %s): what it held is measured anew.", file, type(e).__name__, e)
@@ -113,7 +115,17 @@ def trial(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], name:
                     _set(run, [distance] * len(ROWS))
                     began = time.perf_counter()
                     run.linear(
-                        *(1, 1, 0, x.ctypes.data, _DEPTH, w.ctypes.data + 2 * at * 48 * _DEPTH, None, None, y.ctypes.data),
+                        *(
+                            1,
+                            1,
+                            0,
+                            x.ctypes.data,
+                            _DEPTH,
+                            w.ctypes.data + 2 * at * 48 * _DEPTH,
+                            None,
+                            None,
+                            y.ctypes.data,
+                        ),
                         *(rows, few * 48, _DEPTH),
                     )
                     best[where] = min(known, max(1e-9, (time.perf_counter() - began) / few))

@@ -756,6 +756,7 @@ def companies(size):
         "prompts beside": [(0, 6, 6 * size, 1)] * 9
         + [(0, 6, 6 * size, 33), (1, 4, 4 * size + 1, 40), (1, 4, 5 * size, 7)],
         "a prompt": [(0, 0, 0, 150)],
+        "beyond a piece": [(0, 1100 // size, 1100, 1), (0, 700 // size, 2300, 1), (1, 3, 3 * size, 1150)],
     }
 
 
@@ -794,10 +795,10 @@ def test_numbers_of_a_row_that_are_not_finite_do_not_reach_those_that_share_its_
 
 
 def test_rows_that_share_a_prefix_are_found(native):
-    """Sets hold up to 24 queries, here 12 tokens of 2 heads for each key head; without a prefix each has its own."""
+    """Sets hold up to 48 queries, here 24 tokens of 2 heads for each key head; without a prefix each has its own."""
     shared = Shared(companies(16)["one prefix"] * 3, block_size=16, dtype="bfloat16", heads=4)
     assert shared.sets(native, shared.apart()) == 2 * 60
-    assert shared.sets(native, shared.table) == 2 * 5
+    assert shared.sets(native, shared.table) == 2 * 4
     three = Shared(companies(16)["three prefixes"] * 3, block_size=16, dtype="bfloat16", heads=4)
     assert 2 * 6 <= three.sets(native, three.table) <= 2 * 9
     few = Shared([(0, 9, 150, 1)] * 2, block_size=16, dtype="bfloat16", heads=4)

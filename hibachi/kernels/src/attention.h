@@ -300,18 +300,17 @@ static void score(
   constexpr int WIDE = N * S * PARTS <= REGISTERS ? S : 1;  // spans whose sums stay in registers
   for (int first = 0; first < S; first += WIDE) {
     Part sums[N][WIDE][PARTS] = {};
-    {
-      const typename T::Products mode;
+    products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+      using A = decltype(arithmetic);
       for (int64_t d = 0; d < depth; d++)
         for (int c = 0; c < WIDE; c++) {
           typename T::Wide k[PARTS];
           for (int p = 0; p < PARTS; p++) k[p] = T::wide(load<PartWords>(keys[first + c] + d * LANES + p * PART));
           fetch(soon[first + c] + d * LANES);
           for (int r = 0; r < N; r++)
-            for (int p = 0; p < PARTS; p++) sums[r][c][p] = T::multiply(sums[r][c][p], k[p], q[r * depth + d]);
+            for (int p = 0; p < PARTS; p++) sums[r][c][p] = A::multiply(sums[r][c][p], k[p], q[r * depth + d]);
         }
-      settle<typename T::Products>(sums);
-    }
+    });
     for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
   }
 }
@@ -334,8 +333,8 @@ static void mix(
     for (int r = 0; r < N; r++)
       for (int c = 0; c < EACH; c++) sums[r][c] = load<Part>(out + r * wide + at + c * PART) * old[r];
     settle<typename T::Products>(sums);
-    {
-      const typename T::Products mode;
+    products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+      using A = decltype(arithmetic);
       for (int s = 0; s < spans; s++)
         for (int i = 0; i < LANES / T::DEPTH; i++) {
           typename T::Wide v[EACH];
@@ -343,11 +342,10 @@ static void mix(
           for (int c = 0; c < WIDE; c++) fetch(soon[s] + i * wide + at + c * LANES);
           for (int r = 0; r < N; r++) {
             auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
-            for (int c = 0; c < EACH; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
+            for (int c = 0; c < EACH; c++) sums[r][c] = A::multiply(sums[r][c], v[c], w);
           }
         }
-      settle<typename T::Products>(sums);
-    }
+    });
     for (int r = 0; r < N; r++) std::memcpy(out + r * wide + at, sums[r], sizeof sums[r]);
   }
 }
@@ -358,13 +356,12 @@ static Floats added_up(Floats total, const typename T::Element* weights, int lan
   Part sums[PARTS];
   std::memcpy(sums, &total, sizeof sums);
   settle<typename T::Products>(sums);
-  {
-    const typename T::Products mode;
+  products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+    using A = decltype(arithmetic);
     for (int i = 0; i < lanes; i += LANES)
       for (int p = 0; p < PARTS; p++)
-        sums[p] = T::multiply(sums[p], T::wide(load<PartWords>(weights + (i + p * PART) * T::DEPTH)), T::ONE);
-    settle<typename T::Products>(sums);
-  }
+        sums[p] = A::multiply(sums[p], T::wide(load<PartWords>(weights + (i + p * PART) * T::DEPTH)), T::ONE);
+  });
   return load<Floats>(sums);
 }
 
@@ -408,7 +405,7 @@ struct Crowd {
 
   // sums [ROWS][B] += over `depth`: B registers of `lanes` times ROWS numbers, whose steps are `apart` lanes from each
   // other.
-  template <int ROWS, int B>
+  template <class A, int ROWS, int B>
   FAST void multiply(
       Part (&sums)[ROWS][B], const Lane* lanes, const Lane* numbers, int64_t depth, int64_t apart
   ) const {
@@ -416,7 +413,7 @@ struct Crowd {
       typename T::Wide w[B];
       for (int b = 0; b < B; b++) w[b] = T::wide(load<PartWords>(lanes + d * wide + b * PART));
       for (int r = 0; r < ROWS; r++)
-        for (int b = 0; b < B; b++) sums[r][b] = T::multiply(sums[r][b], w[b], numbers[d * apart + r]);
+        for (int b = 0; b < B; b++) sums[r][b] = A::multiply(sums[r][b], w[b], numbers[d * apart + r]);
     }
   }
 
@@ -437,11 +434,10 @@ struct Crowd {
       constexpr int B = many, R = ROWS<B>;
       for (int p = 0; p < spans * LANES; p += R) {
         Part sums[R][B] = {};
-        {
-          const typename T::Products mode;
-          multiply(sums, queries + at * PART, keys[p / LANES] + p % LANES, depth, LANES);
-          settle<typename T::Products>(sums);
-        }
+        products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+          using A = decltype(arithmetic);
+          multiply<A>(sums, queries + at * PART, keys[p / LANES] + p % LANES, depth, LANES);
+        });
         for (int r = 0; r < R; r++)
           for (int b = 0; b < B; b++) store(scores + (p + r) * wide + (at + b) * PART, sums[r][b]);
       }
@@ -458,13 +454,12 @@ struct Crowd {
           for (int b = 0; b < B; b++)
             s[r][b] = load<Part>(sums + (d + r) * wide + (at + b) * PART) * load<Part>(old + (at + b) * PART);
         settle<typename T::Products>(s);
-        {
-          const typename T::Products mode;
+        products<T>(s, [&](auto arithmetic) __attribute__((always_inline)) {
+          using A = decltype(arithmetic);
           const Lane* weights = reinterpret_cast<const Lane*>(scores) + at * PART;
           for (int c = 0; c < spans; c++, weights += LANES / T::DEPTH * wide)
-            multiply(s, weights, values[c] + d, LANES / T::DEPTH, v_wide);
-          settle<typename T::Products>(s);
-        }
+            multiply<A>(s, weights, values[c] + d, LANES / T::DEPTH, v_wide);
+        });
         for (int r = 0; r < R; r++)
           for (int b = 0; b < B; b++) store(sums + (d + r) * wide + (at + b) * PART, s[r][b]);
       }
@@ -505,13 +500,12 @@ struct Crowd {
     Part s[PARTS];
     std::memcpy(s, &total, sizeof s);
     settle<typename T::Products>(s);
-    {
-      const typename T::Products mode;
+    products<T>(s, [&](auto arithmetic) __attribute__((always_inline)) {
+      using A = decltype(arithmetic);
       for (int i = l; i < lanes; i += LANES)
         for (int p = 0; p < PARTS; p++)
-          s[p] = T::multiply(s[p], T::wide(load<PartWords>(scores + i * wide + at + p * PART)), T::ONE);
-      settle<typename T::Products>(s);
-    }
+          s[p] = A::multiply(s[p], T::wide(load<PartWords>(scores + i * wide + at + p * PART)), T::ONE);
+    });
     std::memcpy(totals + l * wide + at, s, sizeof s);
   }
 };

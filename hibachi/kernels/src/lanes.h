@@ -146,22 +146,30 @@ FAST Floats normal(Floats x) {
 struct Unchanged {
   FAST Unchanged() {}
 };
-#if defined(__x86_64__) || defined(_M_X64)
 struct Flushed {
-  FAST Flushed() : before(_mm_getcsr()) {
-    set(before | 0x8040);
-  }  // denormals are zero, and what would be one becomes it
-  FAST ~Flushed() { set(before); }
+  FAST Flushed() : before(mode()) {
+    set_mode(before | FLUSHED);
+#ifdef __aarch64__
+    asm volatile("msr fpsr, xzr" ::: "memory");
+#endif
+  }
+  FAST ~Flushed() { set_mode(before); }
   Flushed(const Flushed&) = delete;
   Flushed& operator=(const Flushed&) = delete;
 
- private:
-  uint32_t before;
-  static FAST void set(uint32_t mode) { asm volatile("ldmxcsr %0" ::"m"(mode) : "memory"); }
-};
-#else
-using Flushed = Unchanged;
+#ifdef __aarch64__
+  // Has a result been flushed? ARM's processors look at it before they round it, those instructions after that: they
+  // spare what is rounded up to the smallest normal number.
+  FAST bool some() const {
+    uint64_t status;
+    asm volatile("mrs %0, fpsr" : "=r"(status)::"memory");
+    return status & 8;
+  }
 #endif
+
+ private:
+  const decltype(mode()) before;
+};
 
 // Sums that are complete before what comes next, such as another mode.
 template <class P, class V>
@@ -170,6 +178,39 @@ FAST void settle(V& sums) {
   else if constexpr (std::is_array_v<V>)
     for (auto& each : sums) settle<P>(each);
   else IN_REGISTER(sums);
+}
+
+// loop(T{}) adds products to sums, which are zeros or settled, in T's mode. Where that mode is not exact enough, which
+// is rare, it is done again from the start, slowly: loop(T::Exact{}).
+template <class T, class V, class F>
+FAST void products(V& sums, const F& loop) {
+  using Mode = typename T::Products;
+  constexpr bool ROUGH = requires(const Mode& m) { m.some(); };
+  V before;
+  if constexpr (ROUGH) std::memcpy(&before, &sums, sizeof sums);
+  bool again = false;
+  {
+    const Mode mode;
+    loop(T{});
+    settle<Mode>(sums);
+    if constexpr (ROUGH) again = mode.some();
+  }
+  if constexpr (ROUGH) {
+    if (!again) return;
+    std::memcpy(&sums, &before, sizeof sums);
+    loop(typename T::Exact{});
+  }
+}
+
+// a * b + c as instructions for bfloat16 form it, in the standard mode.
+FAST Part flushed_fma(Part a, Part b, Part c) {
+  const auto magnitude = [](Part v) { return (Part)((PartWords)v & 0x7fffffffu); };
+  const auto sign = [](Part v) { return (Part)((PartWords)v & 0x80000000u); };
+  const auto normal = [&](Part v) { return magnitude(v) < 0x1p-126f ? sign(v) : v; };
+  a = normal(a), b = normal(b), c = normal(c);
+  // The second is rounded as if exponents had no end. It may overflow, but then the first is large, or exact.
+  const Part v = fma(a, b, c), scaled = fma(a * 0x1p64f, b, c * 0x1p64f);
+  return (magnitude(v) <= 0x1p-126f) & (magnitude(scaled) < 0x1p-62f) ? sign(v) : v;
 }
 
 // float32.
@@ -225,6 +266,7 @@ struct Bf16 {
     sums = fma(w.second, (Part)(both & 0xffff0000u), sums);
     return fma(w.first, (Part)(both << 16), sums);
   }
+  struct Exact;
 #endif
 
   static FAST Floats read(const Element* p) { return (Floats)(read_halves(p) << 16); }
@@ -254,6 +296,17 @@ struct Bf16 {
     return choose(v != v, Words{} + 0x7fc0u, near);
   }
 };
+
+#ifndef __AVX512BF16__
+struct Bf16::Exact : Bf16 {
+  using Products = Unchanged;
+  static FAST Part multiply(Part sums, const Wide& w, Lane x) {
+    const PartWords both = PartWords{} + x;
+    sums = flushed_fma(w.second, (Part)(both & 0xffff0000u), sums);
+    return flushed_fma(w.first, (Part)(both << 16), sums);
+  }
+};
+#endif
 
 // The first n lanes of a row's end, zeros after them; and the way back.
 template <class T>

@@ -39,19 +39,18 @@ static void multiply(
 ) {
   constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
   for (int first = 0; first < COLUMNS; first += WIDE) {
-    const typename T::Lane* at = panel + first * LANES;
     Part sums[N][WIDE * PARTS] = {};
-    {
-      const typename T::Products mode;
+    products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+      using A = decltype(arithmetic);
+      const typename T::Lane* at = panel + first * LANES;
       for (int64_t k = 0; k < depth; k++, at += WIDTH) {
         for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
         typename T::Wide w[WIDE * PARTS];
         for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
         for (int r = 0; r < N; r++)
-          for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = T::multiply(sums[r][c], w[c], x[r * stride + k]);
+          for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = A::multiply(sums[r][c], w[c], x[r * stride + k]);
       }
-      settle<typename T::Products>(sums);
-    }
+    });
     for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
   }
 }

@@ -31,6 +31,43 @@
 
 namespace hibachi {
 
+// How this thread rounds and what it makes of denormals. STANDARD: to the nearest, and what they are. FLUSHED: zeros,
+// as input and as output. HAPPENED: bits that operations leave there.
+#if defined(__x86_64__) || defined(_M_X64)
+constexpr uint32_t STANDARD = 0x1f80, FLUSHED = 0x8040, HAPPENED = 0x3f;
+FAST uint32_t mode() {
+  uint32_t m;
+  asm volatile("stmxcsr %0" : "=m"(m));
+  return m;
+}
+FAST void set_mode(uint32_t m) { asm volatile("ldmxcsr %0" ::"m"(m) : "memory"); }
+#else
+constexpr uint64_t STANDARD = 0, FLUSHED = 1 << 24, HAPPENED = 0;
+FAST uint64_t mode() {
+  uint64_t m;
+  asm volatile("mrs %0, fpcr" : "=r"(m));
+  return m;
+}
+FAST void set_mode(uint64_t m) { asm volatile("msr fpcr, %0" ::"r"(m) : "memory"); }
+#endif
+
+// While it lives, this thread computes in the standard mode, whatever others have told it.
+class Standard {
+ public:
+  Standard() : before(mode()), other((before & ~HAPPENED) != STANDARD) {
+    if (other) set_mode(STANDARD);
+  }
+  ~Standard() {
+    if (other) set_mode(before);
+  }
+  Standard(const Standard&) = delete;
+  Standard& operator=(const Standard&) = delete;
+
+ private:
+  const decltype(mode()) before;
+  const bool other;
+};
+
 constexpr int LANES = 16;
 
 // What fits into a register: 16, 8 or 4 lanes. The innermost loops are written with these.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <new>
 
+#include "registers.h"
 #include "system.h"
 
 namespace hibachi {
@@ -181,6 +182,7 @@ class Team {
   }
 
   void serve(int me) {
+    const Standard mode;
     for (;;) {
       const uint32_t before = calls.load();
       double since = now();
@@ -248,6 +250,7 @@ int threads() { return wanted.load(std::memory_order_relaxed); }
 void set_threads(int n) { wanted.store(std::max(1, n), std::memory_order_relaxed); }
 
 void work(const Job& job) {
+  const Standard mode;
   Team* t = worth_sharing(job) ? ours() : nullptr;
   if (!t || !t->busy.try_lock()) return work_alone(job);
   t->work(job);

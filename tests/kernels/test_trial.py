@@ -1,0 +1,106 @@
+"""Which variant runs is measured once for a processor. Whatever is wrong with what was kept costs a line in the log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from hibachi.kernels import trial
+from hibachi.kernels.trial import DEFAULT, ROWS, Choice, processor, settled
+
+
+class Timed:
+    """Kernels whose products take as long as they are said to: seconds by rows and distance, for a panel."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.distance, self.calls = clock, seconds, None, 0
+
+    def set_distances(self, at):
+        import ctypes
+
+        self.distance = list((ctypes.c_int64 * len(ROWS)).from_address(at))
+
+    def linear(self, *arguments):
+        rows, columns, _ = arguments[-3:]
+        self.calls += 1
+        self.clock[0] += self.seconds(rows, self.distance[ROWS.index(rows)]) * (columns // 48)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    time = [0.0]
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def timed(clock, **seconds):
+    return {name: Timed(clock, given) for name, given in seconds.items()}
+
+
+def names(candidates):
+    return {name: f"{name}-1" for name in candidates}
+
+
+def test_the_fastest_is_taken_with_its_distances_and_kept(clock, tmp_path):
+    there = timed(clock, new=lambda rows, d: 1e-6 * rows, old=lambda rows, d: 1e-6 * rows / (1.5 if d == 80 else 1.2))
+    found = settled(there, names(there), tmp_path)
+    assert (found.variant, found.distances) == ("old", (80,) * 4) and found.rates["new"] == pytest.approx(
+        [55.3] * 4, 0.01
+    )
+    assert "old" not in str(found) and "new has 55, 55, 55, 55" in str(found)
+    there = timed(clock, new=lambda *_: 1, old=lambda *_: 1)
+    assert settled(there, names(there), tmp_path) == found and not there["new"].calls, "measured again"
+
+
+def test_what_is_hardly_faster_is_not_taken(clock, tmp_path):
+    there = timed(clock, new=lambda rows, d: 1e-6 / (1 if d in DEFAULT else 1.02), old=lambda rows, d: 0.985e-6)
+    found = settled(there, names(there), tmp_path)
+    assert (found.variant, found.distances) == ("new", DEFAULT)
+
+
+def another(**changes):
+    kept = asdict(Choice(processor(), {"new": "new-1"}, "new", (1, 2, 3, 4), {"new": (1.0, 2.0, 3.0, 4.0)}))
+    return json.dumps(kept | changes)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ("", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        (another(distances=[1, 2, 3]), "is damaged"),
+        (another(distances=[1, 2, 3, 2**63]), "is damaged"),
+        (another(distances=[1, 2, 3, -1]), "is damaged"),
+        (another(distances=[1, 2, 3, 1.5]), "is damaged"),
+        (another(rates={"new": [1]}), "is damaged"),
+        (another(rates=None), "is damaged"),
+        (another(processor="Another 1"), "is of another processor, 'Another 1'"),
+        (another(variant="gone", rates={"gone": [1.0] * 4}, libraries={"gone": "gone-1"}), "names gone, which this"),
+        (another(libraries={"new": "new-0"}), None),  # of another version
+        (another(), ...),
+    ],
+)
+def test_what_was_kept_and_cannot_be_used_is_told_and_measured_anew(held, said, clock, tmp_path, caplog):
+    there = timed(clock, new=lambda rows, d: 1e-6)
+    settled(there, names(there), tmp_path)
+    [file] = tmp_path.iterdir()
+    file.write_text(held)
+    there["new"].calls = 0
+    found = settled(there, names(there), tmp_path)
+    if said is ...:
+        assert found.distances == (1, 2, 3, 4) and not there["new"].calls
+        return
+    assert there["new"].calls and found.distances == DEFAULT
+    assert [said in r.message for r in caplog.records] == ([] if said is None else [True])
+    assert json.loads(file.read_text())["distances"] == [*DEFAULT], "not written anew"
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(clock, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    there = timed(clock, new=lambda rows, d: 1e-6)
+    assert settled(there, names(there), tmp_path / "file").variant == "new"
+    assert "cannot be written" in caplog.text and len(caplog.records) == 1
