@@ -16,6 +16,8 @@ namespace hibachi::pack {
 
 constexpr int BLOCK = 4 * LANES;  // lanes of a row that are turned at once: with 48 rows, they fit into the first cache
 
+static_assert(int8::WIDTH == WIDTH);
+
 // ---- how numbers are stored: bytes(k) of a row, and 16 of its numbers from number i on, zeros after `some` ----------
 
 template <class T>
@@ -37,12 +39,10 @@ struct F16 {
   }
 };
 
-// ---- what lanes are of them
-// ------------------------------------------------------------------------------------------
+// ---- what lanes are of them: DEPTH numbers, and EMPTY without any ---------------------------------------------------
 //
-// DEPTH numbers in a lane, of which none is left: EMPTY. block(depth): how many lanes of a row are made at once, of
-// depth; lanes(): `some` of them from lane `at` on, with room up to a multiple of 16. floats: room for as many numbers
-// as `floats(k)` says.
+// block(depth): how many of the lanes of a row are made at once. lanes(): `some` of them from lane `at` on; there is
+// room for a multiple of 16, and for floats(k) numbers besides.
 
 template <class T>
 struct Rounded {
@@ -76,8 +76,7 @@ struct Bytes {
   }
 };
 
-// ---- rows to panels
-// --------------------------------------------------------------------------------------------------
+// ---- rows to panels -------------------------------------------------------------------------------------------------
 
 // Rows begin ... begin + many - 1 of the n rows of a matrix. What fills up the last panel is made with the last row.
 // Two calls may write into the same panel, though not at the same time.
@@ -108,7 +107,7 @@ struct Pack {
         if (r < last) {
           const char* row = rows + (order ? order[r - begin] : r - begin) * From::bytes(k);
           fetch(row, at + wide);
-          Into::template lanes<From>(row, k, at, some, out, scales + r, floats);
+          Into::template lanes<From>(row, k, at, some, out, scales ? scales + r : nullptr, floats);
         } else {
           std::fill_n(out, some, Into::EMPTY);
           if (scales) scales[r] = 0.0f;
