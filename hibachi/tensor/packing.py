@@ -15,11 +15,11 @@ Rows: TypeAlias = "HostArray | Stored"
 
 FROM = {"F32": 0, "BF16": 1, "F16": 2, "Q4_0": 3, "Q8_0": 4}  # as in operations.cpp
 INTO = {"float32": 0, "bfloat16": 1, "int8": 2, "q4_0": 3, "q8_0": 4}  # as in blocks.h
-BLOCKS = {"q4_0", "q8_0"}
+QUANTIZED = {"q4_0", "q8_0"}  # of these, what a file may have already
 BITS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(np.uint16),
-    **dict.fromkeys(("int8", *BLOCKS), np.dtype(np.uint8)),
+    **dict.fromkeys(("int8", *QUANTIZED), np.dtype(np.uint8)),
 }
 
 
@@ -32,7 +32,7 @@ def joined(parts: Sequence[Rows]) -> HostArray:
 def as_stored(parts: Sequence[Rows]) -> str | None:
     """The name of `INTO` for parts that are multiplied as they lie in a file, in blocks; None if they are not."""
     [kind, *others] = {part.dtype.lower() if isinstance(part, Stored) else "" for part in parts}
-    return kind if kind in BLOCKS and not others else None
+    return kind if kind in QUANTIZED and not others else None
 
 
 def quantization_of(backend: Any, params: Any) -> str:
@@ -47,7 +47,7 @@ def quantization_of(backend: Any, params: Any) -> str:
 
     if backend.quantization != "none":
         return str(backend.quantization)
-    return "+".join(sorted(kinds(params) & BLOCKS)) or "none"
+    return "+".join(sorted(kinds(params) & QUANTIZED)) or "none"
 
 
 def pack(parts: Sequence[Rows], into: str, run: Any, slabs: Slabs) -> tuple[HostArray, HostArray | None]:

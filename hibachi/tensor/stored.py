@@ -19,6 +19,8 @@ WINDOW = 1 << 24
 """How many bytes are mapped at a time, so that the pages of a file do not pile up in memory."""
 PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """As what NumPy sees numbers, by the words of safetensors and GGUF; it has no bfloat16, and is shown the bits."""
+BLOCKS = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q8_0": (32, 34)}
+"""Numbers of a block and its bytes, of what kernels take as it lies in a file: see `hibachi.tensor.packing`."""
 AGAIN = "Copy or download the file again"
 
 
@@ -38,19 +40,19 @@ class Stored:
 
     @property
     def packs(self) -> bool:
-        """Whether kernels take its rows as they lie in the file: see `hibachi.tensor.packing`."""
-        return self.dtype in ("F32", "F16", "BF16") and len(self.shape) > 1
+        """Whether kernels take its rows as they lie in the file."""
+        return self.dtype in BLOCKS and len(self.shape) > 1
 
     @property
-    def row(self) -> tuple[np.dtype[Any], int]:
-        """As what NumPy sees a row: of which numbers, and how many."""
-        return np.dtype(PLAIN[self.dtype]), self.shape[-1]
+    def row_bytes(self) -> int:
+        numbers, size = BLOCKS[self.dtype]
+        return self.shape[-1] // numbers * size
 
     def __iter__(self) -> Iterator[Self]:
         """What lies along the first dimension, such as the matrices of experts."""
-        one, (stored, numbers) = self.shape[1:], self.row
-        size = math.prod(one[:-1]) * numbers * stored.itemsize
-        return (replace(self, shape=one, offset=self.offset + i * size) for i in range(self.shape[0]))
+        n, *one = self.shape
+        size = math.prod(one[:-1]) * self.row_bytes
+        return (replace(self, shape=tuple(one), offset=self.offset + i * size) for i in range(n))
 
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
         """Its numbers in memory of their own, cast while reading, without a second copy.
@@ -71,13 +73,13 @@ class Stored:
         return out if self.order is None else out[self.order]
 
     def rows(self, multiple: int) -> Iterator[HostArray]:
-        """The rows of a matrix as they lie in the file, as `row` says, mapped some at a time: a multiple of this
-        number, but for the last ones. All at once if they have another order. Raises InvalidModelFiles as `read` does.
+        """The rows of a matrix as they lie in the file, uint8 [some, row_bytes]: mapped a multiple of this number at a
+        time, but for the last ones. All at once if they have another order. Raises InvalidModelFiles as `read` does.
         """
-        (n, _), (stored, numbers) = self.shape, self.row
-        few = max(1, WINDOW // (multiple * numbers * stored.itemsize)) * multiple if self.order is None else n
-        for _, part in windows(self.file, self.offset, stored, n * numbers, few * numbers):
-            yield part.reshape(-1, numbers)
+        n, size = self.shape[0], self.row_bytes
+        few = max(1, WINDOW // (multiple * size)) * multiple if self.order is None else n
+        for _, part in windows(self.file, self.offset, np.dtype(np.uint8), n * size, few * size):
+            yield part.reshape(-1, size)
 
 
 def windows(file: Path, offset: int, stored: np.dtype[Any], count: int, step: int) -> Iterator[tuple[int, HostArray]]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = build.SOURCES
 FILES = [
     "tests/kernels",
-    *(f"tests/tensor/test_{name}.py" for name in ("native", "native_step", "kernels", "int8")),
+    *(f"tests/tensor/test_{name}.py" for name in ("native", "native_step", "kernels", "int8", "packing", "blocks")),
     *(f"tests/tensor/test_{name}.py" for name in ("shapechecks", "jax_native")),
 ]
 DRIVER = Path(__file__).with_name("team.cpp")

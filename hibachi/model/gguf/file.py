@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.extras import need
-from hibachi.tensor.stored import AGAIN, PLAIN, HostArray, Stored, windows
+from hibachi.tensor.stored import AGAIN, BLOCKS, PLAIN, HostArray, Stored, windows
 
 Metadata: TypeAlias = Mapping[str, Any]
 Shape: TypeAlias = tuple[int, ...]
@@ -65,8 +65,6 @@ _TYPES = {  # number -> name, values of a block, bytes of a block
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-MULTIPLIED = ("Q4_0", "Q8_0")
-"""Of which kernels multiply the blocks."""
 QUANTIZED = frozenset(n for n, values, _ in _TYPES.values() if values > 1)
 READABLE = QUANTIZED | PLAIN.keys()
 _NUMBERS = {name: number for number, (name, _, _) in _TYPES.items()}
@@ -81,26 +79,12 @@ class Blocks(Stored):
 
     __slots__ = ()
 
-    @property
-    @override
-    def packs(self) -> bool:
-        return super().packs or (self.dtype in MULTIPLIED and len(self.shape) > 1)
-
-    @property
-    @override
-    def row(self) -> tuple[np.dtype[Any], int]:
-        if self.dtype in PLAIN:
-            return super().row
-        _, values, size = _TYPES[_NUMBERS[self.dtype]]
-        return np.dtype(np.uint8), self.shape[-1] // values * size
-
     @override
     def rows(self, multiple: int) -> Iterator[HostArray]:
         """As of `Stored`. Raises InvalidModelFiles for blocks of which the scale is NaN or infinite as well."""
         for rows in super().rows(multiple):
-            if self.dtype in MULTIPLIED:
-                size = _TYPES[_NUMBERS[self.dtype]][2]
-                upper = rows.reshape(len(rows), -1, size)[..., 1]  # byte of the scale, float16
+            if self.dtype in QUANTIZED:
+                upper = rows.reshape(len(rows), -1, BLOCKS[self.dtype][1])[..., 1]  # byte of the scale, float16
                 if (upper & 0x7C == 0x7C).any():
                     raise InvalidModelFiles(
                         f"{self.file}: a block of a tensor {self.shape} in {self.dtype} has a scale that is NaN or "
