@@ -65,16 +65,11 @@ struct Block {
   }
 };
 
-// ---- what lanes are of them: DEPTH numbers, and EMPTY without any ---------------------------------------------------
+// ---- what lanes are of them -----------------------------------------------------------------------------------------
 //
-<<<<<<< HEAD
-// depth(k): lanes of a row; numbers(lanes): how many are in these; EMPTY: a lane without any. block(depth): how many
-// lanes of a row are made at once, of depth; lanes(): `some` of them from lane `at` on, with room up to a multiple
-// of 16. floats: room for as many numbers as `floats(k)` says.
-=======
-// block(depth): how many of the lanes of a row are made at once. lanes(): `some` of them from lane `at` on; there is
-// room for a multiple of 16, and for floats(k) numbers besides.
->>>>>>> start
+// depth(k): lanes of a row; numbers(lanes): how many they hold; EMPTY: a lane without any. block(depth): how many of
+// the lanes of a row are made at once. lanes(): `some` of them from lane `at` on; there is room for a multiple of 16,
+// and for floats(k) numbers besides.
 
 template <class T>
 struct Rounded {
@@ -110,7 +105,6 @@ struct Bytes {
   }
 };
 
-<<<<<<< HEAD
 // To float16: to the nearest, ties to even.
 inline uint32_t half(float f) {
   const uint32_t bits = load<uint32_t>(&f), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
@@ -184,11 +178,7 @@ struct Blocks {
   }
 };
 
-// ---- rows to panels
-// --------------------------------------------------------------------------------------------------
-=======
 // ---- rows to panels -------------------------------------------------------------------------------------------------
->>>>>>> start
 
 // Rows begin ... begin + many - 1 of the n rows of a matrix. What fills up the last panel is made with the last row.
 // Two calls may write into the same panel, though not at the same time.
@@ -219,13 +209,8 @@ struct Pack {
         uint32_t* out = lanes + (r - first) * wide;
         if (r < last) {
           const char* row = rows + (order ? order[r - begin] : r - begin) * From::bytes(k);
-<<<<<<< HEAD
           fetch(row, at + block());
-          Into::template lanes<From>(row, k, at, some, out, scales + r, floats);
-=======
-          fetch(row, at + wide);
           Into::template lanes<From>(row, k, at, some, out, scales ? scales + r : nullptr, floats);
->>>>>>> start
         } else {
           std::fill_n(out, some, Into::EMPTY);
           if (scales) scales[r] = 0.0f;
