@@ -102,7 +102,9 @@ class Blocks(Stored):
                 size = _TYPES[_NUMBERS[self.dtype]][2]
                 scales = rows.reshape(len(rows), -1, size)[..., 1]  # the upper byte of float16, which comes first
                 if (scales & 0x7C == 0x7C).any():
-                    raise InvalidModelFiles(f"{self.file}: a block of a tensor of {self.shape} in {self.dtype} has a scale that is no number. {AGAIN}.")
+                    raise InvalidModelFiles(
+                        f"{self.file}: a block of a tensor of {self.shape} in {self.dtype} has a scale that is no number. {AGAIN}."
+                    )
             yield rows
 
     @override
