@@ -56,7 +56,8 @@ def settled(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], fol
     libraries: a name for the contents of each. A file that cannot be used or written is told in the log.
     """
     name = processor()
-    file = folder / f"choice-{''.join(c if c.isalnum() else '-' for c in name.lower())}.json"
+    told = "-".join([name.lower(), *candidates])
+    file = folder / f"choice-{''.join(c if c.isalnum() else '-' for c in told)}.json"
     if (kept := _kept(file, name, libraries)) is not None:
         return kept
     found = trial(candidates, libraries, name)

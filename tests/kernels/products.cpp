@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "pack.h"
 
 using namespace hibachi;
 
@@ -52,8 +53,11 @@ template <class T>
 static bool same(const std::vector<uint16_t>& x, const std::vector<uint16_t>& w, const std::vector<float>& want) {
   std::vector<uint16_t> memory(2 * WIDTH * K + 32);
   uint16_t* packed = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
-  const Pack<T> pack{w.data(), packed, N, K};
-  for (int64_t p = 0; p < pack.count(); p++) pack(p);
+  const pack::Pack<pack::Plain<Bf16>, pack::Rounded<Bf16>> pack{
+      .rows = (const char*)w.data(), .packed = (uint32_t*)packed, .many = N, .n = N, .k = K
+  };
+  std::vector<char> scratch(pack.scratch());
+  for (int64_t p = 0; p < pack.count(); p++) pack(p, scratch.data());
   std::vector<float> y(M * N);
   const Linear<T, F32> linear{
       .x = x.data(),

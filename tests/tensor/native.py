@@ -165,6 +165,22 @@ def biased(backend, dtype):
     return {name: np.asarray(backend.get(t), np.float32) for name, t in found.items()}
 
 
+def far(backend, dtype):
+    """{name: array} of attention over several pieces of positions (attention.h), of prompts and of tokens after them."""
+    random = np.random.default_rng(0)
+    table, found = np.arange(1, 301, dtype=np.int32).reshape(2, 150), {}
+    cache = backend.make_cache(Paged(2, 20, 12), blocks=301, block_size=16, rows=2, dtype=dtype)
+    for i, (start, each) in enumerate((([0, 0], [2100, 1020]), ([2100, 1020], [1, 1]), ([2101, 1021], [3, 20]))):
+        packed = lower(np.arange(2), np.int32(start), np.int32(each), np.ones(2, bool), table, 16)
+        inputs = StepInputs(tok=None, **{name: backend.put(getattr(packed, name)) for name in packed.__slots__})
+        new = (rounded(random.normal(size=(len(packed.pos), *s))) for s in ((6, 20), (2, 20), (2, 12)))
+        for special in ({}, dict(window=1500)):
+            y, cache = backend.attend(*(backend.put(t, dtype) for t in new), cache, inputs, **special)
+            found[f"{i} {special}"] = np.asarray(backend.get(y), np.float32)
+            new = (rounded(random.normal(size=(len(packed.pos), *s))) for s in ((6, 20), (2, 20), (2, 12)))
+    return found
+
+
 def _attended(backend, dtype, put, how=({}, dict(window=70), dict(softcap=3.0))):
     table, out = np.arange(1, 31, dtype=np.int32).reshape(3, 10), {}
     cache = backend.make_cache(Paged(2, 20, 12), blocks=31, block_size=16, rows=3, dtype=dtype)
