@@ -166,7 +166,7 @@ def biased(backend, dtype):
 
 
 def far(backend, dtype):
-    """{name: array} of attention over several pieces of positions (attention.h), of prompts and of tokens after them."""
+    """{name: array} of attention over several pieces (attention.h), of prompts and of tokens after them."""
     random = np.random.default_rng(0)
     table, found = np.arange(1, 301, dtype=np.int32).reshape(2, 150), {}
     cache = backend.make_cache(Paged(2, 20, 12), blocks=301, block_size=16, rows=2, dtype=dtype)
