@@ -1,4 +1,5 @@
-"""Products of bfloat16 on each processor: those of a model of the instruction VDPBF16PS, bit for bit.
+"""Products on each processor: those of bfloat16 are those of a model of the instruction VDPBF16PS, bit for bit, and
+those of blocks are the same everywhere.
 
 Each variant that runs here is compared; that for ARM's processors where g++ for them and qemu are installed (Debian's
 packages g++-aarch64-linux-gnu and qemu-user). What is planted in copies of the sources shows that they would differ.
@@ -20,17 +21,18 @@ from .test_sanitizers import mutated
 skip_without()
 from hibachi.kernels.library import library  # noqa: E402
 
-DRIVER = Path(__file__).with_name("products.cpp")
+HALVES, BLOCKS = (Path(__file__).with_name(f"{name}.cpp") for name in ("products", "blocks"))
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-w")
 HERE = [v.name for v in build.variants() if v.level <= library().variant.level]
 PLAYED = "neon, which qemu plays"
 AS_THE_MODEL = "7a740a51f23e790a"
 SPARED = 6136  # sums that are rounded up to the smallest normal number: some processors flush them
+OF_BLOCKS = "0169080ffbea5503"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("products")]
 
 
-def said(variant, tmp_path, sources=build.SOURCES):
-    """What the driver says, compiled for a variant, and whether it is content."""
+def said(variant, tmp_path, sources=build.SOURCES, driver=HALVES):
+    """What a driver says, compiled for a variant, and whether it is content."""
     program = tmp_path / "program"
     flags, command = next((v.flags for v in build.variants() if v.name == variant), ()), [str(program)]
     cxx = build.compiler if variant != PLAYED else lambda: "aarch64-linux-gnu-g++"
@@ -39,7 +41,7 @@ def said(variant, tmp_path, sources=build.SOURCES):
             if shutil.which(name) is None:
                 pytest.skip(f"{name} is not installed")
         command = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", *command]
-    subprocess.run([cxx(), *flags, *FLAGS, f"-I{sources}", str(DRIVER), "-o", str(program)], check=True, timeout=600)
+    subprocess.run([cxx(), *flags, *FLAGS, f"-I{sources}", str(driver), "-o", str(program)], check=True, timeout=600)
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     return done.stdout.strip(), done.returncode == 0
 
@@ -47,6 +49,11 @@ def said(variant, tmp_path, sources=build.SOURCES):
 @pytest.mark.parametrize("variant", [*HERE, PLAYED])
 def test_sums_are_those_of_the_instruction(variant, tmp_path):
     assert said(variant, tmp_path) == (f"{AS_THE_MODEL} {SPARED}", True)
+
+
+@pytest.mark.parametrize("variant", [*HERE, PLAYED])
+def test_blocks_have_the_same_bits(variant, tmp_path):
+    assert said(variant, tmp_path, driver=BLOCKS) == (OF_BLOCKS, True)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ struct Exact {
   static FAST PartInts multiply(PartInts sums, const Wide& w, const int8::Spread& x) {
     return int8::multiply(sums, w, x);
   }
-  static FAST PartInts total(PartInts sums) { return sums; }
+  static FAST PartInts begin(int32_t start) { return PartInts{} + start; }
+  static FAST PartInts total(PartInts sums, int32_t) { return sums; }
 };
 
 // The same of numbers below 16, where no instruction adds up products of bytes: 32 * 15 * 127 / 2 is below 2^15.
@@ -47,7 +48,10 @@ struct Small {
     return (PartInts)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
   }
 #endif
-  static FAST PartInts total(PartInts sums) { return int8::pairs((PartWords)sums, PartWords{} + 0x00010001u); }
+  static FAST PartInts begin(int32_t) { return PartInts{}; }
+  static FAST PartInts total(PartInts sums, int32_t start) {
+    return int8::pairs((PartWords)sums, PartWords{} + 0x00010001u) + start;
+  }
 };
 #else
 using Small = Exact;
@@ -92,8 +96,10 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t
     for (int64_t g = 0; g < x.groups; g++, at += WIDTH) {
       const uint32_t* scales = at + PAIR * Kind::LANES * WIDTH;
       for (int b = 0; b < PAIR; b++) {
-        PartInts block[N][PIECES] = {};
+        PartInts block[N][PIECES];
         const int64_t place = (i * x.groups + g) * PAIR + b, next = x.groups * PAIR;  // of x; to its next row
+        for (int r = 0; r < N; r++)
+          for (int c = 0; c < PIECES; c++) block[r][c] = Sums::begin(Kind::ZERO / 8 * x.totals[place + r * next]);
         for (int s = 0; s < Kind::LANES; s++, at += WIDTH) {
           for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
           for (int h = 0; h < Kind::HALVES; h++) {
@@ -109,7 +115,7 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t
         for (int c = 0; c < PIECES; c++) {
           const Part scale = from_halves(load<PartWords>(scales + c * PART) >> 16 * b & 0xffffu);
           for (int r = 0; r < N; r++) {
-            const PartInts exact = Sums::total(block[r][c]) - Kind::ZERO * x.totals[place + r * next];
+            const PartInts exact = Sums::total(block[r][c], Kind::ZERO / 8 * x.totals[place + r * next]);
             const Part of_x = Part{} + x.scales[(i + r) * x.groups + g];
             sums[r][c] = fma(__builtin_convertvector(exact, Part) * scale, of_x, sums[r][c]);
           }

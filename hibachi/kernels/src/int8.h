@@ -126,7 +126,7 @@ struct Rounded {
   int8_t* values;   // [m, groups * GROUP], zeros after k
   float* scales;    // [m, groups]
   int32_t* starts;  // [m, groups]: -128 times the sum of a group's values
-  int32_t* totals;  // [m, groups, GROUP / BLOCK]: the sums of the blocks in a group, see blocks.h
+  int32_t* totals;  // [m, groups, GROUP / BLOCK]: -8 times the sums of the blocks in a group, see blocks.h
   int64_t groups;
 
   static constexpr int BLOCK = 32;
@@ -160,7 +160,7 @@ struct Rounded {
           n < GROUP ? round_all<T>(x + g * GROUP, n, q, total) : round_all<T>(x + g * GROUP, GROUP, q, total);
       starts[i * groups + g] = -128 * total;
       int32_t* part = totals + (i * groups + g) * (GROUP / BLOCK);
-      for (int b = 0; b < GROUP / BLOCK; b++) part[b] = std::reduce(q + b * BLOCK, q + (b + 1) * BLOCK, int32_t{});
+      for (int b = 0; b < GROUP / BLOCK; b++) part[b] = -8 * std::reduce(q + b * BLOCK, q + (b + 1) * BLOCK, int32_t{});
     }
   }
 };
