@@ -66,7 +66,8 @@ def pasts_of(engine, given):
 def served(serve, backend, new_only, watch, **options):
     """Let requests come and go; `watch(engine, model)` is told of each call."""
     model = Heavy(backend, new_only)
-    options = {"max_num_seqs": ROWS, "enable_prefix_caching": False, "block_size": 16} | options
+    options = {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048, "enable_prefix_caching": False} | options
+    options = {"block_size": 16} | options
     engine = serve(model, backend=backend, max_model_len=400, **options)
     watch(engine, model)
     prompts = [[i % 10] * (POSITIONS - 3 * i) for i in range(12)]
