@@ -20,19 +20,20 @@ import numpy as np
 
 from hibachi.cachefolder import move
 from hibachi.kernels.abi import Kernels
+from hibachi.kernels.threads import most_threads
 
 ROWS = (1, 8, 16, 64)
 """Rows of a product, one of each kind that has a distance of its own (linear.h)."""
 DEFAULT = (10, 40, 40, 40)
-_DISTANCES = (0, 10, 40, 80)  # steps of the depth; 0: memory is not asked for
-_DEPTH, _WEIGHTS, _MOMENT, _TURNS = 576, 48 << 20, 1.5e-3, 7  # bytes; seconds of a product; how often each is timed
+_DISTANCES = (0, 10, 40)  # steps of the depth; 0: memory is not asked for
+_DEPTH, _WEIGHTS, _MOMENT, _TURNS = 576, 48 << 20, 1.5e-3, 9  # bytes; seconds of a product; how often each is timed
 _ENOUGH = 1.03  # what a default must lose to another by
 _log = logging.getLogger("hibachi.kernels")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a trial found. rates: of each variant, products of `ROWS` rows by one thread, in GFLOP/s."""
+    """What a trial found. rates: of each variant, products of `ROWS` rows by all threads, in GFLOP/s."""
 
     processor: str
     libraries: dict[str, str]
@@ -45,7 +46,7 @@ class Choice:
         found = ", ".join(f"{r:.0f}" for r in self.rates[own])
         rest = "".join(f"; {name} has {', '.join(f'{r:.0f}' for r in self.rates[name])}" for name in others)
         return (
-            f"GFLOP/s of a thread with {', '.join(map(str, ROWS))} rows: {found}{rest}; memory is asked for "
+            f"GFLOP/s with {', '.join(map(str, ROWS))} rows: {found}{rest}; memory is asked for "
             f"{', '.join(map(str, self.distances))} steps ahead"
         )
 
@@ -97,7 +98,10 @@ def _kept(file: Path, name: str, libraries: Mapping[str, str]) -> Choice | None:
 
 
 def trial(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], name: str) -> Choice:
-    """Times all candidates in turn, with all distances; the least of several times counts, as others may be at work."""
+    """Times all candidates in turn, with all distances; the least of several times counts, as others may be at work.
+
+    With all threads, as they share what memory gives: what is best for one of them alone is not for all.
+    """
     random = np.random.default_rng(0)
     panels = _WEIGHTS // (2 * 48 * _DEPTH)
     w = random.integers(0x3D00, 0x3E00, panels * 48 * _DEPTH, dtype=np.uint16)
@@ -105,6 +109,8 @@ def trial(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], name:
     y = np.empty((max(ROWS), panels * 48), np.uint16)
     best: dict[tuple[str, int, int], float] = {}
     at = 0
+    for run in candidates.values():
+        run.set_threads(most_threads())
     for _ in range(_TURNS):
         for variant, run in candidates.items():
             for i, rows in enumerate(ROWS):
