@@ -485,7 +485,7 @@ def _fit_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2048,
         metavar="N",
-        help="most tokens computed in a step (default: 2048)",
+        help="most tokens computed in a step (default: 1024)",
     )
     add("--rounds", type=int, default=2, metavar="N", help="how often everything is measured (default: 2)")
     add("--out", metavar="FILE", help="write the step time as JSON")

@@ -106,7 +106,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2048,
         metavar="N",
-        help="most tokens computed in a step (default: 2048)",
+        help="most tokens computed in a step (default: 1024)",
     )
     group("--max-prefill-tokens", type=int, metavar="N", help="most prompt tokens in a step (default: all)")
     group("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the trace's longest)")

@@ -157,7 +157,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
         backend: str | Backend[Any] | None = None,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int = 1024,
         block_size: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         cache_tokens: int | None = None,

@@ -28,7 +28,7 @@ class Facts:
     embed_size: size of the embeddings that may be given in place of a prompt; None means none may be given.
     has_hidden: the model gives hidden states, so vectors can be made.
     fingerprint: library, device and kernels. model: the model's name in errors.
-    numerics: the name of the bits that come out, such as "cpu-1 float32"; None means they have no name.
+    numerics: the name of the bits that come out, such as "cpu-2 float32"; None means they have no name.
     layers: what each layer keeps in the cache; () means there is no cache.
     feedforward: one input, one output.
     token: shape and name of the dtype of all tokens, or of all inputs; None means each request has its own.

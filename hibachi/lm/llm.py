@@ -90,7 +90,7 @@ class LLM(Texts):
         numerics: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int = 1024,
         kv_cache_memory_bytes: int | None = None,
         cache_tokens: int | None = None,
         block_size: int | None = None,

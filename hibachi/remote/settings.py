@@ -53,7 +53,7 @@ CHAT: tuple[Setting, ...] = (
 
 ENGINE: tuple[Setting, ...] = (
     Setting("max-num-seqs", integer(1), 64, "most requests that run at once"),
-    Setting("max-num-batched-tokens", integer(1), 2048, "most tokens computed in a step"),
+    Setting("max-num-batched-tokens", integer(1), 1024, "most tokens computed in a step"),
     Setting("block-size", integer(1), None, "positions in a cache block", "what suits the backend"),
     Setting("kv-cache-memory-bytes", size(), None, "memory for keys and values", "for a full batch, at most 1G"),
     Setting(

@@ -54,7 +54,7 @@ class Setup:
     max_num_seqs: int = 64
     num_blocks: int | None = None
     block_size: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 1024
     chunk: int | None = None
     max_model_len: int | None = None
     max_num_queued_reqs: int | None = None

@@ -52,7 +52,7 @@ class Library:
     def fingerprint(self) -> str:
         """What the bits of a result depend on besides model and request: library, device and threads, kernels.
 
-        Where it names numerics (`cpu-1`), they alone are what bits depend on. Otherwise the same string on two machines
+        Where it names numerics (`cpu-2`), they alone are what bits depend on. Otherwise the same string on two machines
         is no promise, as libraries choose their code by the processor; another one says that bits may differ.
         """
         facts = self.versions()

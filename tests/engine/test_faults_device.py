@@ -168,7 +168,7 @@ def test_a_request_that_has_no_room_for_one_token(serve):
     assert isinstance(caught.value.__cause__, MemoryError)
     check(streams)
     assert engine.stats().failed == 1
-    assert engine._worker.engine.scheduler.budget == 2048
+    assert engine._worker.engine.scheduler.budget == 1024
 
 
 def test_memory_that_runs_out_for_good_fails_all(serve):
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_takes_a_donated_cache_with_it(serve):
     backend.open()
     check(streams)
     assert backend.caches == 2 and engine._worker.engine.runner.memory.donating
-    assert engine._worker.engine.scheduler.budget < 2048
+    assert engine._worker.engine.scheduler.budget < 1024
 
 
 def test_what_a_failed_step_had_computed_is_let_go_before_the_next_try(serve):

@@ -43,7 +43,7 @@ def test_further_options_reach_the_engine():
 
 def test_what_is_not_decided_is_left_to_the_engine():
     assert engine_options(settings()) == dict(
-        max_num_seqs=64, max_num_batched_tokens=2048, enable_prefix_caching=True, stall_after=None
+        max_num_seqs=64, max_num_batched_tokens=1024, enable_prefix_caching=True, stall_after=None
     )
     of_own = engine_options(settings(model="pkg:Class", autotune="1s", stall_after=2.0))
     assert "autotune" not in of_own and of_own["stall_after"] == 2.0

@@ -646,7 +646,7 @@ struct Attention {
       if (one_row) alike = last + 1;
       const int64_t to = std::min(alike, high), first = one_row ? first_group(kept.position[0]) : from;
       if (!one_row) alone(begin, end, low, std::min(first, high), kept);
-      if (kept.n >= MANY && !bias) crowd(begin, std::max(first, low), to, kept);
+      if (kept.n >= MANY && !bias) crowd(begin, std::max(first, low), to, one_row || first <= low, kept);
       else
         for (int64_t g = std::max(first, low); g < to; g++)
           group(begin, 0, kept.n, g, span_of(kept.position[0]), 0, kept);
@@ -753,8 +753,8 @@ struct Attention {
     return found;
   }
 
-  // Groups `from` to before `to`, for all queries of a set at once.
-  void crowd(const Tile* tile, int64_t from, int64_t to, Kept& kept) const {
+  // Groups `from` to before `to`, for all queries of a set at once. fresh: they are the first ones of this piece.
+  void crowd(const Tile* tile, int64_t from, int64_t to, bool fresh, Kept& kept) const {
     if (from >= to) return;
     const Crowd<T> c(kept.crowd, kept.n, at.k_depth, at.v_wide);
     int64_t sees_least = std::numeric_limits<int64_t>::max(), sees_most = 0;
@@ -762,25 +762,29 @@ struct Attention {
       const int r = std::min(i, kept.n - 1);
       for (int64_t d = 0; d < at.k_depth; d++) c.queries[d * c.wide + i] = kept.lanes[r * at.k_depth + d];
       for (int l = 0; l < LANES; l++) c.totals[l * c.wide + i] = kept.now->total[r][l];
-      for (int64_t d = 0; d < at.v_wide; d++) c.sums[d * c.wide + i] = row(*kept.now, r)[d];
+      for (int64_t d = 0; !fresh && d < at.v_wide; d++) c.sums[d * c.wide + i] = row(*kept.now, r)[d];
       c.most[i] = kept.now->most[r], c.position[i] = kept.position[r];
       sees_least = std::min(sees_least, kept.position[r]), sees_most = std::max(sees_most, kept.position[r]);
     }
+    if (fresh) std::fill_n(c.sums, at.v_wide * c.wide, 0.0f);
     for (int64_t g = from; g < to; g++) {
       const Places p = places(tile, g, span_of(sees_most), 0, kept);
       for (int i = 0; i < p.spans; i++) c.ask(p.v[i], at.v_span);
       c.score(p.k, p.spans, at.k_depth);
       const int64_t first = g * GROUP, end = first + p.spans * LANES;
       const bool hidden = sees_least + 1 < end || (s.window && sees_most - s.window >= first);
-      c.weigh(p.spans, [&](Floats x, const Ints& position, int i) {
-        x = x * s.scale;
-        if (s.softcap != 0.0f) x = tanh(x / s.softcap) * s.softcap;
-        if (!hidden) return x;
-        const int32_t key = first + i;
-        Ints sees = position >= key;
-        if (s.window) sees &= position - (int32_t)std::min<int64_t>(s.window, 1 << 30) < key;
-        return choose(sees, x, all(-std::numeric_limits<float>::infinity()));
-      });
+      if (!hidden && s.softcap == 0.0f) {
+        c.weigh(p.spans, [&](Floats x, const Ints&, int) { return x * s.scale; });
+      } else {
+        c.weigh(p.spans, [&](Floats x, const Ints& position, int i) {
+          x = x * s.scale;
+          if (s.softcap != 0.0f) x = tanh(x / s.softcap) * s.softcap;
+          const int32_t key = first + i;
+          Ints sees = position >= key;
+          if (s.window) sees &= position - (int32_t)std::min<int64_t>(s.window, 1 << 30) < key;
+          return choose(sees, x, all(-std::numeric_limits<float>::infinity()));
+        });
+      }
       for (int i = 0; i < p.spans; i++) c.ask(p.next[i], at.k_span);
       c.mix(p.v, p.spans, at.v_wide);
     }
