@@ -483,7 +483,7 @@ def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
+        default=1024,
         metavar="N",
         help="most tokens computed in a step (default: 1024)",
     )

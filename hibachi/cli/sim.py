@@ -104,7 +104,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
+        default=1024,
         metavar="N",
         help="most tokens computed in a step (default: 1024)",
     )
