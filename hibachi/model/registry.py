@@ -105,6 +105,7 @@ def load_model(
     *,
     dtype: str | None = None,
     max_model_len: int | None = None,
+    gguf_unpack: bool = False,
 ) -> LanguageModel[Array]:
     """Load a language model on `backend`, which may be a name; None means the one that `LLM` takes.
 
@@ -113,13 +114,14 @@ def load_model(
     model: "tiny", which ships; a folder in Hugging Face layout; a GGUF file; a name on the Hugging Face Hub.
     dtype: to compute with and to cache in; None means float32.
     max_model_len: the longest sequence to be ready for; None means what the model was trained for.
+    gguf_unpack: as for `LLM`.
 
     An architecture that is not registered is offered to the backend (`foreign_model`). Raises UnknownArchitecture,
     InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound, BackendNotInstalled.
     """
     if backend is None or isinstance(backend, str):
         backend = resolve_or_best(backend)
-    files = model if isinstance(model, ModelFiles) else open_files(locate(model))
+    files = model if isinstance(model, ModelFiles) else open_files(locate(model), gguf_unpack=gguf_unpack)
     try:
         _, found = find(files.config)
         if isinstance(found, Family):

@@ -23,7 +23,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["torch", "jax"])
 def llm(request):
-    with hibachi.LLM(MODEL, backend=request.param, max_num_seqs=8, max_model_len=512) as llm:
+    options = {"max_num_seqs": 8, "max_model_len": 512, "gguf_unpack": True}  # as transformers does
+    with hibachi.LLM(MODEL, backend=request.param, **options) as llm:
         yield llm
 
 

@@ -208,6 +208,7 @@ def test_every_variant_has_the_same_bits(dtype, kind, monkeypatch):
             assert torch.equal(other.weight_rows(weight, idx), rows)
 
 
+@pytest.mark.slow
 def test_libraries_write_the_same_in_four_bits():
     answers = []
     for library in ("numpy", "torch", "jax"):

@@ -208,6 +208,7 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
     [
         "hibachi_torch.native:Int8TorchBackend",
         "hibachi.tensor.numpy_backend:Int8NumpyBackend",
+        "hibachi_torch.native:Int4TorchBackend",
         pytest.param("hibachi_jax.native:Int8NativeJaxBackend", marks=pytest.mark.slow),
     ],
 )

@@ -17,9 +17,9 @@ from .native import every_variant, other_variants, skip_without
 
 torch = pytest.importorskip("torch")
 skip_without()
-from hibachi.tensor.numpy_backend import Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
+from hibachi.tensor.numpy_backend import Int4NumpyBackend, Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
 from hibachi.tensor.program import whole  # noqa: E402
-from hibachi_torch.native import Int8TorchBackend, NativeTorchBackend  # noqa: E402
+from hibachi_torch.native import Int4TorchBackend, Int8TorchBackend, NativeTorchBackend  # noqa: E402
 
 PLAIN = Arch(
     hidden_size=48,
@@ -125,7 +125,7 @@ def stepped(model, fused, steps):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend))
+@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend, Int4TorchBackend))
 def test_one_call_gives_the_bits_of_the_operations(make, kind, dtype):
     backend = make("cpu")
     model = made(backend, dtype, **FUSED[kind])
@@ -151,7 +151,11 @@ def test_one_call_gives_the_bits_of_the_operations(make, kind, dtype):
         torch.set_num_threads(before)
 
 
-ON_NUMPY = {NativeTorchBackend: NativeNumpyBackend, Int8TorchBackend: Int8NumpyBackend}
+ON_NUMPY = {
+    NativeTorchBackend: NativeNumpyBackend,
+    Int8TorchBackend: Int8NumpyBackend,
+    Int4TorchBackend: Int4NumpyBackend,
+}
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -180,7 +184,7 @@ def test_numpy_has_the_bits_of_pytorch(make, kind, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend))
+@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend, Int4TorchBackend))
 def test_all_variants_compute_the_same_bits(make, dtype, monkeypatch):
     if not other_variants():
         pytest.skip("this processor has one variant")

@@ -66,7 +66,7 @@ def test_weights_are_those_of_the_library(tmp_path, kind, dtype):
     """Also where rows of queries and keys have another order, and are stacked."""
     path, stored = quantized(tmp_path / "m.gguf", lambda _: kind)
     b = NumpyBackend()
-    model, plain = (load_model(open_files(path, gguf_unpack=u), b, dtype=dtype) for u in (False, True))
+    model, plain = (load_model(path, b, dtype=dtype, gguf_unpack=u) for u in (False, True))
     assert (model.quantization, plain.quantization) == (kind.lower(), "none")
     names = ("qkv", "o", "gate_up", "down")
     assert kinds(model) == {name: {kind.lower()} for name in names} and kinds(plain) == {
@@ -100,7 +100,7 @@ def test_unpacked_numbers_are_nearly_the_same_and_are_told_apart(tmp_path):
     path, _ = quantized(tmp_path / "m.gguf", mixed)
     found = {}
     for unpack in (False, True):
-        model = load_model(open_files(path, gguf_unpack=unpack), NumpyBackend(), dtype="float32")
+        model = load_model(path, NumpyBackend(), dtype="float32", gguf_unpack=unpack)
         _, facts = answers(model)
         h = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
         found[unpack] = model.backend.linear(h, model.params["layers"][0]["o"]), system_fingerprint(facts, str(path))
