@@ -93,10 +93,12 @@ class Team {
     if (shared) call();
   }
 
-  // Wakes who sleeps, between jobs or in the middle of one that had nothing for them for long.
+  // Wakes who sleeps, between jobs or in the middle of one that had nothing for them for long. Who is about to sleep sees
+  // that there was a call.
   void call() {
-    if (stopped.load(std::memory_order_relaxed) || !sleeping.load()) return;
+    if (stopped.load(std::memory_order_relaxed)) return;
     calls.fetch_add(1);
+    if (!sleeping.load()) return;
     door.lock();
     bell.wake();
     door.unlock();
