@@ -69,7 +69,7 @@ class Team {
   alignas(64) std::atomic<int64_t> operation{0}, count{0}, batch{0};
   std::atomic<int> members{1};
   std::atomic<bool> stopped{false}, running{false};
-  std::atomic<uint32_t> calls{0}, sleeping{0};
+  alignas(64) std::atomic<uint32_t> calls{0}, sleeping{0};
   Mutex door;
   Condition bell;
   Job job{};                            // read by who has a part, and by who opens an operation
@@ -90,11 +90,10 @@ class Team {
     done.store(0, std::memory_order_relaxed);
     const bool shared = job.counts[i] > job.batches[i];
     ticket.store(ticket_of(turn, 0), std::memory_order_release);
-    if (shared) call();
+    if (shared && sleeping.load(std::memory_order_relaxed)) call();  // who had nothing to do for long
   }
 
-  // Wakes who sleeps, between jobs or in the middle of one that had nothing for them for long. Who is about to sleep sees
-  // that there was a call.
+  // Wakes who sleeps. Who is about to sleep sees that there was a call.
   void call() {
     if (stopped.load(std::memory_order_relaxed)) return;
     calls.fetch_add(1);
