@@ -398,6 +398,10 @@ class Int4NativeJaxBackend(Int8NativeJaxBackend):
     quantization = "int4"
     panels = Int4Backend.panels
 
+    @override
+    def put_vocabulary(self, parts: Sequence[Rows], dtype: str) -> Array:
+        return self._packed(parts, dtype, as_stored(parts) or Int4Backend.vocabulary)
+
 
 _COMPUTED = (jnp.float32, jnp.bfloat16)
 

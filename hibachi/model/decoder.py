@@ -260,8 +260,8 @@ def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: 
 
 def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_model_len: int) -> Params:
     """What belongs to no layer."""
-    embed = b.put_rows(matrices_of(files, "embed.weight"), dtype)
-    head = embed if arch.tied else b.put_rows(matrices_of(files, "head.weight"), dtype)
+    embed = b.put_vocabulary(matrices_of(files, "embed.weight"), dtype)
+    head = embed if arch.tied else b.put_vocabulary(matrices_of(files, "head.weight"), dtype)
     params: Params = {"embed": embed, "head": head}
     if arch.head_bias:
         params["head_bias"] = b.put(files["head.bias"], dtype)

@@ -208,7 +208,7 @@ def _shapes(a: MambaArch, names: Mapping[str, str]) -> tuple[dict[str, Any], dic
 def _params(
     a: MambaArch, files: Mapping[str, HostArray], names: Mapping[str, str], b: ArrayBackend, dtype: str
 ) -> Params:
-    embed = b.put_rows(matrices_of(files, f"{names['embed']}.weight"), dtype)
+    embed = b.put_vocabulary(matrices_of(files, f"{names['embed']}.weight"), dtype)
     layers = []
     for i in range(a.layers):
         at = f"{names['layers']}{i}."
@@ -229,7 +229,7 @@ def _params(
         layers.append(layer)
     return {
         "embed": embed,
-        "head": embed if a.tied else b.put_rows(matrices_of(files, f"{names['head']}.weight"), dtype),
+        "head": embed if a.tied else b.put_vocabulary(matrices_of(files, f"{names['head']}.weight"), dtype),
         "norm": b.put(files[f"{names['norm']}.weight"], dtype),
         "layers": layers,
     }

@@ -284,6 +284,10 @@ class ArrayBackend(Library):
         """
         return self.put_weight(joined(parts), dtype)
 
+    def put_vocabulary(self, parts: Sequence[Rows], dtype: str) -> Array:
+        """`put_rows` of embeddings or the head, whose rows tokens are told apart by: see `Int4Backend`."""
+        return self.put_rows(parts, dtype)
+
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         """`put_weight` of a small matrix on which much depends, such as a router: it is never quantised."""
         return self.put_weight(w, dtype)

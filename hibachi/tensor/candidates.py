@@ -20,7 +20,7 @@ from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.kernels"
 OPERATIONS = {
-    "linear": ("put_weight", "put_rows", "put_precise", "weight_rows", "linear", "logits"),
+    "linear": ("put_weight", "put_rows", "put_vocabulary", "put_precise", "weight_rows", "linear", "logits"),
     "attention": ("make_cache", "attend"),
     "activations": ("rms_norm", "layer_norm", "rope", "silu", "gelu", "gelu_tanh", "gated", "softmax"),
     "sampling": ("best", "draw", "mass"),
