@@ -47,6 +47,7 @@ class Inputs:
         self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
         self._tally, self._recurrent, self._beside = tally, recurrent, beside
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
+        self._on_host: bool = getattr(model, "takes_host", False)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
         any_shape = getattr(model, "any_shape", False)
         self.shapes: CallShapes = replace(backend.shapes, multiple=1) if any_shape else backend.shapes
@@ -75,7 +76,8 @@ class Inputs:
         draft: Any = None,
         proposals: HostArray | None = None,
     ) -> StepInputs[Array]:
-        """The step's inputs on the device, in fixed shapes if the backend wants them.
+        """The step's inputs, in fixed shapes if the backend wants them: on the device, or if the model takes them so,
+        the host's own, which nobody may write to.
 
         drawn: tokens on the device; for each row, which of them is its only token, [B] (-1 means the host knows its
         tokens); and the size of the vocabulary. draft [B], proposals [sum of it]: tokens behind those of the plan, of
@@ -124,7 +126,7 @@ class Inputs:
                 [*arrays, np.maximum(known, 0).astype(np.int32), (known >= 0).astype(np.int32)]
             )
             arrays[0] = self._put_drawn(arrays[0], ids, at, here, vocab)
-        else:
+        elif not self._on_host:
             arrays = self.backend.put_all(arrays)
         tok, *rest = arrays
         named = dict(zip(names, rest, strict=True))

@@ -7,6 +7,7 @@ the processor or the library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from hibachi.tensor.terms import terms
 
 LANES = 16  # as in registers.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
+LARGE = 2**25  # bytes: more than this the C library gets anew from the system each time, and gives back at once
 TOP_K = 1  # its place among the parameters of a draw, as in `How`
 
 _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
@@ -85,7 +87,7 @@ class NativeBackend(NativeLayers):
         """To be called at the end of `__init__`. Raises NativeUnavailable."""
         self.library = library()
         self._run = self.library.kernels
-        self._slabs, self._reused = Slabs(), Reused()
+        self._slabs, self._reused, self._outputs = Slabs(), Reused(), Reused()
         self.codes = {self.dtype(name): code for name, code in CODES.items()}
         self._threads: int | None = -1
         self.follow_threads()
@@ -123,6 +125,12 @@ class NativeBackend(NativeLayers):
             x = self.row_major(x)
             apart = x.shape[1] * x.shape[2]
         return x, apart
+
+    def output(self, shape: tuple[int, ...]) -> Array:
+        """`empty` of float32, for what a step returns."""
+        if 4 * math.prod(shape) < LARGE:
+            return self.empty(shape, self.xp.float32)
+        return self.from_host(self._outputs.empty(shape, np.float32), self.xp.float32)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
