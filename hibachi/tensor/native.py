@@ -25,7 +25,7 @@ from hibachi.kernels.threads import most_threads
 from hibachi.shapes import CallShapes
 from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
-from hibachi.tensor.host_arrays import PackedWeight
+from hibachi.tensor.host_arrays import PackedWeight, address_of
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native_layers import NativeLayers
 from hibachi.tensor.packing import BITS, INTO, Rows, as_stored, pack
@@ -128,9 +128,9 @@ class NativeBackend(NativeLayers):
 
     def output(self, shape: tuple[int, ...]) -> Array:
         """`empty` of float32, for what a step returns."""
-        if 4 * math.prod(shape) < LARGE:
-            return self.empty(shape, self.xp.float32)
-        return self.from_host(self._outputs.empty(shape, np.float32), self.xp.float32)
+        small = 4 * math.prod(shape) < LARGE
+        held = np.empty(shape, np.float32) if small else self._outputs.empty(shape, np.float32)
+        return self.from_host(held, self.xp.float32)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -304,11 +304,18 @@ class NativeBackend(NativeLayers):
 
     @override
     def best(self, x: Array) -> tuple[Array, Array] | None:
+        if (found := self.best_on_host(x)) is None:
+            return None
+        place, most = found
+        return self.from_host(place, self.xp.int32), self.from_host(most, self.xp.float32)
+
+    @override
+    def best_on_host(self, x: Array) -> tuple[HostArray, HostArray] | None:
         if x.dtype != self.xp.float32 or not 0 < x.shape[1] < 2**31:
             return None
-        x = self.row_major(x)
-        place, most = self.empty((len(x),), self.xp.int32), self.empty((len(x),), self.xp.float32)
-        self._run.best(self.address(x), *x.shape, self.address(place), self.address(most))
+        x, (n, columns) = self.row_major(x), x.shape
+        place, most = np.empty(n, np.int32), np.empty(n, np.float32)
+        self._run.best(self.address(x), n, columns, address_of(place), address_of(most))
         return place, most
 
     @override

@@ -13,6 +13,7 @@ import numpy as np
 from hibachi.kernels.abi import Op, Step, addresses
 from hibachi.kernels.memory import ALIGNED
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
+from hibachi.tensor.host_arrays import address_of
 from hibachi.tensor.layout import StepInputs
 from hibachi.tensor.packing import INTO
 
@@ -118,8 +119,7 @@ class Program:
         halves, (_, _, turns, step.positions) = self._halves_of(cache), self._angles_of(params["ropes"])
         step.outputs, step.rows, step.blocks = n, len(cu_q) - 1, table.shape[1]
         step.block_size, step.cache_blocks = cache[0].block_size, len(cache[0].keys)
-        step.index = ctypes.addressof(ctypes.c_char.from_buffer(index))
-        step.turns, step.caches = ctypes.addressof(turns), ctypes.addressof(halves)
+        step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
         first, end = int(h is not None), len(self._list) if logits else self._before_head
         step.seconds = None if self.seconds is None else self.seconds[first:].ctypes.data
         self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), end - first)
