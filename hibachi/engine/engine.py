@@ -568,11 +568,12 @@ class Engine:
     def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """Commit the plan and deliver the new tokens to their streams."""
         # Before the commit, which vouches for the blocks of every row that is still in its place.
-        for i in _writers_first(plan, outcome.faults):
-            seq = plan.seqs[i]
-            # otherwise it was sent back, because it had read what a failed request wrote
-            if self.scheduler.holds(plan)[i]:
-                self._fail(seq, outcome.faults[i])
+        if outcome.faults:
+            for i in _writers_first(plan, outcome.faults):
+                seq = plan.seqs[i]
+                # otherwise it was sent back, because it had read what a failed request wrote
+                if self.scheduler.holds(plan)[i]:
+                    self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
         counts = None
         for part in outcome.parts:
@@ -622,12 +623,16 @@ class Engine:
             of, within, places, last = part.each(keep.tolist(), most, last.tolist())
             idx, positions = idx[of], positions[of] + within
         self._counts.new_tokens += len(places)
+        pausing, values = self._pausing, part.items
         if part.tokens is not None:
-            self.runner.written(plan.rows[idx], positions, part.tokens[places])
-        pausing = self._pausing
-        values = part.items
-        if values is None and batch is None and part.tokens is not None:
-            values = part.tokens.tolist()
+            tokens = part.tokens[places]
+            self.runner.written(plan.rows[idx], positions, tokens)
+            if values is None and batch is None:
+                if not (np.count_nonzero(last) or part.logprobs or pausing):  # as nearly always
+                    for i, value in zip(idx.tolist(), tokens.tolist(), strict=True):
+                        seqs[i].owner.channel.push(value, wakeups)
+                    return
+                values = part.tokens.tolist()
         for j, i, stop in zip(places.tolist(), idx.tolist(), last.tolist(), strict=True):
             job: Job = seqs[i].owner
             if stop:

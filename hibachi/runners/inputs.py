@@ -53,18 +53,28 @@ class Inputs:
         self.shapes: CallShapes = replace(backend.shapes, multiple=1) if any_shape else backend.shapes
         self.embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self.unscored: HostArray = np.zeros(limits.rows, np.int32)
+        self._scoring = False  # has any row such tokens?
 
     def admit(self, job: Job, unscored: int) -> None:
         row = job.seq.row
         self._beside.admit(job)
-        self.unscored[row] = unscored
+        self.look(row, unscored)
         self.embeds.pop(row, None)
         if job.embeds is not None:
             self.embeds[row] = job
 
+    def look(self, row: int, unscored: int) -> None:
+        """The outputs of so many first tokens of a row are looked at."""
+        self.unscored[row] = unscored
+        self._scoring = bool(self.unscored.any())
+
     def scores(self, rows: Any, start: Any) -> Any:
         """Which rows need outputs of more than the last token, from here on: bool [n]."""
         return self.unscored[rows] > start
+
+    def score(self, rows: Any, start: Any) -> bool:
+        """Whether one of these rows does."""
+        return self._scoring and bool(np.count_nonzero(self.scores(rows, start)))
 
     def packed(
         self,
@@ -88,7 +98,7 @@ class Inputs:
             q = q + draft
             if ahead and self.shapes.compiled:
                 tiles = (self.shapes.tiles[0],) * 2
-        scoring = bool(np.count_nonzero(self.scores(rows, start)))
+        scoring = self.score(rows, start)
         table, size, longest = self.block_table, self.limits.block_size, int(q.max())
         if len(rows) == 1 and not scoring:
             more = 0 if draft is None else int(draft[0])
@@ -102,23 +112,25 @@ class Inputs:
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         wanted = len(tokens)
-        widest = self.block_table.shape[1]
-        shape = self.shapes.step(
-            packed.shape,
-            longest=longest,
-            rows=self.limits.rows,
-            blocks=widest,
-            state=self._recurrent,
-            scored=scoring,
-            ahead=ahead,
-        )
+        shape = None
+        if not self.shapes.exact:
+            shape = self.shapes.step(
+                packed.shape,
+                longest=longest,
+                rows=self.limits.rows,
+                blocks=self.block_table.shape[1],
+                state=self._recurrent,
+                scored=scoring,
+                ahead=ahead,
+            )
         if shape is not None:
             packed = pad(packed, shape, trash_row=self.limits.rows)
             tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
         self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
-        beside = self._beside_of(packed)
+        declared = self._beside.declared
+        beside = self._beside_of(packed) if declared.knows or declared.draws or declared.inputs else {}
         names = [*NAMES, *beside]
-        arrays = [tokens, *packed.arrays(), *beside.values()]
+        arrays: list[Array] = [tokens, *packed.arrays(), *beside.values()]
         if drawn is not None:
             ids, source, vocab = drawn
             known = np.pad(source[packed.seg[: int(q.sum())]], (0, len(tokens) - int(q.sum())), constant_values=-1)
@@ -128,10 +140,12 @@ class Inputs:
             arrays[0] = self._put_drawn(arrays[0], ids, at, here, vocab)
         elif not self._on_host:
             arrays = self.backend.put_all(arrays)
-        tok, *rest = arrays
-        named = dict(zip(names, rest, strict=True))
-        inputs = {name: named.pop(name) for name in self._beside.declared.inputs if name in named}
-        x = StepInputs(tok=tok, **named, inputs=inputs or None)
+        if beside:
+            named = dict(zip(("tok", *names), arrays, strict=True))
+            inputs = {name: named.pop(name) for name in declared.inputs if name in named}
+            x = StepInputs(**named, inputs=inputs or None)
+        else:
+            x = StepInputs(*arrays)
         return self._with_embeds(x, rows, start, q) if self.embeds else x
 
     def _tokens_of_one(self, packed: Packed, known: int, proposals: HostArray | None) -> HostArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -269,7 +270,7 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: The
     what the model raised last. Halves keep the order of `idx`; a call gets its rows in the plan's order.
     """
     try:
-        part = call(np.sort(idx))
+        part = call(np.sort(idx) if len(idx) > 1 else idx)
     except StepFailed:
         raise
     except BaseException as e:
@@ -377,6 +378,7 @@ def check_output(
 _CONVERT = "Convert its output, or return logits from `logits` to have them sampled."
 
 
+@lru_cache(64)
 def _is_kind(xp: Any, dtype: Any, kind: str | tuple[str, ...]) -> bool:
     try:
         return bool(xp.isdtype(dtype, kind))
@@ -420,7 +422,7 @@ def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend:
     batch = None if drawn.tokens.ndim == 1 else backend.put(drawn.tokens.copy())  # of frames, the streams get rows
     stop = stopped(jobs, drawn.tokens, batch, backend, positions)
     faults, whole = dict(drawn.faults), None
-    if any(job.guided is not None for job in jobs):
+    if [job for job in jobs if job.guided is not None]:
         skip = np.zeros(len(jobs), bool) if drawn.bad is None else drawn.bad.copy()
         skip[list(faults)] = True
         whole, failed = completed(jobs, drawn.tokens, stop, skip)
