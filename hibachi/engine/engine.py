@@ -333,7 +333,7 @@ class Engine:
         """Process the results of a computed step. steady: it was in flight, and the step after it has begun; None means
         that it was waited for.
         """
-        self._budget.adapt(int(plan.q.sum()) if outcome.short else 0)
+        self._budget.adapt(plan.tokens if outcome.short else 0)
         # Counted before it is delivered, so a consumer that has seen the end of its stream finds it in `stats` too.
         counts = self._counts
         counts.steps += 1
@@ -357,7 +357,7 @@ class Engine:
     def _took(self, drafting: Drafting, plan: StepPlan, outcome: Outcome, seconds: float, steady: bool | None) -> None:
         """What a step's time says about proposals. steady: as of `_finish`."""
         rows = len(plan.rows)
-        decodes = self.waits is not None and int(np.add.reduce(plan.q)) == rows
+        decodes = self.waits is not None and plan.tokens == rows
         if steady is None:
             drafting.took(plan, seconds)
             if decodes and self.waits is not None:
@@ -367,7 +367,7 @@ class Engine:
             self.waits.note_ahead(rows, seconds)
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
-        rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
+        rows, tokens, meters = len(plan.rows), plan.tokens, self._meters
         phase = meters.prefill if plan.fresh or tokens > rows else meters.decode
         tokens += 0 if plan.draft is None else int(plan.draft.sum())
         phase.add(rows, tokens, meters.limit, seconds, self.runner.tally.seconds - self._worked)
@@ -529,7 +529,7 @@ class Engine:
         if alone is not None:
             self._shrink_one(plan.seqs[alone], int(plan.q[alone]), cause)
             return
-        tokens = int(plan.q.sum())
+        tokens = plan.tokens
         guilty = guilty_of(plan, self.scheduler.limits.budget)
         for i in guilty:
             self._shrink_one(plan.seqs[i], int(plan.q[i]), cause)

@@ -27,6 +27,7 @@ class StepPlan:
     q: Ints  # tokens to compute now, >= 1
     emit: Bools  # reaches the end of the known tokens, so a new token is sampled
     generation: Ints
+    tokens: int  # the sum of q
     preempted: Sent = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (row, checkpoint) that it starts from

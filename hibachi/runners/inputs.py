@@ -99,7 +99,7 @@ class Inputs:
             if ahead and self.shapes.compiled:
                 tiles = (self.shapes.tiles[0],) * 2
         scoring = self.score(rows, start)
-        table, size, longest = self.block_table, self.limits.block_size, int(q.max())
+        table, size, longest = self.block_table, self.limits.block_size, int(q[0]) if len(q) == 1 else int(q.max())
         if len(rows) == 1 and not scoring:
             more = 0 if draft is None else int(draft[0])
             outputs = min(longest, 1 + more) if emit[0] else 0
