@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from hibachi.errors import ConfigError
@@ -80,7 +81,7 @@ class CallShapes:
         program more."""
         return self.ladder or ((4, 2) if self.any_width else (1, 1))
 
-    @property
+    @cached_property
     def choices(self) -> tuple[int, ...]:
         """`tiles`, and the sizes between them where a step may choose."""
         first, last = self.tiles
@@ -124,6 +125,11 @@ class CallShapes:
             tokens = self.prompt_tokens(real.tokens)
         width = blocks if self.any_width else min(next_power(real.blocks, 4), blocks)
         return fixed(tokens, rows, width, tile, tokens if scored or real.outputs > rows else rows)
+
+    @property
+    def exact(self) -> bool:
+        """Whether no step is ever padded."""
+        return self.few == "none" and self.multiple == 1
 
     def _filled(self, real: StepShape, each: int | None) -> StepShape | None:
         """Tokens, rows and outputs, rounded up to multiples. each: tokens of every row, if that number is fixed."""

@@ -38,7 +38,8 @@ class NativeTorchBackend(NativeBackend, InvariantTorchBackend):
 
     @override
     def from_host(self, t: HostArray, dtype: Any) -> Array:
-        return torch.from_numpy(t).view(dtype)
+        found = torch.from_numpy(t)
+        return found if found.dtype == dtype else found.view(dtype)
 
     @override
     def strides(self, t: Array) -> tuple[int, ...]:

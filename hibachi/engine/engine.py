@@ -333,7 +333,7 @@ class Engine:
         """Process the results of a computed step. steady: it was in flight, and the step after it has begun; None means
         that it was waited for.
         """
-        self._budget.adapt(int(plan.q.sum()) if outcome.short else 0)
+        self._budget.adapt(plan.tokens if outcome.short else 0)
         # Counted before it is delivered, so a consumer that has seen the end of its stream finds it in `stats` too.
         counts = self._counts
         counts.steps += 1
@@ -357,7 +357,7 @@ class Engine:
     def _took(self, drafting: Drafting, plan: StepPlan, outcome: Outcome, seconds: float, steady: bool | None) -> None:
         """What a step's time says about proposals. steady: as of `_finish`."""
         rows = len(plan.rows)
-        decodes = self.waits is not None and int(np.add.reduce(plan.q)) == rows
+        decodes = self.waits is not None and plan.tokens == rows
         if steady is None:
             drafting.took(plan, seconds)
             if decodes and self.waits is not None:
@@ -367,7 +367,7 @@ class Engine:
             self.waits.note_ahead(rows, seconds)
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
-        rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
+        rows, tokens, meters = len(plan.rows), plan.tokens, self._meters
         phase = meters.prefill if plan.fresh or tokens > rows else meters.decode
         tokens += 0 if plan.draft is None else int(plan.draft.sum())
         phase.add(rows, tokens, meters.limit, seconds, self.runner.tally.seconds - self._worked)
@@ -529,7 +529,7 @@ class Engine:
         if alone is not None:
             self._shrink_one(plan.seqs[alone], int(plan.q[alone]), cause)
             return
-        tokens = int(plan.q.sum())
+        tokens = plan.tokens
         guilty = guilty_of(plan, self.scheduler.limits.budget)
         for i in guilty:
             self._shrink_one(plan.seqs[i], int(plan.q[i]), cause)
@@ -568,11 +568,12 @@ class Engine:
     def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """Commit the plan and deliver the new tokens to their streams."""
         # Before the commit, which vouches for the blocks of every row that is still in its place.
-        for i in _writers_first(plan, outcome.faults):
-            seq = plan.seqs[i]
-            # otherwise it was sent back, because it had read what a failed request wrote
-            if self.scheduler.holds(plan)[i]:
-                self._fail(seq, outcome.faults[i])
+        if outcome.faults:
+            for i in _writers_first(plan, outcome.faults):
+                seq = plan.seqs[i]
+                # otherwise it was sent back, because it had read what a failed request wrote
+                if self.scheduler.holds(plan)[i]:
+                    self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
         counts = None
         for part in outcome.parts:
@@ -622,12 +623,16 @@ class Engine:
             of, within, places, last = part.each(keep.tolist(), most, last.tolist())
             idx, positions = idx[of], positions[of] + within
         self._counts.new_tokens += len(places)
+        pausing, values = self._pausing, part.items
         if part.tokens is not None:
-            self.runner.written(plan.rows[idx], positions, part.tokens[places])
-        pausing = self._pausing
-        values = part.items
-        if values is None and batch is None and part.tokens is not None:
-            values = part.tokens.tolist()
+            tokens = part.tokens[places]
+            self.runner.written(plan.rows[idx], positions, tokens)
+            if values is None and batch is None:
+                if not (np.count_nonzero(last) or part.logprobs or pausing):  # as nearly always
+                    for i, value in zip(idx.tolist(), tokens.tolist(), strict=True):
+                        seqs[i].owner.channel.push(value, wakeups)
+                    return
+                values = part.tokens.tolist()
         for j, i, stop in zip(places.tolist(), idx.tolist(), last.tolist(), strict=True):
             job: Job = seqs[i].owner
             if stop:

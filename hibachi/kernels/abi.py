@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 6
+ABI = 7
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -27,7 +27,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((n, _i32) for n in ("kind", "outputs", "from_", "to", "added", "which", "gated", "groups")),
-        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts")),
+        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts", "wide")),
         *((n, _f32) for n in ("scale", "number")),
         *((n, _p) for n in ("w", "b", "scales")),
     ]
@@ -38,9 +38,8 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((n, _i64) for n in ("tokens", "outputs", "rows", "blocks", "block_size", "cache_blocks")),
-        *((n, _i64) for n in ("heads", "kv_heads", "head_dim", "cascade")),
-        *((n, _p) for n in ("slot", "pos", "cu_q", "table", "last")),
-        *((n, _p) for n in ("buffers", "widths", "turns", "caches", "seconds")),
+        *((n, _i64) for n in ("heads", "kv_heads", "head_dim", "cascade", "positions", "vocabulary")),
+        *((n, _p) for n in ("index", "buffers", "widths", "turns", "caches", "seconds")),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -68,13 +67,7 @@ class Reused:
             memory = np.empty(0, np.uint8)
         if len(memory) < size + ALIGNED:
             memory = np.empty(size + ALIGNED, np.uint8)
-        owner = _Owner(memory)
-        weakref.finalize(owner, self._take_back, memory).atexit = False
-        return _cut(np.asarray(owner), shape, dtype)
-
-    def _take_back(self, memory: HostArray) -> None:
-        if not self._free:  # one is enough, as steps follow each other
-            self._free.append(memory)
+        return _cut(np.asarray(_Owner(memory, self._free)), shape, dtype)
 
 
 def _cut(memory: HostArray, shape: tuple[int, ...], dtype: Any) -> HostArray:
@@ -85,7 +78,12 @@ def _cut(memory: HostArray, shape: tuple[int, ...], dtype: Any) -> HostArray:
 
 
 class _Owner:
-    """What arrays in a piece of memory refer to, however they were cut out of each other."""
+    """What arrays in a piece of memory refer to, however they were cut out of each other. free: gets it at the end."""
 
-    def __init__(self, memory: HostArray) -> None:
+    def __init__(self, memory: HostArray, free: list[HostArray]) -> None:
         self.__array_interface__ = memory.__array_interface__
+        self._memory, self._free = memory, free
+
+    def __del__(self) -> None:
+        if not self._free:  # one is enough, as steps follow each other
+            self._free.append(self._memory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,7 +73,7 @@ class Decoder:
         """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
         self.quantization: str = quantization_of(backend, params)
         self.fused: Callable[..., Any] | None = backend.fuse(self)
-        """All layers in one call, where the backend can; None means operation by operation, with the same result."""
+        """All of it in one call, where the backend can; None means operation by operation, with the same result."""
 
     @classmethod
     def build(
@@ -119,11 +120,19 @@ class Decoder:
             self.params = self.params | {"ropes": ropes}
             self._reached = size
 
+    @property
+    def takes_host(self) -> bool:
+        """For the engine: the index arrays of a step may stay NumPy's, as nothing but kernels reads them."""
+        return self.fused is not None and type(self) is Decoder  # a class derived from it may look at them
+
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else."""
         a, b = self.arch, self.backend
-        h, cache = self.hidden(params, cache, x)
-        logits = b.logits(h, params["head"], params.get("head_bias"))
+        if self.fused is not None and params is self.params:
+            logits = self.fused(params, cache, x, self._embedded(params, x))
+        else:
+            h, cache = self.hidden(params, cache, x)
+            logits = b.logits(h, params["head"], params.get("head_bias"))
         if a.logit_divisor != 1.0:
             logits = logits / a.logit_divisor
         if a.logit_softcap is not None:
@@ -133,17 +142,13 @@ class Decoder:
     def hidden(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new cache."""
         a, b = self.arch, self.backend
-        h = b.weight_rows(params["embed"], x.tok)  # [T, hidden]
-        if a.embed_scale != 1.0:
-            h = h * self._embed_scale
-        if x.embeds is not None and x.embedded is not None:
-            h = b.xp.where(x.embedded[:, None], b.xp.astype(x.embeds, h.dtype, copy=False), h)
-        if a.learned_positions:
-            h = h + b.take(params["positions"], x.pos)
-        turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
         if self.fused is not None and params is self.params:
-            out, cache = self.fused(h, turns, cache, x)
-            return out, cache
+            return self.fused(params, cache, x, self._embedded(params, x), logits=False), cache
+        x = self._on_device(x)
+        h = self._embedded(params, x)
+        if h is None:
+            h = b.weight_rows(params["embed"], x.tok)
+        turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
         new: list[LayerCache] = []
         for kind, layer, memory in zip(a.layers, params["layers"], cache, strict=True):
             turn = None if kind.rope is None else turns[kind.rope]
@@ -159,6 +164,29 @@ class Decoder:
             out = self._feed_forward(kind, layer, self._norm(h, layer, "mlp_norm"))
             h = h + self._residual(self._norm(out, layer, "mlp_post_norm"))
         return self._norm(h, params, "norm"), new
+
+    def _on_device(self, x: StepInputs[Array]) -> StepInputs[Array]:
+        """The same in arrays of the backend, where some are NumPy's."""
+        b = self.backend
+        if b.owns(x.tok):
+            return x
+        named = {f.name: getattr(x, f.name) for f in fields(x)}
+        return replace(x, **{name: b.put(t.copy()) for name, t in named.items() if isinstance(t, np.ndarray)})
+
+    def _embedded(self, params: Params, x: StepInputs[Array]) -> Array | None:
+        """What the layers begin with, [T, hidden]; None means rows of the embedding as they are."""
+        a, b = self.arch, self.backend
+        if a.embed_scale == 1.0 and not a.learned_positions and x.embeds is None:
+            return None
+        x = self._on_device(x)
+        h = b.weight_rows(params["embed"], x.tok)
+        if a.embed_scale != 1.0:
+            h = h * self._embed_scale
+        if x.embeds is not None and x.embedded is not None:
+            h = b.xp.where(x.embedded[:, None], b.xp.astype(x.embeds, h.dtype, copy=False), h)
+        if a.learned_positions:
+            h = h + b.take(params["positions"], x.pos)
+        return h
 
     def _norm(self, h: Array, params: Params, name: str) -> Array:
         """h normalised, or as it is if there is no such norm."""

@@ -13,7 +13,7 @@ from hibachi.plan.rows import Bools, Index, Ints
 from hibachi.shapes import StepShape
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Packed:
     """The index arrays of `StepInputs` (see there for shapes and meaning), as int32 host arrays."""
 
@@ -133,6 +133,24 @@ def lower_one(
     """`lower` for n tokens of one row, of which the last `wanted` have outputs: in a third of the time."""
     end, each, none = start + n, _upto(n), _none(n)
     blocks = table[row : row + 1, : -(-end // block_size)]
+    if n == 1 and tiles[0] == 1:  # every array is of one number
+        at = int(blocks[0, start // block_size]) * block_size + start % block_size if blocks.shape[1] else 0
+        few = np.array([row, start, end, 0, 1, at], np.int32)
+        pos = few[1:2]
+        return Packed(
+            pos,
+            few[5:],
+            none,
+            few[:1],
+            pos,
+            few[2:3],
+            few[3:5],
+            blocks,
+            each[n - wanted :],
+            each.reshape(1, 1),
+            none,
+            each,
+        )
     few = np.array([row, start, end, 0, n], np.int32)
     if n == 1:
         pos, tile = few[1:2], tiles[0]

@@ -402,7 +402,8 @@ class Scheduler:
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
         emit = end == table.known[rows]
-        draft = self._draft(drafts, seqs, end, emit, self.budget - int(q.sum())) if drafts else None
+        tokens = len(q) if decode and not fresh else int(q.sum())
+        draft = self._draft(drafts, seqs, end, emit, self.budget - tokens) if drafts else None
         table.advance(rows, end, emit)
         return StepPlan(
             seqs=seqs,
@@ -412,6 +413,7 @@ class Scheduler:
             q=q,
             emit=emit,
             generation=table.generation[rows],
+            tokens=tokens,
             preempted=self.preempted,
             published=published,
             restores=restores,

@@ -16,7 +16,7 @@ Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and 
 Published: TypeAlias = "tuple[Seq, int, Hashable, list[tuple[int, Hashable]]]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """One step: B rows, single-token rows first, others in the order of service. Arrays are [B]."""
 
@@ -27,6 +27,7 @@ class StepPlan:
     q: Ints  # tokens to compute now, >= 1
     emit: Bools  # reaches the end of the known tokens, so a new token is sampled
     generation: Ints
+    tokens: int  # the sum of q
     preempted: Sent = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (row, checkpoint) that it starts from
@@ -34,10 +35,10 @@ class StepPlan:
     saves: list[tuple[Seq, int, int]] = field(default_factory=list)
     copies: list[Copied] = field(default_factory=list)  # of what its blocks were found in; see `Copies`
     draft: Ints | None = None  # proposed tokens to compute behind the q tokens; None means no row has any
+    end: Ints = field(init=False)
 
-    @property
-    def end(self) -> Ints:
-        return self.start + self.q
+    def __post_init__(self) -> None:
+        self.end = self.start + self.q
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,10 +155,13 @@ class CachedRunner(BaseRunner):
         """The rows `idx` apart: requests that want vectors, and each kind of token; where some have proposals, those
         whose prompts are scored. In each group their order stays.
         """
+        alike = self._vectors is None and not self.tables.several
+        if alike and plan.draft is None:
+            return [(idx, self.main)]
         scored = np.zeros(len(plan.rows), bool)
         if plan.draft is not None:
             scored = self.inputs.scores(plan.rows, plan.start)
-        if self._vectors is None and not self.tables.several and not scored.any():
+        if alike and not scored.any():
             return [(idx, self.main)]
         found: dict[tuple[bool, Kind | None, bool], list[int]] = {}
         for i in idx.tolist():
@@ -206,7 +209,9 @@ class CachedRunner(BaseRunner):
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
-        rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
+        rows, start, q, emit = plan.rows, plan.start, plan.q, plan.emit
+        if len(idx) < len(rows):
+            rows, start, q, emit = rows[idx], start[idx], q[idx], emit[idx]
         memory = self.memory
         before = memory.cache
         try:
@@ -260,11 +265,12 @@ class CachedRunner(BaseRunner):
     def _paged(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         if self.inputs.shapes.sizes:
             return self._in_calls(plan, call, idx)
-        if self.inputs.scores(rows, start).any():
+        if self.inputs.score(rows, start):
             return self._scored(plan, call, idx, rows, start, q, emit)
         if plan.draft is None or not plan.draft[idx].any():
             x = self.inputs.packed(rows, start, q, emit)
-            return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
+            mine = idx if np.count_nonzero(emit) == len(idx) else idx[emit]
+            return call.head.part(plan, mine, self._called(call, x), x.last.shape[0])
         if len(idx) > 1:
             idx = idx[np.argsort(q + plan.draft[idx] != 1, kind="stable")]  # single-token rows first, as in a plan
         rows, start, emit, ahead = plan.rows[idx], plan.start[idx], plan.emit[idx], self._ahead(plan, call, idx)

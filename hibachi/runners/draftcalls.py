@@ -90,7 +90,8 @@ class DraftCalls:
         """packed: the fields of `Packed`, in their order. wanted: outputs."""
         if self._reach is not None:
             self._reach(positions)
-        tok, *rest = self.backend.put_all([tokens, *packed])
+        arrays = [tokens, *packed]
+        tok, *rest = arrays if getattr(self.model, "takes_host", False) else self.backend.put_all(arrays)
         out, self.memory.cache = self._step(self.model.params, self.memory.cache, StepInputs(tok, *rest))
         if wanted:
             return check_output(out, self.backend, (wanted, self.model.vocab_size), self._name, kind="logits")

@@ -101,10 +101,10 @@ class Sampled:
             out, faults = self._score(sampler, plan, out, of)
         if not len(idx):
             return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
-        jobs = jobs_of(plan, idx)
+        jobs, positions = jobs_of(plan, idx), plan.end[idx]
         with self._tally:
-            drawn = sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
-        part = drawn_part(idx, drawn, jobs, plan.end[idx], backend)
+            drawn = sampler.draw(out, jobs, plan.rows[idx], positions)
+        part = drawn_part(idx, drawn, jobs, positions, backend)
         part.faults |= faults
         return part
 

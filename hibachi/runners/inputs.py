@@ -47,23 +47,34 @@ class Inputs:
         self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
         self._tally, self._recurrent, self._beside = tally, recurrent, beside
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
+        self._on_host: bool = getattr(model, "takes_host", False)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
         any_shape = getattr(model, "any_shape", False)
         self.shapes: CallShapes = replace(backend.shapes, multiple=1) if any_shape else backend.shapes
         self.embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self.unscored: HostArray = np.zeros(limits.rows, np.int32)
+        self._scoring = False  # has any row such tokens?
 
     def admit(self, job: Job, unscored: int) -> None:
         row = job.seq.row
         self._beside.admit(job)
-        self.unscored[row] = unscored
+        self.look(row, unscored)
         self.embeds.pop(row, None)
         if job.embeds is not None:
             self.embeds[row] = job
 
+    def look(self, row: int, unscored: int) -> None:
+        """The outputs of so many first tokens of a row are looked at."""
+        self.unscored[row] = unscored
+        self._scoring = bool(self.unscored.any())
+
     def scores(self, rows: Any, start: Any) -> Any:
         """Which rows need outputs of more than the last token, from here on: bool [n]."""
         return self.unscored[rows] > start
+
+    def score(self, rows: Any, start: Any) -> bool:
+        """Whether one of these rows does."""
+        return self._scoring and bool(np.count_nonzero(self.scores(rows, start)))
 
     def packed(
         self,
@@ -75,7 +86,8 @@ class Inputs:
         draft: Any = None,
         proposals: HostArray | None = None,
     ) -> StepInputs[Array]:
-        """The step's inputs on the device, in fixed shapes if the backend wants them.
+        """The step's inputs, in fixed shapes if the backend wants them: on the device, or if the model takes them so,
+        the host's own, which nobody may write to.
 
         drawn: tokens on the device; for each row, which of them is its only token, [B] (-1 means the host knows its
         tokens); and the size of the vocabulary. draft [B], proposals [sum of it]: tokens behind those of the plan, of
@@ -86,8 +98,8 @@ class Inputs:
             q = q + draft
             if ahead and self.shapes.compiled:
                 tiles = (self.shapes.tiles[0],) * 2
-        scoring = bool(np.count_nonzero(self.scores(rows, start)))
-        table, size, longest = self.block_table, self.limits.block_size, int(q.max())
+        scoring = self.score(rows, start)
+        table, size, longest = self.block_table, self.limits.block_size, int(q[0]) if len(q) == 1 else int(q.max())
         if len(rows) == 1 and not scoring:
             more = 0 if draft is None else int(draft[0])
             outputs = min(longest, 1 + more) if emit[0] else 0
@@ -100,23 +112,25 @@ class Inputs:
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         wanted = len(tokens)
-        widest = self.block_table.shape[1]
-        shape = self.shapes.step(
-            packed.shape,
-            longest=longest,
-            rows=self.limits.rows,
-            blocks=widest,
-            state=self._recurrent,
-            scored=scoring,
-            ahead=ahead,
-        )
+        shape = None
+        if not self.shapes.exact:
+            shape = self.shapes.step(
+                packed.shape,
+                longest=longest,
+                rows=self.limits.rows,
+                blocks=self.block_table.shape[1],
+                state=self._recurrent,
+                scored=scoring,
+                ahead=ahead,
+            )
         if shape is not None:
             packed = pad(packed, shape, trash_row=self.limits.rows)
             tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
         self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
-        beside = self._beside_of(packed)
+        declared = self._beside.declared
+        beside = self._beside_of(packed) if declared.knows or declared.draws or declared.inputs else {}
         names = [*NAMES, *beside]
-        arrays = [tokens, *packed.arrays(), *beside.values()]
+        arrays: list[Array] = [tokens, *packed.arrays(), *beside.values()]
         if drawn is not None:
             ids, source, vocab = drawn
             known = np.pad(source[packed.seg[: int(q.sum())]], (0, len(tokens) - int(q.sum())), constant_values=-1)
@@ -124,12 +138,14 @@ class Inputs:
                 [*arrays, np.maximum(known, 0).astype(np.int32), (known >= 0).astype(np.int32)]
             )
             arrays[0] = self._put_drawn(arrays[0], ids, at, here, vocab)
-        else:
+        elif not self._on_host:
             arrays = self.backend.put_all(arrays)
-        tok, *rest = arrays
-        named = dict(zip(names, rest, strict=True))
-        inputs = {name: named.pop(name) for name in self._beside.declared.inputs if name in named}
-        x = StepInputs(tok=tok, **named, inputs=inputs or None)
+        if beside:
+            named = dict(zip(("tok", *names), arrays, strict=True))
+            inputs = {name: named.pop(name) for name in declared.inputs if name in named}
+            x = StepInputs(**named, inputs=inputs or None)
+        else:
+            x = StepInputs(*arrays)
         return self._with_embeds(x, rows, start, q) if self.embeds else x
 
     def _tokens_of_one(self, packed: Packed, known: int, proposals: HostArray | None) -> HostArray:

@@ -74,11 +74,17 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
 
     positions [n]: of the tokens, if they were sampled: no request ends before its min_tokens.
     """
-    groups: dict[Stopper, list[int]] = {}
-    for i, job in enumerate(jobs):
-        if job.stop is not None:
-            groups.setdefault(job.stop, []).append(i)
     out = np.zeros(len(jobs), bool)
+    groups: dict[Stopper, list[int]] = {}
+    rules = [job.stop for job in jobs]
+    if len(set(rules)) == 1:  # as nearly always
+        if rules[0] is None:
+            return out
+        groups[rules[0]] = list(range(len(jobs)))
+    else:
+        for i, rule in enumerate(rules):
+            if rule is not None:
+                groups.setdefault(rule, []).append(i)
     for rule, members in groups.items():
         everyone = len(members) == len(jobs)
         mine: Any = slice(None) if everyone else np.array(members)

@@ -26,7 +26,7 @@ class OverlappingRunner(CachedRunner):
             return False
         if self._vectors is not None and any(seq.owner.pooling is not None for seq in plan.seqs):
             return False
-        if inputs.scores(plan.rows, plan.start).any():
+        if inputs.score(plan.rows, plan.start):
             return False
         idx = np.flatnonzero(plan.emit)
         jobs = jobs_of(plan, idx)

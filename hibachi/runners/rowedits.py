@@ -93,6 +93,7 @@ class RowEdits:
         self._guided = np.zeros(rows, bool)  # likewise, but these can be made late: see `RowSampler.plain`
         self._looks = np.zeros(rows, bool)  # what it changes depends on the tokens before
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
+        self.some: bool = False  # does a row want changes, in any step?
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         self._add, self._penalise = backend.program(edits.add_bias), backend.program(edits.penalise)
@@ -105,6 +106,7 @@ class RowEdits:
             params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
         self._until[row] = min(start + params.min_tokens, MOST_INT) if self._stop_tokens(job) else 0
+        self.some = bool(self._always.any() or self._guided.any() or self._until.any())
         job.changes = None
         if not self._always[row] and not self._until[row] and not self._guided[row]:
             return

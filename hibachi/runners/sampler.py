@@ -57,10 +57,14 @@ class RowSampler:
         self._top_p, self._typical_p = np.ones(rows, np.float32), np.ones(rows, np.float32)
         self._min_p = np.zeros(rows, np.float32)
         self._seed = np.zeros(rows, np.uint64)
+        self._asked = np.zeros(rows, bool)  # wants log-probabilities
+        self._asks = False  # does a row?
         self._greedy = backend.program(_greedy)
 
     def admit(self, job: Job) -> None:
         self.set(job.seq.row, job.sampling, job.seed)
+        self._asked[job.seq.row] = job.sampling.logprobs is not None
+        self._asks = bool(self._asked.any())
         self._edits.admit(job)
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
@@ -73,9 +77,9 @@ class RowSampler:
     def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
         """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n]."""
         positions = np.asarray(positions)
-        special = self._edits.wanted(rows, positions)
+        special = self._edits.wanted(rows, positions) if self._edits.some else None
         faults: dict[int, HibachiError] = {}
-        if not special.any():
+        if special is None or not special.any():
             tokens, ok = self.choose(logits, rows, positions)
         else:
             tokens, ok = np.zeros(len(rows), np.int32), np.ones(len(rows), bool)
@@ -84,11 +88,11 @@ class RowSampler:
             at = np.flatnonzero(special)
             tokens[at], ok[at], faults = self._choose_changed(logits, at, jobs, rows[at], positions[at])
         found = {}
-        if asked := {i: n for i, job in enumerate(jobs) if (n := job.sampling.logprobs) is not None}:
+        if self._asks and (asked := {i: n for i, job in enumerate(jobs) if (n := job.sampling.logprobs) is not None}):
             at = np.array(list(asked))
             of = logits if len(at) == logits.shape[0] else self.rows(logits, at)
             found = dict(zip(asked, self.logprobs(of, tokens[at], list(asked.values())), strict=True))
-        return Drawn(tokens, None if ok.all() else ~ok, found, faults)
+        return Drawn(tokens, None if np.count_nonzero(ok) == len(ok) else ~ok, found, faults)
 
     def looks_back(self, rows: Any) -> Any:
         """Which rows draw a token by what came before it, besides by its logits: bool [n]."""
@@ -193,24 +197,32 @@ class RowSampler:
 
     def choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
         """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]."""
+        n = len(rows)
+        if not np.count_nonzero(self._temperature[rows]):
+            return self._best(logits, n)
         paths = self._path[rows]
         if self.backend.draws:
             tokens, ok = self.backend.fetch(self.begin(logits, rows, positions))()
-            return tokens[: len(rows)], ok[: len(rows)]
+            return tokens[:n], ok[:n]
         if (paths == paths[0]).all():
             return self._run(int(paths[0]), logits, rows, positions)
-        tokens, ok = np.zeros(len(rows), np.int32), np.zeros(len(rows), bool)
+        tokens, ok = np.zeros(n, np.int32), np.zeros(n, bool)
         for path in np.unique(paths).tolist():
             at = np.flatnonzero(paths == path)
             tokens[at], ok[at] = self._run(path, self.rows(logits, at), rows[at], positions[at])
         return tokens, ok
 
+    def _best(self, logits: Array, n: int) -> tuple[HostArray, HostArray]:
+        if (found := self.backend.best_on_host(logits)) is not None:
+            return found[0][:n], np.isfinite(found[1][:n])
+        tokens, ok = self.backend.fetch(self._greedy(logits))()
+        return tokens[:n], ok[:n]
+
     def _run(self, path: int, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
         """Draw for rows of one path. Rows whose candidate list was too short are drawn again from a longer one."""
         n = len(rows)
         if path == PLAIN and not self._temperature[rows].any():
-            tokens, ok = self.backend.fetch(self._greedy(logits))()
-            return tokens[:n], ok[:n]
+            return self._best(logits, n)
         size = self.backend.draw_rows
         if size is not None and logits.shape[0] != size:  # the bits of a draw may depend on the shape
             groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]

@@ -316,7 +316,8 @@ def _results(runner: CachedRunner, drawn: _Sampled, n: int, size: int) -> list[H
     blocks = np.arange(1, 1 - (-n // runner.limits.block_size), dtype=np.int32)
     tokens = History(drawn.tokens(np.random.default_rng(0), n))
     inputs.tables.fill(0, drawn.kind, tokens)
-    inputs.block_table[0, : len(blocks)], inputs.unscored[0] = blocks, n
+    inputs.block_table[0, : len(blocks)] = blocks
+    inputs.look(0, n)
     outputs = []
     try:
         with backend.guard():
@@ -327,5 +328,6 @@ def _results(runner: CachedRunner, drawn: _Sampled, n: int, size: int) -> list[H
             at = backend.put(blocks)
             left = [backend.get(backend.take(half, at)) for layer in memory.cache for half in layer]
     finally:
-        inputs.block_table[0], inputs.unscored[0] = 0, 0
+        inputs.block_table[0] = 0
+        inputs.look(0, 0)
     return [np.concatenate(outputs), *left]

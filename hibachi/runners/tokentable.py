@@ -84,8 +84,7 @@ class Tables:
         self._rows = rows
         self._kinds = [kind] * rows
         self._tables: dict[Kind, TokenTable] = {}
-        if kind is not None:
-            self.of(kind)
+        self._at: list[TokenTable | None] = [None if kind is None else self.of(kind)] * rows
 
     @property
     def several(self) -> bool:
@@ -99,16 +98,17 @@ class Tables:
 
     def at(self, row: int) -> TokenTable:
         """The table that a row's tokens are in."""
-        kind = self._kinds[row]
-        assert kind is not None
-        return self._tables[kind]
+        found = self._at[row]
+        assert found is not None
+        return found
 
     def fill(self, row: int, kind: Kind, history: History) -> None:
         """`TokenTable.fill`. Tables of kinds that no row has any more are dropped."""
         if self._kinds[row] != kind:
             self._kinds[row] = kind
             self._tables = {k: t for k, t in self._tables.items() if k in self._kinds}
-        self.of(kind).fill(row, history)
+            self._at[row] = self.of(kind)
+        self.at(row).fill(row, history)
 
 
 class TokenTable:
@@ -198,13 +198,14 @@ class TokenTable:
         """
         if not len(rows):
             return
-        at = positions - self._before[rows]
-        if at.max() >= self.width:
+        at = positions - self._before[rows] if self._long else positions
+        if np.count_nonzero(at >= self.width):
             if len(rows) > 1 and np.count_nonzero(rows[1:] == rows[:-1]):  # only the first of a row may shift it
                 again = np.concatenate([[False], rows[1:] == rows[:-1]])
                 self.write(rows[~again], positions[~again], tokens[~again])
                 self.write(rows[again], positions[again], tokens[again])
                 return
+            at = at.copy()
             for i in np.flatnonzero(at >= self.width).tolist():
                 self._shift(int(rows[i]))
                 at[i] = 0

@@ -46,7 +46,7 @@ class Bell:
         return self._silent.acquire(timeout=timeout)
 
 
-Waiter = threading.Event | Bell | LoopFuture | LoopEvent
+Waiter = Bell | LoopFuture | LoopEvent
 
 
 class Channel(Generic[T]):
@@ -177,7 +177,7 @@ class Channel(Generic[T]):
                 waiter = self._waiters.popleft()
             except IndexError:  # the other of `push` and `end` took it
                 return
-            if isinstance(waiter, (Bell, threading.Event)):
+            if isinstance(waiter, Bell):
                 waiter.set()
             else:
                 wakeups.add(waiter)
@@ -207,15 +207,15 @@ class Channel(Generic[T]):
 
         Raises EngineError in the engine's own thread.
         """
-        event = threading.Event()
-        self.listen(event, end=True)
+        bell = Bell()
+        self.listen(bell, end=True)
         try:
             if self.finish is None:
                 self.check_thread()
-                while not event.wait(NOTICED):
+                while not bell.wait(NOTICED):
                     pass
         finally:
-            self.unlisten(event)
+            self.unlisten(bell)
 
     async def wait_end_async(self, trio: Any) -> None:
         """`wait_end` for a task. trio: what `in_trio` says."""
@@ -246,19 +246,19 @@ class Channel(Generic[T]):
         if not self.ready and (timeout is None or timeout > 0):
             self.check_thread()
         deadline = None if timeout is None else time.monotonic() + timeout
-        event = threading.Event()
+        bell = Bell()
         try:
             while not self.ready:
-                # An item that comes before `listen` is seen by `ready` below; a later one sets the event after `clear`.
-                event.clear()
-                self.listen(event)
+                # An item that comes before `listen` is seen by `ready` below; a later one rings after `clear`.
+                bell.clear()
+                self.listen(bell)
                 if self.ready:
                     break
-                event.wait(NOTICED if deadline is None else min(NOTICED, deadline - time.monotonic()))
-                if deadline is not None and time.monotonic() >= deadline:
+                left = NOTICED if deadline is None else min(NOTICED, deadline - time.monotonic())
+                if left <= 0 or (not bell.wait(left) and deadline is not None and time.monotonic() >= deadline):
                     return self.ready
         finally:
-            self.unlisten(event)
+            self.unlisten(bell)
         return True
 
     async def wait_async(self, trio: Any) -> None:

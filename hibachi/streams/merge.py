@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hibachi.streams.channel import NOTICED, T
+from hibachi.streams.channel import NOTICED, Bell, T
 from hibachi.streams.loops import LoopEvent, give_way, in_trio, loop_future
 from hibachi.streams.stream import ItemStream
 
 
 def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
     """Yield (index of a stream, its new items) as they come, until all streams have ended. Raises the first error."""
-    event = threading.Event()
-    for came in _merged(streams, event):
+    bell = Bell()
+    for came in _merged(streams, bell):
         if came is None:
-            _wait(event)
+            _wait(bell)
         else:
             yield came
 
 
-def _merged(
-    streams: Sequence[ItemStream[T]], event: threading.Event | LoopEvent
-) -> Iterator[tuple[int, list[T]] | None]:
+def _merged(streams: Sequence[ItemStream[T]], event: Bell | LoopEvent) -> Iterator[tuple[int, list[T]] | None]:
     """What `merge` yields, and None when the caller must wait for the event."""
     active = dict(enumerate(streams))
     try:
@@ -49,22 +46,22 @@ def _merged(
 
 def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
     """Block this thread until one of the streams has an item, or has ended."""
-    channels, event = [s.channel for s in streams], threading.Event()
+    channels, bell = [s.channel for s in streams], Bell()
     try:
         for channel in channels:
-            channel.listen(event)
+            channel.listen(bell)
         if not any(channel.ready for channel in channels):
             for channel in channels:
                 channel.check_thread()
-            _wait(event)
+            _wait(bell)
     finally:
         for channel in channels:
-            channel.unlisten(event)
+            channel.unlisten(bell)
 
 
-def _wait(event: threading.Event) -> None:
-    """Wait for the event, and notice Ctrl-C on every system."""
-    while not event.wait(NOTICED):
+def _wait(bell: Bell) -> None:
+    """Wait for it to ring, and notice Ctrl-C on every system."""
+    while not bell.wait(NOTICED):
         pass
 
 

@@ -551,6 +551,10 @@ class ArrayBackend(Library):
         [n], NaN if there is one in the row; None means there is no better way than to look twice."""
         return None
 
+    def best_on_host(self, x: Array) -> tuple[HostArray, HostArray] | None:
+        """`best` in arrays of the host; None means that there is no shorter way than to fetch it."""
+        return None
+
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
         """A token of each row of x float32 [n, m], int32 [n], and the row's largest number [n], NaN if there is one.
 

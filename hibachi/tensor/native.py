@@ -7,6 +7,7 @@ the processor or the library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from hibachi.kernels.threads import most_threads
 from hibachi.shapes import CallShapes
 from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
-from hibachi.tensor.host_arrays import PackedWeight
+from hibachi.tensor.host_arrays import PackedWeight, address_of
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native_layers import NativeLayers
 from hibachi.tensor.packing import BITS, INTO, Rows, as_stored, pack
@@ -34,6 +35,7 @@ from hibachi.tensor.terms import terms
 
 LANES = 16  # as in registers.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
+LARGE = 2**25  # bytes: more than this the C library gets anew from the system each time, and gives back at once
 TOP_K = 1  # its place among the parameters of a draw, as in `How`
 
 _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
@@ -85,7 +87,7 @@ class NativeBackend(NativeLayers):
         """To be called at the end of `__init__`. Raises NativeUnavailable."""
         self.library = library()
         self._run = self.library.kernels
-        self._slabs, self._reused = Slabs(), Reused()
+        self._slabs, self._reused, self._outputs = Slabs(), Reused(), Reused()
         self.codes = {self.dtype(name): code for name, code in CODES.items()}
         self._threads: int | None = -1
         self.follow_threads()
@@ -123,6 +125,12 @@ class NativeBackend(NativeLayers):
             x = self.row_major(x)
             apart = x.shape[1] * x.shape[2]
         return x, apart
+
+    def output(self, shape: tuple[int, ...]) -> Array:
+        """`empty` of float32, for what a step returns."""
+        small = 4 * math.prod(shape) < LARGE
+        held = np.empty(shape, np.float32) if small else self._outputs.empty(shape, np.float32)
+        return self.from_host(held, self.xp.float32)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -296,11 +304,18 @@ class NativeBackend(NativeLayers):
 
     @override
     def best(self, x: Array) -> tuple[Array, Array] | None:
+        if (found := self.best_on_host(x)) is None:
+            return None
+        place, most = found
+        return self.from_host(place, self.xp.int32), self.from_host(most, self.xp.float32)
+
+    @override
+    def best_on_host(self, x: Array) -> tuple[HostArray, HostArray] | None:
         if x.dtype != self.xp.float32 or not 0 < x.shape[1] < 2**31:
             return None
-        x = self.row_major(x)
-        place, most = self.empty((len(x),), self.xp.int32), self.empty((len(x),), self.xp.float32)
-        self._run.best(self.address(x), *x.shape, self.address(place), self.address(most))
+        x, (n, columns) = self.row_major(x), x.shape
+        place, most = np.empty(n, np.int32), np.empty(n, np.float32)
+        self._run.best(self.address(x), n, columns, address_of(place), address_of(most))
         return place, most
 
     @override

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from ctypes import addressof, c_char
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -16,7 +15,7 @@ from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.kernels.library import state, why_missing
 from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.host_arrays import PackedWeight
+from hibachi.tensor.host_arrays import PackedWeight, address_of
 from hibachi.tensor.layout import StepInputs
 from hibachi.tensor.native import Int4Backend, Int8Backend, NativeBackend, PagedCache
 from hibachi.tensor.program import whole
@@ -309,11 +308,7 @@ class NativeNumpyBackend(NativeBackend, InvariantNumpyBackend):
 
     @override
     def address(self, t: Array) -> int:
-        try:
-            return addressof(c_char.from_buffer(t))  # in a quarter of the time that NumPy's own answer takes
-        except (TypeError, ValueError):  # an array that is read-only, empty or not row by row
-            at: int = t.__array_interface__["data"][0]
-            return at
+        return address_of(t)
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:

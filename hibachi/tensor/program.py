@@ -1,23 +1,30 @@
-"""All layers of a `Decoder` as one list of operations, which step.cpp runs in one call."""
+"""A `Decoder` as one list of operations, from token ids to logits, which step.cpp runs in one call."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from hibachi.kernels.abi import Op, Step, addresses
-from hibachi.tensor.array_backend import Array, LayerCache
+from hibachi.kernels.memory import ALIGNED
+from hibachi.tensor.array_backend import Array, HostArray, LayerCache
+from hibachi.tensor.host_arrays import address_of
 from hibachi.tensor.layout import StepInputs
+from hibachi.tensor.packing import INTO
 
 RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
-ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0 = range(10, 16)
+ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0, EMBED = range(10, 17)
 ROUNDING = {"int8": LINEAR_INT8, "q4_0": LINEAR_Q4_0, "q8_0": LINEAR_Q8_0}  # kinds of weights that take rounded rows
 # Buffers, each with a row for every token; those of experts with a piece for each expert of a token.
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED, ODDS, GATHERED, WIDES, INNERS = range(13)
-ROUNDED, LISTS = 13, 14  # rows as bytes; who goes to which expert
+FINAL, LOGITS, ROUNDED, LISTS = range(
+    13, 17
+)  # logits: float32; rounded: rows as bytes; lists: who goes to which expert
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
 _PARTS = {
     LINEAR: "linear",
@@ -30,70 +37,107 @@ _PARTS = {
     LAYER_NORM: "norms",
 }
 
-_i64, _p = ctypes.c_int64, ctypes.c_void_p
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """What a call with so many tokens works in, and the next one of as many again. h, final: these buffers' places."""
+
+    tokens: int
+    step: Step
+    buffers: Any
+    h: int
+    final: int
+    held: HostArray
 
 
 class Program:
-    """The layers of a decoder. Made by `program`."""
+    """The operations of a decoder: the rows of its embedding, its layers, its head. Made by `program`."""
 
     def __init__(self, decoder: Any) -> None:
         self._arch, self._backend, params = decoder.arch, decoder.backend, decoder.params
         self._halves = [cos.shape[-1] for cos, _ in params["ropes"]]
-        self._kept: list[Any] = []  # what the operations point to
+        a, embed = self._arch, params["embed"]
+        self._kept: list[Any] = [embed]  # what the operations point to
         self._ops: list[dict[str, Any]] = []
         self.dtype = params["norm"].dtype
         self._after_last = False
-        a = self._arch
+        rows, scales = embed.pointers
+        self._add(EMBED, H, H, which=INTO[embed.kind], w=rows, scales=scales, n=a.hidden_size)
         for i, (kind, layer) in enumerate(zip(a.layers, params["layers"], strict=True)):
             self._layer(i, kind, layer)
-        self._norm("norm", params, LAST_H, NORMED)
+        self._norm("norm", params, LAST_H, FINAL)
+        self._before_head = len(self._ops)
+        self._linear(params, "head", FINAL, LOGITS, wide=1)
         self._list = (Op * len(self._ops))(*(Op(**op) for op in self._ops))
         q, kv, hidden, gates = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size, 1 + a.gated
         widths = [hidden, hidden, q + 2 * kv, q, gates * a.intermediate, a.intermediate, hidden, hidden, q]
         each, inner, odds = (e.per_token, e.intermediate, e.count + e.count % 2) if (e := a.experts) else (0, 0, 0)
-        widths += [odds, each * hidden, each * gates * inner, each * inner]
+        self._widths = [*widths, odds, each * hidden, each * gates * inner, each * inner, hidden]
         self._kernels = run = self._backend.library.kernels
         deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
         self._bytes = max(deepest) if any(op["kind"] == ROUND for op in self._ops) else 0  # of a token
-        self._widths, self._offsets = widths, [sum(widths[1:i]) for i in range(1, len(widths))]
-        self._wide = (_i64 * (len(widths) + 2))(*widths, 0, 0)
+        self._wide = (ctypes.c_int64 * (LISTS + 1))(*self._widths, a.vocab_size, 0, 0)
         self._code = self._backend.codes[self.dtype]
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
+        self._turned: tuple[Any, list[Array], Any, int] | None = None  # the tables of angles of the last step
+        self._idle: list[Memory] = []
         self.seconds: Any = None
         """If it is set to zeros, float64 [operations], the seconds of each are added to it."""
         self.parts = [_PARTS.get(op["kind"], "model") for op in self._ops]
         """What each operation belongs to, for a profile."""
 
     def __call__(
-        self, h: Array, turns: list[list[Array]], cache: list[LayerCache], x: StepInputs[Array]
-    ) -> tuple[Array, list[LayerCache]]:
-        """h [T, hidden], which is overwritten; turns: (cos, sin) [T, 1, half] of each set of rotary frequencies.
+        self,
+        params: Any,
+        cache: list[LayerCache],
+        x: StepInputs[Array],
+        h: Array | None = None,
+        *,
+        logits: bool = True,
+    ) -> Array:
+        """Logits [n_out, vocab] in float32 at x.last; or [n_out, hidden], what the head sees.
 
-        Returns the normalised hidden states [n_out, hidden] at x.last, and the cache.
+        params: of the decoder, or with other tables of angles. Arrays of x: also those of NumPy, whatever the backend.
+        h [T, hidden]: the tokens as they are embedded, which is overwritten; None means as rows of the matrix.
         """
-        a, b, tokens, outputs = self._arch, self._backend, len(h), len(x.last)
-        space = b.empty((tokens * sum(self._widths[1:]),), self.dtype)
-        base, size = b.address(space), space.itemsize
-        rounded = np.empty(tokens * self._bytes, dtype=np.uint8) if self._bytes else None
-        lists = None
-        if (e := a.experts) is not None:
-            lists = np.empty(self._kernels.lists(tokens, e.per_token, e.count), dtype=np.uint8)
-        bytes_at = (None if t is None else t.ctypes.data for t in (rounded, lists))
-        places = (b.address(h), *(base + tokens * at * size for at in self._offsets), *bytes_at)
-        buffers = (_p * len(places))(*places)
-        turned = (_p * max(1, 2 * len(turns)))(*(b.address(t) for pair in turns for t in pair))
-        halves = self._halves_of(cache)
-        index = [b.index(t) for t in (x.slot, x.pos, x.cu_q, x.block_table, x.last)]
-        step = Step(
-            *(tokens, outputs, len(index[2]) - 1, index[3].shape[1], cache[0].block_size),
-            *(len(cache[0].keys), a.heads, a.kv_heads, a.head_dim, b.cascade),
-            *(b.address(t) for t in index),
-            *(ctypes.addressof(some) for some in (buffers, self._wide, turned, halves)),
-            None if self.seconds is None else self.seconds.ctypes.data,
-        )
-        self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list), len(self._list))
-        at = tokens * self._offsets[NORMED - 1]
-        return b.xp.reshape(space[at : at + outputs * a.hidden_size], (outputs, a.hidden_size)), cache
+        b, a = self._backend, self._arch
+        arrays = x.tok, x.slot, x.pos, x.cu_q, x.block_table, x.last
+        tok, slot, pos, cu_q, table, last = (t if type(t) is np.ndarray else b.get(t) for t in arrays)
+        index = np.concatenate([tok, slot, pos, cu_q, table.reshape(-1), last], dtype=np.int32, casting="same_kind")
+        try:
+            memory = self._idle.pop()  # no other thread has it
+        except IndexError:
+            memory = None
+        if memory is None or memory.tokens != len(tok):
+            memory = None  # before there is memory for another
+            memory = self._memory(len(tok))
+        n = len(last)
+        out = b.output((n, a.vocab_size)) if logits else b.empty((n, a.hidden_size), self.dtype)
+        buffers, step = memory.buffers, memory.step
+        buffers[LOGITS], buffers[FINAL] = (b.address(out), memory.final) if logits else (None, b.address(out))
+        buffers[H] = memory.h if h is None else b.address(h)
+        halves, (_, _, turns, step.positions) = self._halves_of(cache), self._angles_of(params["ropes"])
+        step.outputs, step.rows, step.blocks = n, len(cu_q) - 1, table.shape[1]
+        step.block_size, step.cache_blocks = cache[0].block_size, len(cache[0].keys)
+        step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
+        first, end = int(h is not None), len(self._list) if logits else self._before_head
+        step.seconds = None if self.seconds is None else self.seconds[first:].ctypes.data
+        self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), end - first)
+        self._idle.append(memory)
+        return out
+
+    def _memory(self, tokens: int) -> Memory:
+        a, item = self._arch, 2 if self._code else 4  # bytes of a number
+        lists = 0 if (e := a.experts) is None else self._kernels.lists(tokens, e.per_token, e.count)
+        sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists]
+        ends = list(accumulate(size + -size % ALIGNED for size in sizes))
+        held = np.empty(ends[-1] + ALIGNED, np.uint8)
+        base = held.ctypes.data + -held.ctypes.data % ALIGNED
+        buffers = addresses([base + at for at in (0, *ends[:-1])])
+        step = Step(tokens=tokens, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, vocabulary=a.vocab_size)
+        step.cascade, step.buffers = self._backend.cascade, ctypes.addressof(buffers)
+        step.widths = ctypes.addressof(self._wide)
+        return Memory(tokens, step, buffers, buffers[H], buffers[FINAL], held)
 
     def _halves_of(self, cache: list[LayerCache]) -> Any:
         """The addresses of all keys and values. Another thread may step another cache meanwhile."""
@@ -102,6 +146,18 @@ class Program:
             halves = addresses([self._backend.address(t) for c in cache for t in (c.keys, c.values)])
             self._known = known = weakref.ref(cache[0].keys), halves
         return known[1]
+
+    def _angles_of(self, ropes: list[tuple[Array, Array]]) -> tuple[Any, list[Array], Any, int]:
+        """The tables of angles: as they are, row by row, their addresses, and of how many positions they are. They
+        grow; see `Decoder.reach`.
+        """
+        known = self._turned
+        if known is None or known[0] is not ropes:
+            tables = [self._backend.row_major(t) for pair in ropes for t in pair]
+            positions = min((len(t) for t in tables), default=0)
+            places = addresses([self._backend.address(t) for t in tables])
+            self._turned = known = ropes, tables, places, positions
+        return known
 
     # ---- the list ----------------------------------------------------------------------------------------------
 
@@ -213,7 +269,7 @@ class Program:
 
 
 def fuses(arch: Any) -> bool:
-    """Can a program have all layers of such a model (`hibachi.model.arch.Arch`)?"""
+    """Can a program compute such a model (`hibachi.model.arch.Arch`)?"""
     return (
         arch.activation in ACTIVATIONS
         and (arch.residual_scale == 1.0 or (arch.norms == "before" and not arch.parallel))
@@ -227,11 +283,12 @@ def whole(arch: Any) -> bool:
 
 
 def program(decoder: Any) -> Program | None:
-    """The decoder's layers as a program, or None if one of them has something that no operation computes."""
+    """The decoder as a program, or None if a layer of it has something that no operation computes."""
     params = decoder.params
     dtype = params["norm"].dtype
     matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
     matrices += [layer["router"] for layer in params["layers"] if "router" in layer]
+    matrices += [params["embed"], params["head"]]
 
     def packed(w: Any) -> bool:
         if isinstance(w, list):  # experts, which are multiplied by one operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -227,6 +228,60 @@ def test_other_params_than_the_models_own_are_used():
     first, _ = model.step(model.params, cache, x)
     second, _ = model.step(other, cache, x)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ("tied", "norms on both sides", "learned positions"))
+@pytest.mark.parametrize("make", ON_NUMPY)
+def test_what_numpy_holds_may_stay_there(make, kind):
+    """Index arrays of the host, also read-only ones and integers of 64 bits, give what the backend's own give."""
+    backend = make("cpu")
+    model, x = made(backend, "float32", **FUSED[kind]), inputs(backend, [0, 0], [3, 17], [True, True])
+    host = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    host = {name: None if t is None else backend.get(t).astype(np.int64) for name, t in host.items()}
+    for t in host.values():
+        if t is not None:
+            t.flags.writeable = False
+    assert model.takes_host
+    wanted, found = (stepped(model, model.fused, [each]) for each in (x, StepInputs(**host)))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert torch.equal(stepped(model, None, [StepInputs(**host)])[0], wanted[0]) and not model.takes_host
+
+
+class Looking(Decoder):
+    """Looks at its inputs, as a class of a user's may."""
+
+    def step(self, params, cache, x):
+        assert isinstance(x.pos, torch.Tensor)
+        return super().step(params, cache, x)
+
+
+def test_a_class_of_ones_own_gets_arrays_of_its_backend():
+    model = made(NativeTorchBackend("cpu"), "float32")
+    own = Looking(model.arch, model.params, model.backend, dtype="float32", max_model_len=128)
+    assert model.takes_host and own.fused is not None and not own.takes_host
+
+
+@pytest.mark.parametrize("name, wrong", [("tok", 130), ("tok", -1), ("pos", 128), ("last", 9), ("slot", 1 << 20)])
+def test_places_outside_are_refused(name, wrong):
+    backend = NativeTorchBackend("cpu")
+    model, x = made(backend, "float32"), inputs(backend, [0], [9], [True])
+    t = getattr(x, name).clone()
+    t[-1] = wrong
+    with pytest.raises(IndexError, match="A place lies outside"):
+        stepped(model, model.fused, [dataclasses.replace(x, **{name: t})])
+
+
+def test_threads_that_share_a_model_share_no_memory():
+    """Each has its own cache, numbers of tokens and outputs; what a call works in is taken again by the next one."""
+    backend = NativeTorchBackend("cpu")
+    model = made(backend, "float32")
+    works = [[inputs(backend, [at] * rows, [1] * rows, [True] * rows) for at in range(40)] for rows in (1, 1, 2, 3, 5)]
+    wanted = [stepped(model, model.fused, steps) for steps in works]
+    with ThreadPoolExecutor(len(works)) as pool:
+        for _ in range(5):
+            found = list(pool.map(lambda steps: stepped(model, model.fused, steps), works))
+            for got, want in zip(found, wanted, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_the_seconds_of_each_operation_are_told():

@@ -99,6 +99,7 @@ class Profile:
         fused = getattr(engine.model, "fused", None)
         if fused is not None:
             fused.seconds = np.zeros(len(fused.parts))
+            self._names, self._of = np.unique(fused.parts, return_inverse=True)
 
         def forward(*args: Any) -> Any:
             out = step(*args)
@@ -127,7 +128,7 @@ class Profile:
 
     def _split(self, fused: Any) -> None:
         """Give the seconds that a call of all layers has counted to their parts."""
-        for part, took in zip(fused.parts, fused.seconds.tolist(), strict=True):
+        for part, took in zip(self._names.tolist(), np.bincount(self._of, fused.seconds).tolist(), strict=True):
             self._now[part] = self._now.get(part, 0.0) + took
             self._stack[-1][1] += took
         fused.seconds[:] = 0

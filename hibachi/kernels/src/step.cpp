@@ -1,4 +1,4 @@
-// All layers of a decoder in one call: the kernels one after another, as one job of the team.
+// A decoder in one call, from token ids to logits: the kernels one after another, as one job of the team.
 //
 // Called one by one from Python, the some three hundred operations of a step cost more than they compute where there
 // are few tokens. program.py writes the list of operations once for a model; each is the same kernel as in
@@ -32,30 +32,54 @@ enum Kind : int32_t {
   MIX,
   LINEAR_Q4_0,
   LINEAR_Q8_0,
+  EMBED,
 };
 
 // As in structs.py. A buffer holds a row for each token, or for each token whose output is wanted.
 struct Op {
-  int32_t kind, outputs;         // outputs: over the latter
-  int32_t from, to, added;       // buffers; added -1: none
-  int32_t which, gated;          // layer, rotary frequencies or activation; gated: of activations
-  int32_t groups;                // pieces of a row; of a mixture of experts, those of a token
-  int64_t from_at, to_at, n, k;  // first elements in a row; columns out and in, or width of a piece and elements of it
-  int64_t window, experts;       // experts: 0 if it is none of theirs
-  float scale, number;           // number: of a norm its epsilon, of attention its softcap
-  const void *w, *b;             // w: of experts, their matrices
-  const void* scales;            // of bytes; of experts, theirs
+  int32_t kind, outputs;          // outputs: over the latter
+  int32_t from, to, added;        // buffers; added -1: none
+  int32_t which, gated;           // layer, rotary frequencies, activation or kind of panels; gated: of activations
+  int32_t groups;                 // pieces of a row; of a mixture of experts, those of a token
+  int64_t from_at, to_at, n, k;   // first elements in a row; columns out and in, or width of a piece and elements of it
+  int64_t window, experts, wide;  // experts: 0 if it is none of theirs; wide: a product's results are float32
+  float scale, number;            // number: of a norm its epsilon, of attention its softcap
+  const void *w, *b;              // w: of experts, their matrices
+  const void* scales;             // of bytes; of experts, theirs
 };
 
 // As in structs.py.
 struct Step {
   int64_t tokens, outputs, rows, blocks, block_size, cache_blocks, heads, kv_heads, head_dim, cascade;
-  const int32_t *slot, *pos, *cu_q, *table, *last;
+  int64_t positions, vocabulary;  // of the tables of angles; of the embedding
+  const int32_t* index;           // one behind the other: tok, slot, pos, cu_q, table and last of the step
   void* const* buffers;
   const int64_t* widths;     // elements of a row of each buffer
-  const void* const* turns;  // cosines and sines [tokens, half] of each set of frequencies
+  const void* const* turns;  // cosines and sines [positions, half] of each set of frequencies
   void* const* caches;       // keys and values of each layer
   double* seconds;           // of each operation, added up; or nullptr
+
+  const int32_t* tok() const { return index; }
+  const int32_t* slot() const { return tok() + tokens; }
+  const int32_t* pos() const { return slot() + tokens; }
+  const int32_t* cu_q() const { return pos() + tokens; }
+  const int32_t* table() const { return cu_q() + rows + 1; }
+  const int32_t* last() const { return table() + rows * blocks; }
+};
+
+// `Rope` with the angles of all positions.
+template <class T>
+struct Turn {
+  Rope<T> rope;
+  const int32_t* pos;
+
+  int64_t count() const { return rope.count(); }
+  int64_t batch(int threads) const { return rope.batch(threads); }
+  void operator()(int64_t t) const {
+    Rope<T> one = rope;
+    one.cos += (pos[t] - t) * rope.half, one.sin += (pos[t] - t) * rope.half;
+    one(t);
+  }
 };
 
 // Rows `last` of x.
@@ -136,6 +160,20 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
           }
       );
     case LINEAR: {
+      if (op.wide)
+        return f(
+            Linear<T, F32>{
+                .x = from,
+                .x_stride = from_width,
+                .w = reinterpret_cast<const Lane*>(w),
+                .bias = b,
+                .y = static_cast<float*>(s.buffers[op.to]),
+                .y_stride = to_width,
+                .m = m,
+                .n = op.n,
+                .k = op.k,
+            }
+        );
       const Linear<T, T> product{
           .x = from,
           .x_stride = from_width / op.groups,
@@ -156,12 +194,12 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
     case ROPE: {
       const void* const* turns = s.turns + 2 * op.which;
       const E *cos = static_cast<const E*>(turns[0]), *sin = static_cast<const E*>(turns[1]);
-      return f(Rope<T>{.x = x, .cos = cos, .sin = sin, .y = y, .tokens = m, .half = op.k});
+      return f(Turn<T>{{.x = x, .cos = cos, .sin = sin, .y = y, .tokens = m, .half = op.k}, s.pos()});
     }
     case WRITE: {
       const E *k = from + s.heads * s.head_dim, *v = k + s.kv_heads * s.head_dim;
       return f(
-          Write<T>{.s = sizes, .at = Layout<T>(sizes), .k = k, .v = v, .keys = keys, .values = values, .slot = s.slot}
+          Write<T>{.s = sizes, .at = Layout<T>(sizes), .k = k, .v = v, .keys = keys, .values = values, .slot = s.slot()}
       );
     }
     case ATTEND: {
@@ -172,8 +210,8 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
               .q = from,
               .keys = keys,
               .values = values,
-              .pos = s.pos,
-              .table = s.table,
+              .pos = s.pos(),
+              .table = s.table(),
               .out = to,
               .work = work,
           }
@@ -198,30 +236,50 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
     }
     case LINEAR_INT8:
     case LINEAR_Q4_0:
-    case LINEAR_Q8_0:
-      return with_product<T, T>(
-          op.kind == LINEAR_INT8   ? INT8
-          : op.kind == LINEAR_Q4_0 ? Q4_0
-                                   : Q8_0,
-          [&](auto type) {
-            using Product = typename decltype(type)::type;
-            const Product product{
-                .x = int8::Rounded(s.buffers[op.from], many, op.k),
-                .bias = b,
-                .y = to,
-                .y_stride = to_width / op.groups,
-                .m = many,
-                .n = op.n,
-                .k = op.k,
-                .scale = op.scale,
-                .added = added,
-                .added_stride = added_width,
-            };
-            if (!op.experts) return f(product.of(0, many, op.w, static_cast<const float*>(op.scales)));
-            const auto* ws = static_cast<const void* const*>(op.w);
-            return f(OfExperts<Product>{lists, product, ws, static_cast<const float* const*>(op.scales)});
-          }
-      );
+    case LINEAR_Q8_0: {
+      const int kind = op.kind == LINEAR_INT8 ? INT8 : op.kind == LINEAR_Q4_0 ? Q4_0 : Q8_0;
+      if (op.wide)
+        return with_product<T, F32>(kind, [&](auto type) {
+          const typename decltype(type)::type product{
+              .x = int8::Rounded(s.buffers[op.from], m, op.k),
+              .bias = b,
+              .y = static_cast<float*>(s.buffers[op.to]),
+              .y_stride = to_width,
+              .m = m,
+              .n = op.n,
+              .k = op.k,
+          };
+          return f(product.of(0, m, op.w, static_cast<const float*>(op.scales)));
+        });
+      return with_product<T, T>(kind, [&](auto type) {
+        using Product = typename decltype(type)::type;
+        const Product product{
+            .x = int8::Rounded(s.buffers[op.from], many, op.k),
+            .bias = b,
+            .y = to,
+            .y_stride = to_width / op.groups,
+            .m = many,
+            .n = op.n,
+            .k = op.k,
+            .scale = op.scale,
+            .added = added,
+            .added_stride = added_width,
+        };
+        if (!op.experts) return f(product.of(0, many, op.w, static_cast<const float*>(op.scales)));
+        const auto* ws = static_cast<const void* const*>(op.w);
+        return f(OfExperts<Product>{lists, product, ws, static_cast<const float* const*>(op.scales)});
+      });
+    }
+    case EMBED: {
+      const auto* lanes = static_cast<const uint32_t*>(op.w);
+      const auto* bytes = static_cast<const uint8_t*>(op.w);
+      switch (op.which) {
+        case INT8: return f(int8::Rows<T>{bytes, static_cast<const float*>(op.scales), s.tok(), to, m, op.n});
+        case Q4_0: return f(blocks::Rows<T, blocks::Four>{lanes, s.tok(), to, m, op.n});
+        case Q8_0: return f(blocks::Rows<T, blocks::Eight>{lanes, s.tok(), to, m, op.n});
+        default: return f(Rows<T>{w, s.tok(), to, m, op.n});
+      }
+    }
     case ROUTE:
       return f(
           Route<T>{
@@ -251,7 +309,7 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
           }
       );
     default:  // TAKE
-      return f(Take<E>{.x = from, .y = to, .width = from_width, .rows = s.outputs, .last = s.last});
+      return f(Take<E>{.x = from, .y = to, .width = from_width, .rows = s.outputs, .last = s.last()});
   }
 }
 
@@ -262,14 +320,18 @@ static int step(const Step& s, const Op* ops, int64_t operations) {
   sizes.tokens = s.tokens, sizes.rows = s.rows, sizes.heads = s.heads, sizes.kv_heads = s.kv_heads;
   sizes.v_dim = s.head_dim, sizes.blocks = s.blocks, sizes.block_size = s.block_size,
   sizes.cache_blocks = s.cache_blocks;
-  if (!inside(sizes, s.slot, s.pos, s.cu_q, s.table) || !below(s.last, s.outputs, s.tokens)) return OUTSIDE;
+  if (!inside(sizes, s.slot(), s.pos(), s.cu_q(), s.table()) || !below(s.last(), s.outputs, s.tokens)) return OUTSIDE;
+  for (int64_t i = 0; i < operations; i++) {
+    if (ops[i].kind == EMBED && !below(s.tok(), s.tokens, s.vocabulary)) return OUTSIDE;
+    if (ops[i].kind == ROPE && !below(s.pos(), s.tokens, s.positions)) return OUTSIDE;
+  }
   const int crew = threads();
-  Work work(sizes, s.cu_q, crew);
+  Work work(sizes, s.cu_q(), crew);
   const Buffer<int64_t> counts(operations), batches(operations);
   if (!work.ok() || !counts.ok() || !batches.ok()) return NO_MEMORY;
-  work.fill(sizes, s.cu_q, s.pos, s.table, s.cascade, crew);
+  work.fill(sizes, s.cu_q(), s.pos(), s.table(), s.cascade, crew);
   int64_t each = 0;  // scratch of a thread
-  for (int64_t i = 0, done = s.cu_q[s.rows]; i < operations; i++) {
+  for (int64_t i = 0, done = s.cu_q()[s.rows]; i < operations; i++) {
     with_kernel<T>(s, ops[i], work, [&](const auto& kernel) {
       counts[i] = kernel.count(), batches[i] = kernel.batch(crew);
       each = std::max(each, scratch_of(kernel));
