@@ -253,12 +253,12 @@ class Child:
         self._outbox = outbox or Outbox(pipe)
         self._outbox.beat, self._outbox.drop = self._tell_how, self._cancel
         self._jobs: dict[int, tuple[Job, OutChannel]] = {}
+        self._told = self._engine.facts
 
     def ready(self) -> Ready:
         tokenizer = getattr(self._served, "portable_tokenizer", None)
         served = self._served
         eos_ids, params = getattr(served, "eos_ids", ()), getattr(served, "default_params", SamplingParams())
-        self._told = self._engine.facts
         return Ready(self._told, eos_ids, _pickled(tokenizer), params)
 
     def serve(self, ready: Ready) -> None:

@@ -802,7 +802,7 @@ def test_m2_a_fork_has_no_engine(there):
 def test_whoever_learns_that_the_engine_has_failed_finds_it_so():
     """How it is comes before the ends of its streams."""
     pipe = Kept()
-    engine = SimpleNamespace(health=lambda: "failed", stats=lambda: 1, meters=lambda: 2)
+    engine = SimpleNamespace(health=lambda: "failed", stats=lambda: 1, meters=lambda: 2, facts=None)
     child = Child(pipe, SimpleNamespace(engine=engine))
     for error, words in ((ModelError("x"), ["step"]), (EngineFailed("x"), ["beat", "step"])):
         pipe.sent.clear()

@@ -441,7 +441,7 @@ def test_a_fingerprint_is_of_bits_and_files_not_of_places(facts, tmp_path, monke
     others = [
         replace(facts, numerics=None),
         replace(facts, numerics=None, fingerprint="another"),
-        replace(facts, numerics="cpu-2 float32"),
+        replace(facts, numerics="cpu-0 float32"),
         replace(facts, dtype="bfloat16"),
         replace(facts, quantization="int8"),
     ]
