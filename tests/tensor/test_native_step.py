@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 skip_without()
 from hibachi.tensor.numpy_backend import Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
 from hibachi.tensor.program import whole  # noqa: E402
-from hibachi_torch.native import Int8TorchBackend, NativeTorchBackend  # noqa: E402
+from hibachi_torch.native import Int4TorchBackend, Int8TorchBackend, NativeTorchBackend  # noqa: E402
 
 PLAIN = Arch(
     hidden_size=48,
@@ -126,7 +126,7 @@ def stepped(model, fused, steps):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend))
+@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend, Int4TorchBackend))
 def test_one_call_gives_the_bits_of_the_operations(make, kind, dtype):
     backend = make("cpu")
     model = made(backend, dtype, **FUSED[kind])
