@@ -77,8 +77,9 @@ struct Turn {
   int64_t batch(int threads) const { return rope.batch(threads); }
   void operator()(int64_t t) const {
     Rope<T> one = rope;
-    one.cos += (pos[t] - t) * rope.half, one.sin += (pos[t] - t) * rope.half;
-    one(t);
+    one.x.data += t * one.x.stride, one.y.data += t * one.y.stride;
+    one.cos += pos[t] * one.half, one.sin += pos[t] * one.half;
+    one(0);
   }
 };
 
