@@ -155,13 +155,8 @@ class CachedRunner(BaseRunner):
         """The rows `idx` apart: requests that want vectors, and each kind of token; where some have proposals, those
         whose prompts are scored. In each group their order stays.
         """
-        alike = self._vectors is None and not self.tables.several
-        if alike and plan.draft is None:
-            return [(idx, self.main)]
-        scored = np.zeros(len(plan.rows), bool)
-        if plan.draft is not None:
-            scored = self.inputs.scores(plan.rows, plan.start)
-        if alike and not scored.any():
+        scored = np.zeros(len(plan.rows), bool) if plan.draft is None else self.inputs.scores(plan.rows, plan.start)
+        if self._vectors is None and not self.tables.several and (plan.draft is None or not scored.any()):
             return [(idx, self.main)]
         found: dict[tuple[bool, Kind | None, bool], list[int]] = {}
         for i in idx.tolist():

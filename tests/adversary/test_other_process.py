@@ -220,6 +220,8 @@ class Kept:
 
 
 class Refusing:
+    facts = None
+
     def check(self, *_):
         raise InvalidRequest("Not this one.")
 

@@ -101,7 +101,7 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t
         for (int r = 0; r < N; r++)
           for (int c = 0; c < PIECES; c++) block[r][c] = Sums::begin(Kind::ZERO / 8 * x.totals[place + r * next]);
         for (int s = 0; s < Kind::LANES; s++, at += WIDTH) {
-          for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
+          for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
           for (int h = 0; h < Kind::HALVES; h++) {
             typename Sums::Wide w[PIECES];
             for (int c = 0; c < PIECES; c++) w[c] = Sums::wide(Kind::half(load<PartWords>(at + c * PART), h));

@@ -183,7 +183,7 @@ static void multiply(
       }
       const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
       for (int s = 0; s < steps; s++, at += WIDTH) {
-        for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
+        for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
         Wide w[WIDE * PARTS];
         for (int c = 0; c < WIDE * PARTS; c++) w[c] = wide(load<PartWords>(at + c * PART));
         for (int r = 0; r < N; r++) {

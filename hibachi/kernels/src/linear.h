@@ -28,6 +28,13 @@ constexpr int ROWS = PART == LANES                              ? 8
                      : sizeof(typename T::Wide) == sizeof(Part) ? 6
                                                                 : 4;
 
+// Asks memory for a piece of a panel that is multiplied with N rows. Few rows need it once: it should not push others
+// out of the caches, such as the host's own data, which a step would wait for.
+template <int N>
+FAST void ask(const void* p) {
+  __builtin_prefetch(p, 0, N <= 2 ? 0 : 3);
+}
+
 template <class T, int N>
 static void multiply(
     const typename T::Lane* x,
@@ -44,7 +51,7 @@ static void multiply(
       using A = decltype(arithmetic);
       const typename T::Lane* at = panel + first * LANES;
       for (int64_t k = 0; k < depth; k++, at += WIDTH) {
-        for (int c = 0; ahead && c < WIDE; c++) __builtin_prefetch(at + ahead * WIDTH + c * LANES);
+        for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
         typename T::Wide w[WIDE * PARTS];
         for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
         for (int r = 0; r < N; r++)
