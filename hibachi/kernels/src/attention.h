@@ -245,10 +245,13 @@ class Work {
       }
       for (int64_t t = i; t < j; t++) last = std::max<int64_t>(last, pos[some[t].first + some[t].tokens - 1]);
       const int64_t pieces = most_pieces > 1 ? last / PIECE + 1 : 1;
+      // Heads of a piece one after another, as they lie in memory.
+      for (int64_t p = 0; p < pieces; p++)
+        for (int32_t h = 0; h < s.kv_heads; h++)
+          units[many++] = {int32_t(found + h), pieces > 1 ? int32_t(p) : -1, queries_before + h * pieces * queries};
+      queries_before += pieces > 1 ? s.kv_heads * pieces * queries : 0;
       for (int32_t h = 0; h < s.kv_heads; h++) {
-        for (int64_t p = 0; p < pieces; p++)
-          units[many++] = {int32_t(found), pieces > 1 ? int32_t(p) : -1, queries_before};
-        if (pieces > 1) left_[found] = pieces, queries_before += pieces * queries;
+        if (pieces > 1) left_[found] = pieces;
         sets_[found++] = {int32_t(made), int32_t(made + j - i), groups};
         for (int64_t t = i; t < j; t++) {
           Tile& tile = tiles.memory[made++] = some[t];
@@ -285,8 +288,9 @@ class Work {
   }
 };
 
-// From memory to the second cache. The first one waits for too few lines at a time: so it is a quarter faster.
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// From memory to the second cache. The first one waits for too few lines at a time: so it is a quarter faster. Not left
+// to be inlined: g++ 12 takes a function that only does this for one without effect, and drops calls of it.
+FAST void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Scores [N queries][S spans] of 16 positions each. Meanwhile what is needed next, `soon`, is fetched from memory.
 template <class T, int N, int S>
@@ -538,6 +542,9 @@ struct Attention {
     int n = 0;
     Lane *lanes, *gathered;  // queries; spans, where blocks are no multiple of them
     int64_t position[TOGETHER], head[TOGETHER];
+    // Of one piece: its last span, and what comes after it, which is another unit.
+    int64_t stop = std::numeric_limits<int64_t>::max(), after_span = 0;
+    const Tile* after = nullptr;
     Sums both[2], *now = both, *before = both + 1;  // of a piece, and of those before it
     char* crowd;
 
@@ -586,6 +593,10 @@ struct Attention {
       return finish(begin, end, *kept.now);
     }
     Sums& sums = *kept.now;
+    const Unit& next = i + 1 < count() ? work.unit(i + 1) : unit;
+    kept.stop = (unit.piece + 1) * PIECE / LANES - 1;
+    kept.after = work.tile() + work.set()[next.set].begin;
+    kept.after_span = std::max(0, next.piece) * PIECE / LANES;
     if (unit.piece >= first && unit.piece <= last) {
       run(begin, end, set.groups, unit.piece, kept);
       for (int r = 0; r < kept.n; r++) {
@@ -743,9 +754,10 @@ struct Attention {
       } else {
         found.next[c - spans] = key;
       }
-      if (first + c == last) {
-        if (++of == work.tile() + work.tile_count()) break;
-        place(std::max(from, first_group(pos[of->first])) * SPANS);
+      if (first + c == std::min(last, kept.stop)) {
+        if (kept.after) of = kept.after, place(kept.after_span);
+        else if (++of == work.tile() + work.tile_count()) break;
+        else place(std::max(from, first_group(pos[of->first])) * SPANS);
       } else if (++inside == at.spans) {
         block++, inside = 0;
       }

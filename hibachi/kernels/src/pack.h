@@ -224,7 +224,7 @@ struct Pack {
 
  private:
   // Ask memory for the block of a row that comes next: there are more rows than the processor follows by itself.
-  void fetch(const char* row, int64_t at) const {
+  FAST void fetch(const char* row, int64_t at) const {
     const int64_t end = From::bytes(std::min(k, Into::numbers(at + block())));
     for (int64_t i = From::bytes(Into::numbers(at)); i < end; i += 64) __builtin_prefetch(row + i);
   }
