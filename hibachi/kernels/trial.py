@@ -11,7 +11,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ ROWS = (1, 8, 16, 64)
 """Rows of a product, one of each kind that has a distance of its own (linear.h)."""
 DEFAULT = (10, 40, 40, 40)
 _DISTANCES = (0, 10, 40)  # steps of the depth; 0: memory is not asked for
-_DEPTH, _WEIGHTS, _MOMENT, _TURNS = 576, 48 << 20, 1.5e-3, 9  # bytes; seconds of a product; how often each is timed
-_ENOUGH = 1.03  # what a default must lose to another by
+_DEPTH, _WEIGHTS, _MOMENT = 576, 48 << 20, 1.5e-3  # bytes; seconds of a product
+_TURNS, _QUIET, _MOST_TURNS = 7, 4, 40  # how often each is timed: until nothing fell for some turns
+_ENOUGH = 1.05  # what a default must lose to another by
 _log = logging.getLogger("hibachi.kernels")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a trial found. rates: of each variant, products of `ROWS` rows by all threads, in GFLOP/s."""
+    """What a trial found. rates: of each variant, products of `ROWS` rows by one thread, in GFLOP/s."""
 
     processor: str
     libraries: dict[str, str]
@@ -46,7 +47,7 @@ class Choice:
         found = ", ".join(f"{r:.0f}" for r in self.rates[own])
         rest = "".join(f"; {name} has {', '.join(f'{r:.0f}' for r in self.rates[name])}" for name in others)
         return (
-            f"GFLOP/s with {', '.join(map(str, ROWS))} rows: {found}{rest}; memory is asked for "
+            f"GFLOP/s of a thread with {', '.join(map(str, ROWS))} rows: {found}{rest}; memory is asked for "
             f"{', '.join(map(str, self.distances))} steps ahead"
         )
 
@@ -98,64 +99,70 @@ def _kept(file: Path, name: str, libraries: Mapping[str, str]) -> Choice | None:
 
 
 def trial(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], name: str) -> Choice:
-    """Times all candidates in turn, with all distances; the least of several times counts, as others may be at work.
-
-    With all threads, as they share what memory gives: what is best for one of them alone is not for all.
-    """
-    random = np.random.default_rng(0)
-    panels = _WEIGHTS // (2 * 48 * _DEPTH)
-    w = random.integers(0x3D00, 0x3E00, panels * 48 * _DEPTH, dtype=np.uint16)
-    x = random.integers(0x3D00, 0x3E00, (max(ROWS), _DEPTH), dtype=np.uint16)
-    y = np.empty((max(ROWS), panels * 48), np.uint16)
-    best: dict[tuple[str, int, int], float] = {}
-    at = 0
-    for run in candidates.values():
-        run.set_threads(most_threads())
-    for _ in range(_TURNS):
-        for variant, run in candidates.items():
-            for i, rows in enumerate(ROWS):
-                for distance in _DISTANCES:
-                    where = variant, i, distance
-                    known = best.get(where, math.inf)
-                    few = 2 if known == math.inf else max(2, min(panels // 2, int(_MOMENT / known)))
-                    at = 0 if at + few > panels else at
-                    _set(run, [distance] * len(ROWS))
-                    began = time.perf_counter()
-                    run.linear(
-                        *(
-                            1,
-                            1,
-                            0,
-                            x.ctypes.data,
-                            _DEPTH,
-                            w.ctypes.data + 2 * at * 48 * _DEPTH,
-                            None,
-                            None,
-                            y.ctypes.data,
-                        ),
-                        *(rows, few * 48, _DEPTH),
-                    )
-                    best[where] = min(known, max(1e-9, (time.perf_counter() - began) / few))
-                    at += few
-    distances, rates = {}, {}
+    """Times all candidates by one thread each, for which others at work matter least; then the distances of the fastest
+    by all threads, as they share what memory gives."""
+    work = _Work()
+    rates = {}
+    best = work.timed(candidates, DEFAULT, threads=1)
     for variant in candidates:
-        distances[variant] = tuple(_quickest(best, variant, i) for i in range(len(ROWS)))
         rates[variant] = tuple(
-            2e-9 * rows * 48 * _DEPTH / best[variant, i, distances[variant][i]] for i, rows in enumerate(ROWS)
+            2e-9 * rows * 48 * _DEPTH / best[variant, rows, DEFAULT[i]] for i, rows in enumerate(ROWS)
         )
-    first, *others = candidates
-    chosen = first
+    chosen, *others = candidates
     for other in others:
         if math.prod(rates[other]) > math.prod(r * _ENOUGH for r in rates[chosen]):
             chosen = other
-    return Choice(name, dict(libraries), chosen, distances[chosen], rates)
+    found = work.timed({chosen: candidates[chosen]}, _DISTANCES, threads=most_threads())
+    distances = []
+    for rows, usual in zip(ROWS, DEFAULT, strict=True):
+        quickest = min(_DISTANCES, key=lambda d: found[chosen, rows, d])
+        loses = found[chosen, rows, usual] > _ENOUGH * found[chosen, rows, quickest]
+        distances.append(quickest if loses else usual)
+    return Choice(name, dict(libraries), chosen, tuple(distances), rates)
 
 
-def _quickest(best: Mapping[tuple[str, int, int], float], variant: str, i: int) -> int:
-    """The default, unless another distance is clearly quicker."""
-    quickest = min(_DISTANCES, key=lambda d: best[variant, i, d])
-    usual = DEFAULT[i]
-    return quickest if best[variant, i, usual] > _ENOUGH * best[variant, i, quickest] else usual
+class _Work:
+    """Products with weights that take turns, so that they come from memory as in a step."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.panels = _WEIGHTS // (2 * 48 * _DEPTH)
+        self.w = random.integers(0x3D00, 0x3E00, self.panels * 48 * _DEPTH, dtype=np.uint16)
+        self.x = random.integers(0x3D00, 0x3E00, (max(ROWS), _DEPTH), dtype=np.uint16)
+        self.y = np.empty((max(ROWS), self.panels * 48), np.uint16)
+        self.at = 0
+
+    def timed(
+        self, candidates: Mapping[str, Kernels], distances: Iterable[int], *, threads: int
+    ) -> dict[tuple[str, int, int], float]:
+        """Seconds for a panel by (variant, rows, distance): the least of several turns, of more while they still fall,
+        as others may be at work."""
+        best: dict[tuple[str, int, int], float] = {}
+        cases = [(v, rows, d) for v in candidates for rows in ROWS for d in sorted({*distances})]
+        for run in candidates.values():
+            run.set_threads(threads)
+        fell, turn = 0, 0
+        while turn < _TURNS or (turn < fell + _QUIET and turn < _MOST_TURNS):
+            turn += 1
+            for case in cases:
+                known = best.get(case, math.inf)
+                took = self._once(candidates[case[0]], *case[1:], known)
+                if took < 0.98 * known:
+                    fell = turn
+                best[case] = min(known, took)
+        return best
+
+    def _once(self, run: Kernels, rows: int, distance: int, known: float) -> float:
+        few = 2 if known == math.inf else max(2, min(self.panels // 2, int(_MOMENT / known)))
+        self.at = 0 if self.at + few > self.panels else self.at
+        _set(run, [distance] * len(ROWS))
+        began = time.perf_counter()
+        run.linear(
+            *(1, 1, 0, self.x.ctypes.data, _DEPTH, self.w.ctypes.data + 2 * self.at * 48 * _DEPTH, None, None),
+            *(self.y.ctypes.data, rows, few * 48, _DEPTH),
+        )
+        self.at += few
+        return max(1e-9, (time.perf_counter() - began) / few)
 
 
 def use(run: Kernels, choice: Choice) -> None:
