@@ -823,9 +823,9 @@ def no_typical_p(s: Any, row: int, params: Any) -> None:
     s._typical_p[row] = 1
 
 
-def last_of_equals(greedy: Any, logits: Any) -> Any:
-    _, finite = greedy(logits)
-    return logits.shape[1] - 1 - np.argmax(logits[:, ::-1], axis=1), finite
+def last_of_equals(best: Any, logits: Any, n: int) -> Any:
+    _, finite = best(logits, n)
+    return logits.shape[1] - 1 - np.argmax(np.asarray(logits)[:n, ::-1], axis=1), finite
 
 
 def same_seed(add: Any, job: Any) -> None:
@@ -900,7 +900,7 @@ def shift_logprobs(draw: Any, *args: Any) -> Any:
 
 SAMPLING = [
     sampler("temperature_zero_takes_the_most_likely_token", "draws at temperature 1", admit=admitting(always_draw)),
-    sampler("temperature_zero_takes_the_most_likely_token", "takes the last of equals", _greedy=last_of_equals),
+    sampler("temperature_zero_takes_the_most_likely_token", "takes the last of equals", _best=last_of_equals),
     sampler("a_seed_gives_the_same_tokens_on_every_backend", "takes the next seed", admit=admitting(next_seed)),
     sampler("a_seed_gives_the_same_tokens_alone_and_in_a_batch", "adds the row to the seed",
             admit=admitting(seed_by_row)),

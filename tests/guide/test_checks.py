@@ -178,7 +178,7 @@ def test_a_process_that_somebody_ends_is_started_again(own):
     assert own.check(regex="b").source
     (pid,) = pids(own)
     answer = []
-    asking = threading.Thread(target=lambda: answer.append(own.check(**patterns(100))))
+    asking = threading.Thread(target=lambda: answer.append(own.check(**patterns(180))))
     asking.start()
     while not all_checks(own)._running:
         time.sleep(0.001)
