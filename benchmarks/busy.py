@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/busy.py --model tiny --rows 8 64
 
-For each place: a step with one thread, and with all threads of the team, measured in turns in processes that begin
-anew. "busy" has a process beside it on every core, "one core" is tied to one (taskset), "half stopped" is stopped for
-half of each 20 ms, as a quota does to it. What counts is the ratio of the two, in time and in processor time.
+For each place: a step with one thread and with all threads of the team, in turns within a process, in several
+processes. "busy" has a process beside it on every core, "one core" is tied to one (taskset), "half stopped" is stopped
+for half of each 20 ms, as a quota does to it. What counts is the ratio of the two turns, in time and in processor time:
+between turns a scheduler gives a process more or less of a busy machine, by a factor of two.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ SPIN = "while True: pass"
 STEPS = """
 import json, sys, time
 import hibachi
-from statistics import median
-model, rows, steps, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+from hibachi.kernels.library import library
+model, rows, steps, backend, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 with hibachi.LLM(model, backend=backend, max_model_len=512) as llm:
     params = hibachi.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
-    llm.generate([[5 + i] * 8 for i in range(rows)], params.with_(max_tokens=8))
-    began, used = time.perf_counter(), time.process_time()
-    llm.generate([[5 + i] * 8 for i in range(rows)], params)
-    print(json.dumps([(time.perf_counter() - began) / steps * 1e3, (time.process_time() - used) / steps * 1e3]))
+    prompts = [[5 + i] * 8 for i in range(rows)]
+    llm.generate(prompts, params.with_(max_tokens=8))
+    most = library().kernels.threads()
+    taken = []
+    for _ in range(turns):
+        for threads in (1, most):
+            library().kernels.set_threads(threads)
+            began, used = time.perf_counter(), time.process_time()
+            llm.generate(prompts, params)
+            taken.append([(time.perf_counter() - began) / steps * 1e3, (time.process_time() - used) / steps * 1e3])
+    print(json.dumps(taken))
 """
 PLACES = ("free", "busy", "one core", "half stopped")
 
@@ -60,18 +68,17 @@ def stop_and_go(process: subprocess.Popen[str]) -> None:
             time.sleep(0.01)
 
 
-def step(where: str, begin: list[str], threads: int, arguments: list[str]) -> tuple[float, float]:
-    """Milliseconds of a step, and of processor time."""
-    env = os.environ | {"HIBACHI_THREADS": str(threads)}
+def steps(where: str, begin: list[str], arguments: list[str]) -> list[tuple[float, float]]:
+    """Milliseconds of a step, and of processor time: with one thread, with all, with one, and so on."""
     command = [*begin, sys.executable, "-c", STEPS, *arguments]
+    env = {"HIBACHI_THREADS": str(len(os.sched_getaffinity(0)))} | os.environ
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     if where == "half stopped":
         threading.Thread(target=stop_and_go, args=(process,), daemon=True).start()
     said, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"{where}: the process ended with {process.returncode}")
-    took, used = json.loads(said.splitlines()[-1])
-    return took, used
+    return [(took, used) for took, used in json.loads(said.splitlines()[-1])]
 
 
 def main() -> int:
@@ -79,8 +86,9 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="as of hibachi.LLM (default: tiny)")
     parser.add_argument("--backend", default="numpy")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=6, help="of a process, each with one thread and with all")
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     args = parser.parse_args()
     most = len(os.sched_getaffinity(0))
@@ -89,16 +97,12 @@ def main() -> int:
     for where in args.places:
         with place(where) as begin:
             for rows in args.rows:
-                arguments = [args.model, str(rows), str(args.steps), args.backend]
-                found: dict[int, list[tuple[float, float]]] = {1: [], most: []}
-                for _ in range(args.turns):
-                    for threads, taken in found.items():
-                        taken.append(step(where, begin, threads, arguments))
-                (one, used_one), (all_, used_all) = (
-                    [median(column) for column in zip(*taken, strict=True)] for taken in found.values()
-                )
-                ratios = f"{all_ / one:.2f} | {used_all / used_one:.2f}"
-                print(f"| {where} | {rows} | {one:.2f} | {all_:.2f} | {ratios} |", flush=True)
+                arguments = [args.model, str(rows), str(args.steps), args.backend, str(args.turns)]
+                found = [x for _ in range(args.processes) for x in steps(where, begin, arguments)]
+                one, all_ = found[::2], found[1::2]
+                time_, used = (median(b[i] / a[i] for a, b in zip(one, all_, strict=True)) for i in (0, 1))
+                ms = f"{median(x[0] for x in one):.2f} | {median(x[0] for x in all_):.2f}"
+                print(f"| {where} | {rows} | {ms} | {time_:.2f} | {used:.2f} |", flush=True)
     return 0
 
 
