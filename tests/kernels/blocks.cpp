@@ -35,8 +35,9 @@ static void compute(int64_t m, int64_t n, int64_t k) {
   const int8::Rounded rounded(memory.data(), m, k);
   for (int64_t i = 0; i < m; i++) rounded.round<F32>(i, x.data() + i * k, k);
   std::vector<float> y(m * n), rows(n * k);
-  const blocks::Linear<F32, F32, Kind> linear{
-      .x = rounded, .w = packed.data(), .y = y.data(), .y_stride = n, .m = m, .n = n, .k = k
+  const auto factors = blocks::Factors<Kind>(memory.data(), 0, m, k).of(0, packed.data(), nullptr);
+  const Linear<F32, F32, blocks::Factors<Kind>> linear{
+      .factors = factors, .bias = nullptr, .y = y.data(), .y_stride = n, .m = m, .n = n, .k = k
   };
   for (int64_t p = 0; p < linear.count(); p++) linear(p);
   std::vector<int32_t> at(n);

@@ -60,9 +60,7 @@ static bool same(const std::vector<uint16_t>& x, const std::vector<uint16_t>& w,
   for (int64_t p = 0; p < pack.count(); p++) pack(p, scratch.data());
   std::vector<float> y(M * N);
   const Linear<T, F32> linear{
-      .x = x.data(),
-      .x_stride = K,
-      .w = (const typename T::Lane*)packed,
+      .factors = Factors<T>(x.data(), K, M, K).of(0, packed, nullptr),
       .bias = nullptr,
       .y = y.data(),
       .y_stride = N,

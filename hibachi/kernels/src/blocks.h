@@ -17,9 +17,7 @@ namespace hibachi::blocks {
 
 using int8::Rounded;
 
-constexpr int COLUMNS = int8::COLUMNS, WIDTH = int8::WIDTH;
 constexpr int BLOCK = Rounded::BLOCK, PAIR = int8::GROUP / BLOCK;
-constexpr int ROWS = 4;  // of x that are multiplied at once
 
 // The sums of a block as int8.h forms them.
 struct Exact {
@@ -85,101 +83,62 @@ inline int64_t depth(int64_t k) {  // lanes of a row
   return up(k, int8::GROUP) * PAIR_LANES<Kind>;
 }
 
-// N rows of x from row i, times one panel.
-template <class Kind, int N>
-static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t ahead, Floats (&out)[N][COLUMNS]) {
-  using Sums = Kind::Sums;
-  constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1, PIECES = WIDE * PARTS;
-  for (int first = 0; first < COLUMNS; first += WIDE) {
-    const uint32_t* at = panel + first * LANES;
-    Part sums[N][PIECES] = {};
-    for (int64_t g = 0; g < x.groups; g++, at += WIDTH) {
-      const uint32_t* scales = at + PAIR * Kind::LANES * WIDTH;
-      for (int b = 0; b < PAIR; b++) {
-        PartInts block[N][PIECES];
-        const int64_t place = (i * x.groups + g) * PAIR + b, next = x.groups * PAIR;  // of x; to its next row
-        for (int r = 0; r < N; r++)
-          for (int c = 0; c < PIECES; c++) block[r][c] = Sums::begin(Kind::ZERO / 8 * x.totals[place + r * next]);
-        for (int s = 0; s < Kind::LANES; s++, at += WIDTH) {
-          for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
-          for (int h = 0; h < Kind::HALVES; h++) {
-            typename Sums::Wide w[PIECES];
-            for (int c = 0; c < PIECES; c++) w[c] = Sums::wide(Kind::half(load<PartWords>(at + c * PART), h));
-            for (int r = 0; r < N; r++) {
-              const int8_t* bytes = x.values + (place + r * next) * BLOCK + s * int8::BYTES + h * BLOCK / 2;
-              const auto all = Sums::spread(load<uint32_t>(bytes));
-              for (int c = 0; c < PIECES; c++) block[r][c] = Sums::multiply(block[r][c], w[c], all);
-            }
-          }
-        }
-        for (int c = 0; c < PIECES; c++) {
-          const Part scale = from_halves(load<PartWords>(scales + c * PART) >> 16 * b & 0xffffu);
-          for (int r = 0; r < N; r++) {
-            const PartInts exact = Sums::total(block[r][c], Kind::ZERO / 8 * x.totals[place + r * next]);
-            const Part of_x = Part{} + x.scales[(i + r) * x.groups + g];
-            sums[r][c] = fma(__builtin_convertvector(exact, Part) * scale, of_x, sums[r][c]);
-          }
-        }
-      }
-    }
-    for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
-  }
-}
-
-// y [m, n] = x W^T + bias, rounded to Out; then, in T's dtype, times `scale` and plus `added`, as in linear.h.
-template <class T, class Out, class Kind>
-struct Linear {
-  using Element = typename T::Element;
+// As in linear.h.
+template <class Kind>
+struct Factors {
+  static constexpr int64_t WORTH = int8::Factors::WORTH;
+  static constexpr int ROWS = int8::Factors::ROWS;
 
   Rounded x;
-  const uint32_t* w;
-  const Element* bias;  // or nullptr
-  typename Out::Element* y;
-  int64_t y_stride, m, n, k;
-  float scale = 1.0f;
-  const Element* added = nullptr;
-  int64_t added_stride = 0;
+  const uint32_t* w = nullptr;
 
-  // As in linear.h.
-  int64_t panels() const { return up(n, WIDTH); }
-  int64_t count() const { return panels() * up(m, SOME); }
-  int64_t batch(int threads) const {
-    const int64_t worth = up(int8::WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
-    return std::max<int64_t>(worth, count() / (8 * threads));
-  }
+  // Rows that are rounded already: they are only read.
+  Factors(const void* rows, int64_t, int64_t m, int64_t k) : x(const_cast<void*>(rows), m, k) {}
 
-  Linear of(int64_t begin, int64_t many, const void* other, const float*) const {
-    Linear found = *this;
-    found.x = x.from(begin), found.y += begin * y_stride, found.m = many;
-    found.w = static_cast<const uint32_t*>(other);
+  Factors of(int64_t begin, const void* panels, const float*) const {
+    Factors found = *this;
+    found.x = x.from(begin), found.w = static_cast<const uint32_t*>(panels);
     return found;
   }
 
-  void operator()(int64_t i) const {
-    const int64_t begin = i / panels() * SOME;
-    part(i % panels(), begin, std::min(m, begin + SOME));
-  }
-
-  void part(int64_t p, int64_t begin, int64_t end) const {
-    const int64_t column = p * WIDTH, ahead = distance(m);
-    const uint32_t* panel = w + p * depth<Kind>(k) * WIDTH;
-    const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = begin; i < end; i += ROWS)
-      with_constant<ROWS>(std::min<int64_t>(ROWS, end - i), [&](auto rows) {
-        Floats sums[rows][COLUMNS];
-        multiply<Kind, rows>(x, i, panel, ahead, sums);
-        for (int c = 0; c * LANES < wide; c++) {
-          const int some = std::min(LANES, wide - c * LANES);
-          const int64_t at = column + c * LANES;
-          Floats b = bias ? read_some<T>(bias + at, some) : Floats{};
-          for (int r = 0; r < rows; r++) {
-            Floats v = bias ? sums[r][c] + b : sums[r][c];
-            if (scale != 1.0f) v = Out::rounded(v) * scale;
-            if (added) v = Out::rounded(v) + read_some<T>(added + (i + r) * added_stride + at, some);
-            write_some<Out>(y + (i + r) * y_stride + at, v, some);
+  template <int N>
+  void multiply(int64_t i, int64_t p, int64_t k, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+    using Sums = Kind::Sums;
+    constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1, PIECES = WIDE * PARTS;
+    for (int first = 0; first < COLUMNS; first += WIDE) {
+      const uint32_t* at = w + p * depth<Kind>(k) * WIDTH + first * LANES;
+      Part sums[N][PIECES] = {};
+      for (int64_t g = 0; g < x.groups; g++, at += WIDTH) {
+        const uint32_t* scales = at + PAIR * Kind::LANES * WIDTH;
+        for (int b = 0; b < PAIR; b++) {
+          PartInts block[N][PIECES];
+          const int64_t place = (i * x.groups + g) * PAIR + b, next = x.groups * PAIR;  // of x; to its next row
+          for (int r = 0; r < N; r++)
+            for (int c = 0; c < PIECES; c++) block[r][c] = Sums::begin(Kind::ZERO / 8 * x.totals[place + r * next]);
+          for (int s = 0; s < Kind::LANES; s++, at += WIDTH) {
+            for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
+            for (int h = 0; h < Kind::HALVES; h++) {
+              typename Sums::Wide v[PIECES];
+              for (int c = 0; c < PIECES; c++) v[c] = Sums::wide(Kind::half(load<PartWords>(at + c * PART), h));
+              for (int r = 0; r < N; r++) {
+                const int8_t* bytes = x.values + (place + r * next) * BLOCK + s * int8::BYTES + h * BLOCK / 2;
+                const auto all = Sums::spread(load<uint32_t>(bytes));
+                for (int c = 0; c < PIECES; c++) block[r][c] = Sums::multiply(block[r][c], v[c], all);
+              }
+            }
+          }
+          for (int c = 0; c < PIECES; c++) {
+            const Part scale = from_halves(load<PartWords>(scales + c * PART) >> 16 * b & 0xffffu);
+            for (int r = 0; r < N; r++) {
+              const PartInts exact = Sums::total(block[r][c], Kind::ZERO / 8 * x.totals[place + r * next]);
+              const Part of_x = Part{} + x.scales[(i + r) * x.groups + g];
+              sums[r][c] = fma(__builtin_convertvector(exact, Part) * scale, of_x, sums[r][c]);
+            }
           }
         }
-      });
+      }
+      for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
+    }
   }
 };
 
@@ -216,13 +175,14 @@ namespace hibachi {
 // What panels are of, as in packing.py.
 enum Panels : int32_t { FLOAT32, BFLOAT16, INT8, Q4_0, Q8_0 };
 
-// f(std::type_identity<the product>{}) of rounded rows and panels of such a kind. Its `of` sets the matrix.
-template <class T, class Out, class F>
-FAST auto with_product(int kind, const F& f) {
+// f(std::type_identity<X>{}), the factors of products with panels of such a kind.
+template <class T, class F>
+FAST auto with_factors(int kind, const F& f) {
   switch (kind) {
-    case Q4_0: return f(std::type_identity<blocks::Linear<T, Out, blocks::Four>>{});
-    case Q8_0: return f(std::type_identity<blocks::Linear<T, Out, blocks::Eight>>{});
-    default: return f(std::type_identity<int8::Linear<T, Out>>{});
+    case INT8: return f(std::type_identity<int8::Factors>{});
+    case Q4_0: return f(std::type_identity<blocks::Factors<blocks::Four>>{});
+    case Q8_0: return f(std::type_identity<blocks::Factors<blocks::Eight>>{});
+    default: return f(std::type_identity<Factors<T>>{});
   }
 }
 

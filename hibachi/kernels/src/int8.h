@@ -19,14 +19,10 @@
 
 namespace hibachi::int8 {
 
-constexpr int COLUMNS = 3;  // vectors of 16 in a panel
-constexpr int WIDTH = COLUMNS * LANES;
-constexpr int ROWS = 4;    // of x that are multiplied at once
 constexpr int BYTES = 4;   // of a lane
 constexpr int GROUP = 64;  // numbers of a row of x with one scale
 constexpr int STEPS = GROUP / BYTES;
 constexpr int LARGEST = 127;
-constexpr int64_t WORTH = 65536;  // products that are worth waking another thread for
 
 // The bytes of a register of W, unsigned, and four bytes of x, signed, as they are multiplied.
 #if defined(AVX512) && defined(__AVX512VNNI__)
@@ -165,42 +161,6 @@ struct Rounded {
   }
 };
 
-// N rows of x from row i, times one panel. Sums of a group and sums of all stay in registers.
-template <int N>
-static void multiply(
-    const Rounded& x, int64_t i, const uint32_t* panel, int64_t depth, int64_t ahead, Floats (&out)[N][COLUMNS]
-) {
-  constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;
-  for (int first = 0; first < COLUMNS; first += WIDE) {
-    const uint32_t* at = panel + first * LANES;
-    Part sums[N][WIDE * PARTS] = {};
-    for (int64_t g = 0; g < x.groups; g++) {
-      const int8_t* values[N];
-      PartInts group[N][WIDE * PARTS];
-      for (int r = 0; r < N; r++) {
-        values[r] = x.values + ((i + r) * x.groups + g) * GROUP;
-        for (int c = 0; c < WIDE * PARTS; c++) group[r][c] = PartInts{} + x.starts[(i + r) * x.groups + g];
-      }
-      const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
-      for (int s = 0; s < steps; s++, at += WIDTH) {
-        for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
-        Wide w[WIDE * PARTS];
-        for (int c = 0; c < WIDE * PARTS; c++) w[c] = wide(load<PartWords>(at + c * PART));
-        for (int r = 0; r < N; r++) {
-          const Spread bytes = spread(load<uint32_t>(values[r] + s * BYTES));
-          for (int c = 0; c < WIDE * PARTS; c++) group[r][c] = multiply(group[r][c], w[c], bytes);
-        }
-      }
-      for (int r = 0; r < N; r++) {
-        const Part scale = Part{} + x.scales[(i + r) * x.groups + g];
-        for (int c = 0; c < WIDE * PARTS; c++)
-          sums[r][c] = fma(__builtin_convertvector(group[r][c], Part), scale, sums[r][c]);
-      }
-    }
-    for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
-  }
-}
-
 // Rows of x [m, k] become `rounded`.
 template <class T>
 struct Round {
@@ -214,62 +174,59 @@ struct Round {
   void operator()(int64_t i) const { rounded.round<T>(i, x + i * x_stride, k); }
 };
 
-// y [m, n] = x W^T + bias, rounded to Out; then, in T's dtype, times `scale` and plus `added`, as in linear.h.
-template <class T, class Out>
-struct Linear {
-  using Element = typename T::Element;
+// As in linear.h. Sums of a group and sums of all stay in registers.
+struct Factors {
+  static constexpr int64_t WORTH = 65536;
+  static constexpr int ROWS = 4;
 
   Rounded x;
-  const uint32_t* w;
-  const float* scales;  // of the rows of W, up to a multiple of WIDTH
-  const Element* bias;  // or nullptr
-  typename Out::Element* y;
-  int64_t y_stride, m, n, k;
-  float scale = 1.0f;
-  const Element* added = nullptr;
-  int64_t added_stride = 0;
+  const uint32_t* w = nullptr;
+  const float* scales = nullptr;  // of the rows of W, up to a multiple of WIDTH
 
-  // As in linear.h.
-  int64_t panels() const { return up(n, WIDTH); }
-  int64_t count() const { return panels() * up(m, SOME); }
-  int64_t batch(int threads) const {
-    const int64_t worth = up(WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
-    return std::max<int64_t>(worth, count() / (8 * threads));
-  }
+  // Rows that are rounded already: they are only read.
+  Factors(const void* rows, int64_t, int64_t m, int64_t k) : x(const_cast<void*>(rows), m, k) {}
 
-  Linear of(int64_t begin, int64_t many, const void* other, const float* other_scales) const {
-    Linear found = *this;
-    found.x = x.from(begin), found.y += begin * y_stride, found.m = many;
-    found.w = static_cast<const uint32_t*>(other), found.scales = other_scales;
+  Factors of(int64_t begin, const void* panels, const float* its) const {
+    Factors found = *this;
+    found.x = x.from(begin), found.w = static_cast<const uint32_t*>(panels), found.scales = its;
     return found;
   }
 
-  void operator()(int64_t i) const {
-    const int64_t begin = i / panels() * SOME;
-    part(i % panels(), begin, std::min(m, begin + SOME));
-  }
-
-  void part(int64_t p, int64_t begin, int64_t end) const {
-    const int64_t depth = up(k, BYTES), column = p * WIDTH, ahead = distance(m);
-    const uint32_t* panel = w + p * depth * WIDTH;
-    const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = begin; i < end; i += ROWS)
-      with_constant<ROWS>(std::min<int64_t>(ROWS, end - i), [&](auto rows) {
-        Floats sums[rows][COLUMNS];
-        multiply<rows>(x, i, panel, depth, ahead, sums);
-        for (int c = 0; c * LANES < wide; c++) {
-          const int some = std::min(LANES, wide - c * LANES);
-          const int64_t at = column + c * LANES;
-          const Floats each = load<Floats>(scales + at);
-          Floats b = bias ? read_some<T>(bias + at, some) : Floats{};
-          for (int r = 0; r < rows; r++) {
-            Floats v = bias ? sums[r][c] * each + b : sums[r][c] * each;
-            if (scale != 1.0f) v = Out::rounded(v) * scale;
-            if (added) v = Out::rounded(v) + read_some<T>(added + (i + r) * added_stride + at, some);
-            write_some<Out>(y + (i + r) * y_stride + at, v, some);
+  template <int N>
+  void multiply(int64_t i, int64_t p, int64_t k, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+    constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;
+    const int64_t depth = up(k, BYTES);
+    for (int first = 0; first < COLUMNS; first += WIDE) {
+      const uint32_t* at = w + p * depth * WIDTH + first * LANES;
+      Part sums[N][WIDE * PARTS] = {};
+      for (int64_t g = 0; g < x.groups; g++) {
+        const int8_t* values[N];
+        PartInts group[N][WIDE * PARTS];
+        for (int r = 0; r < N; r++) {
+          values[r] = x.values + ((i + r) * x.groups + g) * GROUP;
+          for (int c = 0; c < WIDE * PARTS; c++) group[r][c] = PartInts{} + x.starts[(i + r) * x.groups + g];
+        }
+        const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
+        for (int s = 0; s < steps; s++, at += WIDTH) {
+          for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
+          Wide v[WIDE * PARTS];
+          for (int c = 0; c < WIDE * PARTS; c++) v[c] = wide(load<PartWords>(at + c * PART));
+          for (int r = 0; r < N; r++) {
+            const Spread bytes = spread(load<uint32_t>(values[r] + s * BYTES));
+            for (int c = 0; c < WIDE * PARTS; c++) group[r][c] = int8::multiply(group[r][c], v[c], bytes);
           }
         }
-      });
+        for (int r = 0; r < N; r++) {
+          const Part scale = Part{} + x.scales[(i + r) * x.groups + g];
+          for (int c = 0; c < WIDE * PARTS; c++)
+            sums[r][c] = fma(__builtin_convertvector(group[r][c], Part), scale, sums[r][c]);
+        }
+      }
+      const float* each = scales + p * WIDTH + first * LANES;
+      for (int r = 0; r < N; r++)
+        for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] *= load<Part>(each + c * PART);
+      for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
+    }
   }
 };
 

@@ -13,20 +13,13 @@ namespace hibachi {
 
 constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
-constexpr int64_t WORTH = 32768;  // products that are worth waking another thread for
-constexpr int64_t SOME = 256;     // rows of a part
+constexpr int64_t SOME = 256;  // rows of a part
 
 // So many steps of k before a panel is needed, memory is asked for it, also for the next one; 0: it is not asked. What
 // is best depends on the processor and on the rows of a product, and is measured (trial.py).
 constexpr int DISTANCES = 4;  // of products of at most 2, 8, 24 rows, and of more
 inline int64_t distances[DISTANCES] = {10, 40, 40, 40};
 inline int64_t distance(int64_t rows) { return distances[rows <= 2 ? 0 : rows <= 8 ? 1 : rows <= 24 ? 2 : 3]; }
-
-// Rows of x that are multiplied at once, and the vectors of a panel that they are multiplied with meanwhile.
-template <class T>
-constexpr int ROWS = PART == LANES                              ? 8
-                     : sizeof(typename T::Wide) == sizeof(Part) ? 6
-                                                                : 4;
 
 // Asks memory for a piece of a panel that is multiplied with N rows. Few rows need it once: it should not push others
 // out of the caches, such as the host's own data, which a step would wait for.
@@ -35,45 +28,64 @@ FAST void ask(const void* p) {
   __builtin_prefetch(p, 0, N <= 2 ? 0 : 3);
 }
 
-template <class T, int N>
-static void multiply(
-    const typename T::Lane* x,
-    int64_t stride,
-    const typename T::Lane* panel,
-    int64_t depth,
-    int64_t ahead,
-    Floats (&out)[N][COLUMNS]
-) {
-  constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
-  for (int first = 0; first < COLUMNS; first += WIDE) {
-    Part sums[N][WIDE * PARTS] = {};
-    products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
-      using A = decltype(arithmetic);
-      const typename T::Lane* at = panel + first * LANES;
-      for (int64_t k = 0; k < depth; k++, at += WIDTH) {
-        for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
-        typename T::Wide w[WIDE * PARTS];
-        for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
-        for (int r = 0; r < N; r++)
-          for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = A::multiply(sums[r][c], w[c], x[r * stride + k]);
-      }
-    });
-    for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
+// What a product is of: rows of x, whole lanes each, and the panels of W.
+template <class T>
+struct Factors {
+  using Lane = typename T::Lane;
+  static constexpr int64_t WORTH = 32768;  // products that are worth waking another thread for
+  static constexpr int ROWS = PART == LANES                              ? 8
+                              : sizeof(typename T::Wide) == sizeof(Part) ? 6
+                                                                         : 4;  // that are multiplied at once
+
+  const Lane* x;
+  int64_t stride;  // lanes from row to row
+  const Lane* w = nullptr;
+
+  // Rows of `stride` elements, which is a multiple of DEPTH. Others than those of floats have m rows that are rounded.
+  Factors(const void* rows, int64_t stride, int64_t, int64_t)
+      : x(static_cast<const Lane*>(rows)), stride(stride / T::DEPTH) {}
+
+  // The rows from row `begin` on, with other panels and their scales.
+  Factors of(int64_t begin, const void* panels, const float*) const {
+    Factors found = *this;
+    found.x += begin * stride, found.w = static_cast<const Lane*>(panels);
+    return found;
   }
-}
+
+  // out = N rows from row i, times panel p.
+  template <int N>
+  void multiply(int64_t i, int64_t p, int64_t k, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+    constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
+    const int64_t depth = up(k, T::DEPTH);
+    const Lane *rows = x + i * stride, *panel = w + p * depth * WIDTH;
+    for (int first = 0; first < COLUMNS; first += WIDE) {
+      Part sums[N][WIDE * PARTS] = {};
+      products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
+        using A = decltype(arithmetic);
+        const Lane* at = panel + first * LANES;
+        for (int64_t d = 0; d < depth; d++, at += WIDTH) {
+          for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
+          typename T::Wide w[WIDE * PARTS];
+          for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
+          for (int r = 0; r < N; r++)
+            for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = A::multiply(sums[r][c], w[c], rows[r * stride + d]);
+        }
+      });
+      for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
+    }
+  }
+};
 
 // y [m, n] = x [m, k] W^T + bias, rounded to Out; then, in T's dtype, times `scale` and plus `added`, each rounded.
-template <class T, class Out>
+// X: Factors, of floats or of another kind.
+template <class T, class Out, class X = Factors<T>>
 struct Linear {
   using Element = typename T::Element;
-  using Lane = typename T::Lane;
 
-  const Element* x;  // rows are whole lanes: k and x_stride are multiples of DEPTH
-  int64_t x_stride;  // elements from row to row, as are the others
-  const Lane* w;
+  X factors;
   const Element* bias;  // or nullptr
   typename Out::Element* y;
-  int64_t y_stride, m, n, k;
+  int64_t y_stride, m, n, k;  // elements from row to row
   float scale = 1.0f;
   const Element* added = nullptr;
   int64_t added_stride = 0;
@@ -82,15 +94,14 @@ struct Linear {
   int64_t panels() const { return up(n, WIDTH); }
   int64_t count() const { return panels() * up(m, SOME); }
   int64_t batch(int threads) const {
-    const int64_t worth = up(WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
+    const int64_t worth = up(X::WORTH, std::max<int64_t>(1, std::min(m, SOME) * k * WIDTH));
     return std::max<int64_t>(worth, count() / (8 * threads));
   }
 
-  // The product of `many` rows from row `begin` with another matrix.
-  Linear of(int64_t begin, int64_t many, const void* other, const float*) const {
+  // The product of `many` rows from row `begin` with other panels.
+  Linear of(int64_t begin, int64_t many, const void* w, const float* scales) const {
     Linear found = *this;
-    found.x += begin * x_stride, found.y += begin * y_stride, found.m = many;
-    found.w = static_cast<const Lane*>(other);
+    found.factors = factors.of(begin, w, scales), found.y += begin * y_stride, found.m = many;
     return found;
   }
 
@@ -101,13 +112,12 @@ struct Linear {
 
   // Rows `begin` to before `end`, times panel p.
   void part(int64_t p, int64_t begin, int64_t end) const {
-    const int64_t depth = k / T::DEPTH, stride = x_stride / T::DEPTH, column = p * WIDTH, ahead = distance(m);
-    const Lane *panel = w + p * depth * WIDTH, *lanes = reinterpret_cast<const Lane*>(x);
+    const int64_t column = p * WIDTH, ahead = distance(m);
     const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = begin; i < end; i += ROWS<T>)
-      with_constant<ROWS<T>>(std::min<int64_t>(ROWS<T>, end - i), [&](auto rows) {
+    for (int64_t i = begin; i < end; i += X::ROWS)
+      with_constant<X::ROWS>(std::min<int64_t>(X::ROWS, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
-        multiply<T, rows>(lanes + i * stride, stride, panel, depth, ahead, sums);
+        factors.template multiply<rows>(i, p, k, ahead, sums);
         for (int c = 0; c * LANES < wide; c++) {
           const int some = std::min(LANES, wide - c * LANES);
           const int64_t at = column + c * LANES;

@@ -74,9 +74,7 @@ bool linear(const void* x, int64_t stride, const void* w, const void* b, void* y
   }
   return share(
       Linear<T, Out>{
-          .x = odd ? copy.data() : in<T>(x),
-          .x_stride = odd ? whole : stride,
-          .w = static_cast<const typename T::Lane*>(w),
+          .factors = Factors<T>(odd ? copy.data() : x, odd ? whole : stride, m, k).of(0, w, nullptr),
           .bias = in<T>(b),
           .y = out<Out>(y),
           .y_stride = n,
@@ -105,11 +103,14 @@ bool rounded_linear(
   if (!memory.ok()) return false;
   const int8::Rounded rounded(memory.data(), m, k);
   return share(int8::Round<T>{.x = in<T>(x), .x_stride = stride, .rounded = rounded, .m = m, .k = k}) &&
-         with_product<T, Out>(kind, [&](auto type) {
-           const typename decltype(type)::type product{
-               .x = rounded, .bias = in<T>(b), .y = out<Out>(y), .y_stride = n, .m = m, .n = n, .k = k
-           };
-           return share(product.of(0, m, w, scales));
+         with_factors<T>(kind, [&](auto type) {
+           using X = typename decltype(type)::type;
+           const X factors = X(memory.data(), 0, m, k).of(0, w, scales);
+           return share(
+               Linear<T, Out, X>{
+                   .factors = factors, .bias = in<T>(b), .y = out<Out>(y), .y_stride = n, .m = m, .n = n, .k = k
+               }
+           );
          });
 }
 
@@ -126,20 +127,18 @@ bool of_experts(
     int64_t k
 ) {
   const int64_t pairs = lists.tokens * lists.each;
-  if (kind < INT8) {
-    using Product = Linear<T, T>;
-    const Product product{.x = x, .x_stride = k, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
-    return share(OfExperts<Product>{lists, product, w, nullptr});
-  }
-  const Buffer<char> memory(int8::Rounded::bytes(pairs, k));
+  const Buffer<char> memory(kind < INT8 ? 0 : int8::Rounded::bytes(pairs, k));
   if (!memory.ok()) return false;
-  const int8::Rounded rounded(memory.data(), pairs, k);
-  return share(int8::Round<T>{.x = x, .x_stride = k, .rounded = rounded, .m = pairs, .k = k}) &&
-         with_product<T, T>(kind, [&](auto type) {
-           using Product = typename decltype(type)::type;
-           const Product product{.x = rounded, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
-           return share(OfExperts<Product>{lists, product, w, scales});
-         });
+  if (kind >= INT8) {
+    const int8::Rounded rounded(memory.data(), pairs, k);
+    if (!share(int8::Round<T>{.x = x, .x_stride = k, .rounded = rounded, .m = pairs, .k = k})) return false;
+  }
+  return with_factors<T>(kind, [&](auto type) {
+    using X = typename decltype(type)::type;
+    const void* rows = kind < INT8 ? static_cast<const void*>(x) : memory.data();
+    const Linear<T, T, X> product{.factors = X(rows, k, pairs, k), .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
+    return share(OfExperts<Linear<T, T, X>>{lists, product, w, scales});
+  });
 }
 
 template <class T>

@@ -18,8 +18,6 @@ namespace hibachi::pack {
 
 constexpr int BLOCK = 4 * LANES;  // lanes of a row that are turned at once: with 48 rows, they fit into the first cache
 
-static_assert(int8::WIDTH == WIDTH);
-
 // ---- how numbers are stored: bytes(k) of a row, and 16 of its numbers from number i on, zeros after `some` ----------
 
 template <class T>

@@ -96,11 +96,20 @@ struct Take {
   void operator()(int64_t i) const { std::copy_n(x + last[i] * width, width, y + i * width); }
 };
 
+// The panels of a product.
+static int panels_of(const Op& op) {
+  switch (op.kind) {
+    case LINEAR_INT8: return INT8;
+    case LINEAR_Q4_0: return Q4_0;
+    case LINEAR_Q8_0: return Q8_0;
+    default: return FLOAT32;
+  }
+}
+
 // f(the kernel of an operation).
 template <class T, class F>
 static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& f) {
   using E = typename T::Element;
-  using Lane = typename T::Lane;
   const int64_t m = op.outputs ? s.outputs : s.tokens, from_width = s.widths[op.from], to_width = s.widths[op.to];
   E *from = static_cast<E*>(s.buffers[op.from]) + op.from_at, *to = static_cast<E*>(s.buffers[op.to]) + op.to_at;
   const E *w = static_cast<const E*>(op.w), *b = static_cast<const E*>(op.b);
@@ -160,38 +169,42 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
               .added_stride = added_width,
           }
       );
-    case LINEAR: {
-      if (op.wide)
-        return f(
-            Linear<T, F32>{
-                .x = from,
-                .x_stride = from_width,
-                .w = reinterpret_cast<const Lane*>(w),
-                .bias = b,
-                .y = static_cast<float*>(s.buffers[op.to]),
-                .y_stride = to_width,
-                .m = m,
-                .n = op.n,
-                .k = op.k,
-            }
-        );
-      const Linear<T, T> product{
-          .x = from,
-          .x_stride = from_width / op.groups,
-          .w = reinterpret_cast<const Lane*>(w),
-          .bias = b,
-          .y = to,
-          .y_stride = to_width / op.groups,
-          .m = many,
-          .n = op.n,
-          .k = op.k,
-          .scale = op.scale,
-          .added = added,
-          .added_stride = added_width,
-      };
-      if (!op.experts) return f(product);
-      return f(OfExperts<Linear<T, T>>{lists, product, static_cast<const void* const*>(op.w), nullptr});
-    }
+    case LINEAR:
+    case LINEAR_INT8:
+    case LINEAR_Q4_0:
+    case LINEAR_Q8_0:
+      return with_factors<T>(panels_of(op), [&](auto type) {
+        using X = typename decltype(type)::type;
+        const X factors(from, from_width / op.groups, many, op.k);
+        const auto* scales = static_cast<const float*>(op.scales);
+        if (op.wide)
+          return f(
+              Linear<T, F32, X>{
+                  .factors = factors.of(0, op.w, scales),
+                  .bias = b,
+                  .y = static_cast<float*>(s.buffers[op.to]),
+                  .y_stride = to_width,
+                  .m = m,
+                  .n = op.n,
+                  .k = op.k,
+              }
+          );
+        const Linear<T, T, X> product{
+            .factors = factors,
+            .bias = b,
+            .y = to,
+            .y_stride = to_width / op.groups,
+            .m = many,
+            .n = op.n,
+            .k = op.k,
+            .scale = op.scale,
+            .added = added,
+            .added_stride = added_width,
+        };
+        if (!op.experts) return f(product.of(0, many, op.w, scales));
+        const auto* ws = static_cast<const void* const*>(op.w);
+        return f(OfExperts<Linear<T, T, X>>{lists, product, ws, static_cast<const float* const*>(op.scales)});
+      });
     case ROPE: {
       const void* const* turns = s.turns + 2 * op.which;
       const E *cos = static_cast<const E*>(turns[0]), *sin = static_cast<const E*>(turns[1]);
@@ -234,42 +247,6 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
     case ROUND: {
       const int8::Rounded rounded(s.buffers[op.to], many, op.k);
       return f(int8::Round<T>{.x = from, .x_stride = from_width / op.groups, .rounded = rounded, .m = many, .k = op.k});
-    }
-    case LINEAR_INT8:
-    case LINEAR_Q4_0:
-    case LINEAR_Q8_0: {
-      const int kind = op.kind == LINEAR_INT8 ? INT8 : op.kind == LINEAR_Q4_0 ? Q4_0 : Q8_0;
-      if (op.wide)
-        return with_product<T, F32>(kind, [&](auto type) {
-          const typename decltype(type)::type product{
-              .x = int8::Rounded(s.buffers[op.from], m, op.k),
-              .bias = b,
-              .y = static_cast<float*>(s.buffers[op.to]),
-              .y_stride = to_width,
-              .m = m,
-              .n = op.n,
-              .k = op.k,
-          };
-          return f(product.of(0, m, op.w, static_cast<const float*>(op.scales)));
-        });
-      return with_product<T, T>(kind, [&](auto type) {
-        using Product = typename decltype(type)::type;
-        const Product product{
-            .x = int8::Rounded(s.buffers[op.from], many, op.k),
-            .bias = b,
-            .y = to,
-            .y_stride = to_width / op.groups,
-            .m = many,
-            .n = op.n,
-            .k = op.k,
-            .scale = op.scale,
-            .added = added,
-            .added_stride = added_width,
-        };
-        if (!op.experts) return f(product.of(0, many, op.w, static_cast<const float*>(op.scales)));
-        const auto* ws = static_cast<const void* const*>(op.w);
-        return f(OfExperts<Product>{lists, product, ws, static_cast<const float* const*>(op.scales)});
-      });
     }
     case EMBED: {
       const auto* lanes = static_cast<const uint32_t*>(op.w);
