@@ -70,9 +70,10 @@ class CudaTorchBackend(TorchBackend):
     @property
     @override
     def block_size(self) -> int:  # type: ignore[override]  # the base has an attribute
-        """FlashAttention 2 reads blocks of a multiple of 256 positions; FlashAttention 3, if activated, any."""
+        """FlashAttention 2 reads blocks of a multiple of 256 positions; FlashAttention 3, if activated, any. Where
+        blocks are gathered, small ones have fewer positions that nobody needs."""
         active = getattr(attention, "current_flash_attention_impl", lambda: None)()
-        return TorchBackend.block_size if active == "FA3" else 256
+        return TorchBackend.block_size if self.varlen is None or active == "FA3" else 256
 
     # ---- movement ----------------------------------------------------------------------------------------------
 
@@ -227,8 +228,8 @@ class CudaTorchBackend(TorchBackend):
         lines = [f"attention: {f'gathers cache blocks ({why})' if why else 'varlen, where it can'}"]
         if self._recorder is None:
             return [*lines, "CUDA graphs: not used"]
-        off = sorted({g.given_up for g in self._graphs if g.given_up})
-        return [*lines, f"CUDA graphs: {f'given up ({off[0]})' if off else 'for decode steps'}"]
+        why = "; ".join(sorted({why for g in self._graphs for why in g.why}))
+        return [*lines, f"CUDA graphs: for decode steps{f', but not all ({why})' if why else ''}"]
 
 
 def _first_pointers(cache: Sequence[LayerCache]) -> set[int]:

@@ -51,9 +51,12 @@ class CudaRecorder:
                 launch()  # libraries make their workspaces now, and not while we record
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile: only our own must not do what cannot be recorded.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                out = launch()
+            try:
+                # Other threads may use the device meanwhile: only our own must not do what cannot be recorded.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    out = launch()
+            finally:
+                torch.cuda.set_stream(current)  # PyTorch leaves a recording that failed on the other stream
             return out, graph.replay
 
 
@@ -69,9 +72,9 @@ class StepGraphs:
     """`step(params, cache, x)` of a `CachedModel` that writes its cache in place, with decode steps recorded.
 
     The first step of a shape runs kernel by kernel, the second is recorded after it has run, and the third is run both
-    ways and compared. What cannot be recorded, and steps with prompts, run kernel by kernel; why is logged once, and
-    no request notices. If a replay comes to something else, it may have written anywhere: `spoiled(cache)` is called,
-    and RuntimeError raised.
+    ways and compared. Shapes that cannot be recorded, and steps with prompts, run kernel by kernel; why is logged
+    once, and no request notices. If a replay comes to something else, it may have written anywhere: `spoiled(cache)`
+    is called, and RuntimeError raised.
     """
 
     def __init__(
@@ -83,14 +86,16 @@ class StepGraphs:
         self._graphs: dict[Any, _Graph] = {}
         self._params: Any = None
         self._cache: list[LayerCache] = []
-        self.given_up: str | None = None
-        """Why nothing is recorded any more."""
+        self._left: set[Any] = set()  # shapes that are not recorded
+        self.why: list[str] = []
+        """Why shapes are not recorded."""
+        self._off = False  # nothing is recorded any more
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __call__(self, params: Any, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
-        if self.given_up is not None or not _decodes(x):
+        if self._off or not _decodes(x):
             return self._step(params, cache, x)
         if not self._same_memory(params, cache):
             self._forget(params, cache)
@@ -113,13 +118,13 @@ class StepGraphs:
         out, new = self._step(params, cache, x)  # what is wrong with a request is raised here, as without us
         if key not in self._seen:
             self._seen.add(key)
-        elif len(self._graphs) < MOST:
+        elif len(self._graphs) == MOST:
+            self._leave(key, f"there are more than {MOST} shapes of steps")
+        elif key not in self._left:
             try:
                 self._record(key, params, cache, x)
             except Exception as e:
-                self._give_up(f"recording a step failed with {type(e).__name__}: {e}")
-        else:
-            self._give_up(f"there are more than {MOST} shapes of steps")
+                self._leave(key, f"recording a step failed with {type(e).__name__}: {e}")
         return out, new
 
     def _record(self, key: Any, params: Any, cache: list[LayerCache], x: StepInputs[Array]) -> None:
@@ -130,9 +135,9 @@ class StepGraphs:
 
         (out, new), replay = self._recorder.record(launch)
         if not isinstance(out, torch.Tensor):
-            self._give_up(f"a step returns {type(out).__qualname__}, not an array")
+            self._leave(key, f"a step returns {type(out).__qualname__}, not an array")
         elif _pointers(new) != _pointers(cache):
-            self._give_up("a step returns another cache than the one it was given")
+            self._leave(key, "a step returns another cache than the one it was given")
         else:
             self._graphs[key] = _Graph(list(_leaves(own)), out, replay)
 
@@ -141,14 +146,22 @@ class StepGraphs:
         got, expected = (torch.nan_to_num(t.float()) for t in (out, expected))
         if bool((got - expected).abs().max() <= CLOSE * expected.abs().max()):
             return
-        self._give_up("a recorded step came to something else than the step itself")
-        self._spoiled(cache)
-        raise RuntimeError("a recorded step came to something else than the step itself; its cache is lost")
-
-    def _give_up(self, why: str) -> None:
-        _log.warning("Steps are launched kernel by kernel, without CUDA graphs: %s.", why)
-        self.given_up = why
+        why = "a recorded step came to something else than the step itself"
+        self._off = True
         self._graphs.clear()
+        self._tell(why)
+        self._spoiled(cache)
+        raise RuntimeError(f"{why}; its cache is lost")
+
+    def _leave(self, key: Any, why: str) -> None:
+        self._left.add(key)
+        self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        if why not in self.why:
+            self.why.append(why)
+            which = "Steps" if self._off else "Some shapes of steps"
+            _log.warning("%s are launched kernel by kernel, without CUDA graphs: %s.", which, why)
 
     def _same_memory(self, params: Any, cache: list[LayerCache]) -> bool:
         if params is not self._params or len(cache) != len(self._cache):
@@ -162,7 +175,7 @@ class StepGraphs:
 
     def _forget(self, params: Any, cache: list[LayerCache]) -> None:
         self._params, self._cache = params, list(cache)
-        self._seen.clear()
+        self._seen.clear(), self._left.clear()
         if self._graphs:
             self._graphs.clear()
             self._recorder = self._make_recorder()  # its memory goes with the graphs

@@ -428,7 +428,8 @@ class ArrayBackend(Library):
         return self.xp.arange(n, dtype=self.xp.int32, device=self.device)
 
     def _scalar(self, value: float) -> Array:
-        return self.xp.asarray(value, dtype=self.xp.float32, device=self.device)
+        # Made on the device: what is copied to it from the host cannot be recorded as a part of a step.
+        return self.xp.full((), value, dtype=self.xp.float32, device=self.device)
 
     # ---- math --------------------------------------------------------------------------------------------------
 

@@ -189,14 +189,34 @@ def test_another_cache_or_other_weights_drop_the_recordings(what):
     assert cache[0][0].view(-1)[step_inputs(backend, 2, start=5).slot.long()].tolist() == [7.0, 8.0]
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_before_and_says_why_once(expected, reasons):
-    class Refuses:
-        def record(self, launch):
-            raise RuntimeError("operation not permitted when stream is capturing")
+class Refuses(Recorded):
+    """The first shape cannot be recorded."""
 
-    assert generate(cuda(Refuses)) == expected
+    tries = 0
+
+    def record(self, launch):
+        self.tries += 1
+        if self.tries == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(launch)
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_before_and_says_why_once(expected, reasons):
+    backend = cuda(Refuses)
+    assert generate(backend) == expected
     [said] = [r for r in reasons() if "CUDA graphs" in r]
-    assert said.endswith("recording a step failed with RuntimeError: operation not permitted when stream is capturing.")
+    why = "recording a step failed with RuntimeError: operation not permitted when stream is capturing"
+    assert said.endswith(f"{why}.") and backend.remarks()[1].endswith(f"but not all ({why})")
+
+
+def test_a_shape_that_cannot_be_recorded_gives_up_no_other():
+    graphs, _ = make_graphs(recorder=Refuses)
+    backend, params, cache, Refuses.launches = cuda(), {"by": 1}, fresh_cache(), 0
+    for rows in (2, 3):
+        for n in range(4):
+            out, _ = graphs(params, cache, step_inputs(backend, rows, start=n, tokens=range(rows)))
+            assert out[:, 0].tolist() == [n + i for i in range(rows)]
+    assert len(graphs) == 1 and Refuses.launches == 2
 
 
 def test_a_step_that_returns_a_cache_of_its_own_is_not_recorded():
@@ -210,17 +230,18 @@ def test_a_step_that_returns_a_cache_of_its_own_is_not_recorded():
     cache, params = fresh_cache(), {"by": 1}
     for n in range(3):
         graphs(params, cache, step_inputs(cuda(), 2, start=n))
-    assert graphs.given_up == "a step returns another cache than the one it was given" and len(graphs) == 0
+    assert graphs.why == ["a step returns another cache than the one it was given"] and len(graphs) == 0
 
 
-def test_more_shapes_than_we_keep_end_the_recording():
+def test_more_shapes_than_we_keep_run_as_they_are():
     graphs, _ = make_graphs()
     backend, params = cuda(), {"by": 1}
     cache = [(torch.zeros(4 * MOST, 4),)]
-    for rows in range(1, MOST + 2):
-        for n in range(2):
-            graphs(params, cache, step_inputs(backend, rows, start=n))
-    assert "shapes" in graphs.given_up and len(graphs) == 0
+    for rows in range(1, MOST + 3):
+        for n in range(3):
+            out, _ = graphs(params, cache, step_inputs(backend, rows, start=n))
+            assert out.shape == (rows, 1)
+    assert graphs.why == [f"there are more than {MOST} shapes of steps"] and len(graphs) == MOST
 
 
 def test_a_request_that_fails_fails_alone_while_steps_are_recorded(expected):
