@@ -175,7 +175,8 @@ class StepGraphs:
 
     def _forget(self, params: Any, cache: list[LayerCache]) -> None:
         self._params, self._cache = params, list(cache)
-        self._seen.clear(), self._left.clear()
+        self._seen.clear()
+        self._left.clear()
         if self._graphs:
             self._graphs.clear()
             self._recorder = self._make_recorder()  # its memory goes with the graphs
