@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -22,6 +24,7 @@ import torch
 
 import hibachi
 from hibachi import StepInputs
+from hibachi.installed import version
 from hibachi.model.arch import Arch, Experts, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope, tables
@@ -226,6 +229,17 @@ def text(run: Run) -> Result:
     return found
 
 
+def announce(folder: Path) -> None:
+    """What an installation writes of our names: a tree that was copied has no entry points."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / f"hibachi-{about['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hibachi\nVersion: {about['version']}\n")
+    groups = about["entry-points"].items()
+    lines = [line for group, names in groups for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
 def conformance(run: Run, backend: str, limit: float) -> Result:
     """What of the kit a backend keeps: promises of paged attention and caches first, then the others while time is
     left."""
@@ -238,7 +252,9 @@ def conformance(run: Run, backend: str, limit: float) -> Result:
             command = [sys.executable, "-m", "hibachi", "conformance", "--backend", backend, "--json", str(file)]
             command += ["-q", "-k", f"({which}) and step" if run.dry else which]
             left = max(1.0, min(end - time.perf_counter(), run.left))
-            paths = [str(ROOT), str(CARRIED), os.environ.get("PYTHONPATH", "")]
+            if version() == "unknown":
+                announce(Path(folder))
+            paths = [str(ROOT), str(CARRIED), folder, os.environ.get("PYTHONPATH", "")]
             env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=left, cwd=ROOT, env=env)
@@ -246,7 +262,9 @@ def conformance(run: Run, backend: str, limit: float) -> Result:
                 found[name] = {"stopped_after_s": left}
                 continue
             found[name] = {"rc": done.returncode, "said": (done.stdout + done.stderr).strip()[-300:]}
-            if file.exists():
+            if not file.exists():
+                found[name] = {"failed": found[name]["said"]}
+            else:
                 judged = json.loads(file.read_text())["backends"].values()
                 promises = [p for one in judged for group in one["groups"].values() for p in group]
                 found[name]["kept"] = sum(p["status"] == "kept" for p in promises)
@@ -266,7 +284,7 @@ def conformance_jax(run: Run) -> Result:
     seen = jax.default_backend()
     if seen == "cpu" and not run.dry:
         return {"skipped": "JAX sees no device"}
-    return {"platform": seen} | conformance(run, "jax", 40)
+    return {"platform": seen} | conformance(run, "hibachi_jax:JaxBackend", 40)
 
 
 def company(run: Run) -> Result:
@@ -451,6 +469,7 @@ def beside_transformers(run: Run) -> Result:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
+    block = next(iter(inspect.signature(ContinuousBatchingConfig).parameters))  # page_size, before 5.20 block_size
     rng = np.random.default_rng(2)
     found: Result = {"version": transformers.__version__}
     for rows in (1, 3) if run.dry else ROWS["135m"]:
@@ -460,7 +479,10 @@ def beside_transformers(run: Run) -> Result:
         prompts = [rng.integers(0, arch.vocab_size, prompt).tolist() for _ in range(rows)]
         how = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=new)
         room = ContinuousBatchingConfig(
-            max_requests_per_batch=rows, num_blocks=-(-(prompt + new) // 32) * rows + 8, page_size=32
+            **{block: 32},
+            max_requests_per_batch=rows,
+            num_blocks=-(-(prompt + new) // 32) * rows + 8,
+            max_batch_tokens=rows * prompt,
         )
 
         def generate(prompts: Any = prompts, how: Any = how, room: Any = room) -> int:

@@ -1,4 +1,4 @@
-"""Entry points of the installed packages.
+"""Versions and entry points of the installed packages.
 
 Looking through all packages takes some 10 ms, so it is done once, and again when a folder that Python imports from has
 changed.
@@ -11,6 +11,14 @@ import sys
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
+
+
+def version(package: str = "hibachi") -> str:
+    """ "unknown" where it is not installed, as hibachi in a folder that was copied."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def entry_points(*, group: str) -> metadata.EntryPoints:

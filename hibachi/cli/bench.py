@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from hibachi.cli.options import model_arguments
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError
+from hibachi.installed import version
 from hibachi.lm.llm import LLM
 from hibachi.lm.named import model_named
 from hibachi.model.describe import describe
@@ -378,7 +378,7 @@ def growing(args: argparse.Namespace) -> int:
     found = growth.cliffs(points)
     print("\n" + ("\n".join(["cliffs:", *(f"  {cliff}" for cliff in found)]) if found else "no cliffs"))
     if args.out:
-        about = {"hibachi": version("hibachi"), "model": Path(args.model).name, "backend": backend}
+        about = {"hibachi": version(), "model": Path(args.model).name, "backend": backend}
         data = about | {"machine": machine(), "points": growth.as_json(points), "cliffs": [str(c) for c in found]}
         Path(args.out).write_text(json.dumps(data, indent=1) + "\n")
     if args.plot:
@@ -455,7 +455,7 @@ def fit(args: argparse.Namespace) -> int:
         print(f"  {name:8}  {seconds(getattr(time, name)):>9}  {what}")
     print(f"\nrelative error: median {found.median_error:.1%}, 90 % of the steps below {found.p90_error:.1%}")
     if args.out:
-        about = {"hibachi": version("hibachi"), "model": args.model, "backend": backend, "machine": machine()}
+        about = {"hibachi": version(), "model": args.model, "backend": backend, "machine": machine()}
         about |= load | {"max_num_batched_tokens": args.max_num_batched_tokens}
         Path(args.out).write_text(json.dumps(found.as_json(**about), indent=1) + "\n")
     return 0

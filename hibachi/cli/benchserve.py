@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hibachi.bench.load import report, traffic
 from hibachi.bench.load.generator import Generator, Loaded, Sample, check, model_of, run
 from hibachi.bench.load.traffic import Ask, Form
 from hibachi.bench.machine import cores, machine
+from hibachi.installed import version
 from hibachi.sim.plot import check_format
 from hibachi.sim.trace import read_trace
 from hibachi.web.client import Client, Url
@@ -186,7 +186,7 @@ def _write(
 ) -> None:
     hidden = ("api_key", "parser", "do", "run", "rest")
     document = {
-        "hibachi": version("hibachi"),
+        "hibachi": version(),
         "machine": machine(),
         "model": model,
         "options": {name: value for name, value in vars(args).items() if name not in hidden},

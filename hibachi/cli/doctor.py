@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.bench.steps.speculating import ROOM, step_costs, told
 from hibachi.cli.options import deterministic_argument, numerics_argument
@@ -17,6 +16,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
 from hibachi.engine.speculation import cannot_speculate
 from hibachi.errors import ConfigError, NotDeterministic, UnsupportedOperation
+from hibachi.installed import version
 from hibachi.lm.llm import LLM, QUANTIZATIONS
 from hibachi.lm.own import is_own, open_own
 from hibachi.model.files import locate, open_files
@@ -66,10 +66,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         return _model(args)
-    print(f"hibachi   {version('hibachi')}")
+    print(f"hibachi   {version()}")
     print(f"python    {sys.version.split()[0]}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     for package in ("numpy", "array-api-compat", "typing-extensions"):
-        print(f"          {package} {_version(package)}")
+        print(f"          {package} {version(package)}")
     print("\nbackends")
     width = max(map(len, known()), default=0)
     for name in known():
@@ -216,11 +216,4 @@ def _library(module: str, extra: str) -> str:
         return f"broken   {module}: {e}"
     except Exception as e:
         return f"broken   {module}: {type(e).__name__}: {e}"
-    return f"ready    {module} {_version(module)}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "?"
+    return f"ready    {module} {version(module)}"

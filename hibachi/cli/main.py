@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 from hibachi.errors import HibachiError, printable
+from hibachi.installed import version
 from hibachi.options import UNITS, nearest, renamed
 from hibachi.phases import INTERRUPTED, showing_phases
 
@@ -60,7 +60,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         epilog="`hibachi demo` is a good beginning; `hibachi COMMAND --help` says more.",
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"hibachi {version('hibachi')}")
+    top.add_argument("--version", action="version", version=f"hibachi {version()}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in (only,) if only in COMMANDS else COMMANDS:
         module = import_module(f"hibachi.cli.{name.replace('-', '')}")

@@ -15,12 +15,12 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hibachi.errors import ConfigError
+from hibachi.installed import version
 from hibachi.plan.policies import SHIPPED, policy_of
 from hibachi.plan.policy import Policy
 from hibachi.sim.feed import ORDERS, WINDOW
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         print(text)
     if args.json:
         data = {
-            "hibachi": version("hibachi"),
+            "hibachi": version(),
             "trace": {"name": trace.name, "requests": len(trace), "seconds": span},
             "step_time": asdict(time),
             "runs": [one.summary() for one in runs],

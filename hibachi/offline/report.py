@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hibachi.errors import ConfigError, printable
+from hibachi.installed import version
 from hibachi.model.extras import need
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done
@@ -69,7 +69,7 @@ def report(done: Done, course: Course, more: Mapping[str, Any]) -> dict[str, Any
     counts, seconds = done.counts, done.seconds
     computed = counts.prompt_tokens - counts.cached_tokens
     return {
-        "hibachi": version("hibachi"),
+        "hibachi": version(),
         "status": done.status,
         "rows": done.rows,
         "failed": done.failed,

@@ -6,7 +6,6 @@ import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import version
 from inspect import getdoc
 from typing import Any
 
@@ -14,6 +13,7 @@ from hibachi.api.answers import encode
 from hibachi.api.errors import Refused
 from hibachi.api.messages.answers import AnthropicError
 from hibachi.api.openapi import EVENTS, JSON, Content, Error, Operation, TgiError, document
+from hibachi.installed import version
 from hibachi.serve.docspage import STYLE, page
 from hibachi.serve.metrics import is_work
 from hibachi.serve.routes import About, Route
@@ -41,7 +41,7 @@ def with_description(routes: Sequence[Route]) -> tuple[Route, ...]:
     def described(served: Served, root: str) -> dict[str, Any]:
         title = f"hibachi serve: {', '.join(served.names)}"
         found = [operation(route, served) for route in all_ if route.about.useful(served)]
-        return document(found, title, version("hibachi"), root)
+        return document(found, title, version(), root)
 
     @cache
     def as_json(served: Served, root: str) -> bytes:

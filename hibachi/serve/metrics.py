@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 
 import prometheus_client
 
@@ -19,6 +18,7 @@ from hibachi.engine.health import Health
 from hibachi.engine.stats import Stats
 from hibachi.errors import HibachiError
 from hibachi.guide.protocol import Counted
+from hibachi.installed import version
 from hibachi.runners.meters import Histogram, Meters, decades
 from hibachi.serve.record import Record
 from hibachi.serve.routes import About, Route
@@ -135,7 +135,7 @@ def _about(served: Served) -> dict[str, str]:
     facts = engine.facts
     library, device, *_ = facts.fingerprint.split("; ")
     return {
-        "version": version("hibachi"),
+        "version": version(),
         "model": served.names[0],
         "backend": library,
         "device": device,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from hibachi.api.answers import Forgotten, Load, Unwell, Version, Well
 from hibachi.api.dialects import key_of
 from hibachi.api.errors import DENIED, Refused
+from hibachi.installed import version
 from hibachi.serve.flight import of_tenant
 from hibachi.serve.routes import About, Route
 from hibachi.serve.served import Served
@@ -47,7 +47,7 @@ async def flight(served: Served, x: Exchange) -> None:
 
 async def about(served: Served, x: Exchange) -> None:
     """The version of hibachi."""
-    await x.json(Version(version("hibachi")))
+    await x.json(Version(version()))
 
 
 async def load(served: Served, x: Exchange) -> None:

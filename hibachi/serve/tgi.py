@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 from hibachi.api.asking import tools_shown
@@ -26,6 +25,7 @@ from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import GenerateWriter
 from hibachi.decode.uniforms import fork
 from hibachi.errors import InvalidRequest, PromptTooLong
+from hibachi.installed import version
 from hibachi.request import MOST_INT
 from hibachi.serve import openai
 from hibachi.serve.record import Record
@@ -114,7 +114,7 @@ async def info(served: Served, x: Exchange) -> None:
         validation_workers=WORKERS,
         max_client_batch_size=limits.max_client_batch_size,
         router="hibachi",
-        version=version("hibachi"),
+        version=version(),
     )
     await x.json(told)
 

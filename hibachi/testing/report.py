@@ -7,9 +7,9 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hibachi.installed import version
 from hibachi.testing.causes import Cause, normal, short
 from hibachi.testing.gaps import Gap
 
@@ -237,9 +237,5 @@ def facts_of(backend: Any) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("hibachi", "numpy", "pytest"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a folder
-            found[package] = "unknown"
+    found |= {package: version(package) for package in ("hibachi", "numpy", "pytest")}
     return found

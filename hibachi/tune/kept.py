@@ -6,12 +6,12 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from hibachi.cachefolder import move
 from hibachi.errors import ConfigError
+from hibachi.installed import version
 from hibachi.tune.cases import ModelSizes
 from hibachi.tune.trial import KernelTrial
 
@@ -47,7 +47,7 @@ def write(path: Path, sizes: ModelSizes, deterministic: bool, trials: list[Kerne
     taken = {t.operation: t.name for t in trials if t.why_not is None and t.operation != "dtype"}
     found = {
         "format": FORMAT,
-        "hibachi": version("hibachi"),
+        "hibachi": version(),
         "model": asdict(sizes),
         "deterministic": deterministic,
         "taken": taken,

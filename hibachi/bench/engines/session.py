@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hibachi.bench.machine import Watch, machine
 from hibachi.bench.steps import roofline
 from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError, EngineFailed, HibachiError
+from hibachi.installed import version
 from hibachi.model.arch import Arch
 from hibachi.model.describe import describe
 from hibachi.tensor.candidates import candidates, compose
@@ -148,7 +148,7 @@ def _line(run: dict[str, Any], repeat: int) -> str:
 def document(runs: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """What is written as JSON."""
     return {
-        "hibachi": version("hibachi"),
+        "hibachi": version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "runs": runs,

@@ -7,10 +7,10 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hibachi.installed import version
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate
