@@ -41,7 +41,8 @@ from hibachi.named import is_named
 from hibachi.phases import phase
 from hibachi.settings.kinds import size
 from hibachi.sim.plot import check_format, seconds
-from hibachi.tensor.discover import best_backend
+from hibachi.tensor.discover import best_backend, load_backend
+from hibachi.tensor.library import check_numerics
 
 _WORDS = {
     "step": "of each step",
@@ -311,6 +312,8 @@ def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
             raise ConfigError(f"There is no --peer {name}, but something is said about it.")
     out = []
     if not args.no_hibachi:
+        if args.numerics is not None:
+            check_numerics(args.numerics, load_backend(args.backend or best_backend(), device=args.device))
         options = {name: _value(value) for name, value in args.option}
         for option in ("device", "deterministic", "numerics", "quantization", "autotune"):
             if getattr(args, option) is not None:

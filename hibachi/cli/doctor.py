@@ -66,6 +66,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         return _model(args)
+    if args.numerics is not None:
+        check_numerics(args.numerics, load_backend(args.backend or best_backend()))
     print(f"hibachi   {version()}")
     print(f"python    {sys.version.split()[0]}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     for package in ("numpy", "array-api-compat", "typing-extensions"):

@@ -25,10 +25,10 @@ from hibachi.phases import phase
 from hibachi.runners.beside import declared_by
 from hibachi.tensor.discover import known, load_backend, why_missing
 from hibachi.tensor.layout import Paged, State
+from hibachi.tensor.library import PORTABLE
 from hibachi.tensor.whose import leaves
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ROUNDED = {"int8": 1.0, "int4": 18 / 32}  # with the scales of blocks
 _BLOCKS = {"Q4_0": 18 / 32, "Q8_0": 34 / 32}  # as hibachi's kernels multiply them
 
 
@@ -187,25 +187,35 @@ def _memory(d: Description) -> list[dict[str, Any]]:
                 {
                     "backend": name,
                     "dtype": how,
-                    "weights": round(d.parameters * _ROUNDED[how]),
+                    "weights": _rounded(d, how),
                     "cache_per_token": None,
                     "full_context": None,
                 }
             )
-        for dtype, size in _BYTES.items():
-            if not hasattr(backend.xp, dtype) or (dtype == "float16" and hasattr(backend.xp, "bfloat16")):
+        brain = hasattr(backend.xp, "bfloat16") or backend.suits("bfloat16", d.arch)
+        for dtype in ("float32", "bfloat16" if brain else "float16"):
+            if dtype == "float16" and not hasattr(backend.xp, dtype):
                 continue
+            size = _BYTES[dtype]
             token = d.token * size
             out.append(
                 {
                     "backend": name,
                     "dtype": dtype,
-                    "weights": _weights(d, size, native=getattr(backend, "native", False)),
+                    "weights": _weights(d, size, native=getattr(backend, "native", False) and dtype in PORTABLE),
                     "cache_per_token": token,
                     "full_context": token * d.context if d.context else 0,
                 }
             )
     return out
+
+
+def _rounded(d: Description, how: str) -> int:
+    """Bytes of weights in eight bits, or in four, of which embeddings and head have eight; all with their scales."""
+    if how == "int8":
+        return d.parameters
+    vocabulary = 0 if d.arch is None else d.arch.vocab_size * d.arch.hidden_size * (1 if d.arch.tied else 2)
+    return round((d.parameters - vocabulary) * _BLOCKS["Q4_0"] + vocabulary * _BLOCKS["Q8_0"])
 
 
 def _weights(d: Description, size: int, *, native: bool) -> int:

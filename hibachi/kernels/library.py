@@ -195,7 +195,7 @@ def _compiled(asked: str) -> Library:
 
         def make(to: Path, variant: Variant = variant) -> None:
             if not phases_shown():
-                _log.warning("Compiling kernels, once for this machine, in about ten seconds: %s", to)
+                _log.warning("Compiling kernels, once for this machine, in ten to thirty seconds: %s", to)
             with phase(f"compiling kernels, once for this machine ({variant.name})", len(files()), "files") as p:
                 build(variant, to, cxx, p.update)
 

@@ -12,6 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,14 @@ def settled(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], fol
     if (kept := _kept(file, name, libraries)) is not None:
         return kept
     found = trial(candidates, libraries, name)
+    made = file.with_suffix(f".{time.monotonic_ns()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made = file.with_suffix(f".{time.monotonic_ns()}")
         made.write_text(json.dumps(asdict(found), indent=1))
         move(made, file)
     except OSError as e:
+        with suppress(OSError):
+            made.unlink()
         _log.warning(
             "%s cannot be written (%s): which kernels are the fastest is measured anew at each start.", file, e
         )
@@ -77,6 +80,8 @@ def settled(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], fol
 
 def _kept(file: Path, name: str, libraries: Mapping[str, str]) -> Choice | None:
     try:
+        if file.exists() and not file.is_file():  # a named pipe would be waited for
+            raise ValueError("no ordinary file")
         held: Any = json.loads(file.read_text())
         rates = {str(v): tuple(map(float, r)) for v, r in held["rates"].items()}
         kept = Choice(held["processor"], held["libraries"], held["variant"], tuple(held["distances"]), rates)
@@ -84,9 +89,13 @@ def _kept(file: Path, name: str, libraries: Mapping[str, str]) -> Choice | None:
             raise ValueError(f"distances {kept.distances}")
         if {len(r) for r in rates.values()} != {len(ROWS)} or rates.keys() != kept.libraries.keys():
             raise ValueError(f"rates {rates}")
+        if not all(0 < rate < math.inf for r in rates.values() for rate in r):
+            raise ValueError(f"rates {rates}")
+        if {type(kept.processor), type(kept.variant)} != {str}:
+            raise ValueError(f"names {kept.processor!r}, {kept.variant!r}")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as e:
         _log.warning("%s is damaged (%s: %s): what it held is measured anew.", file, type(e).__name__, e)
         return None
     if kept.processor != name:

@@ -133,7 +133,7 @@ class LLM(Texts):
                 "" if kept == self.backend.quantization else "; gguf_unpack undoes both",
             )
         # Kernels of a file may have other bits, and libraries compute some models apart.
-        check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False))
+        check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         speculation = resolved(
             speculative_config,

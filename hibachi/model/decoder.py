@@ -21,6 +21,7 @@ from hibachi.model.weights import Weights, matrices
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, Paged, StepInputs
+from hibachi.tensor.library import PORTABLE
 from hibachi.tensor.packing import Rows, quantization_of
 
 Params: TypeAlias = dict[str, Any]
@@ -69,7 +70,7 @@ class Decoder:
         self._embed_scale = float(backend.get(backend.put(np.array([arch.embed_scale], np.float32), dtype))[0])
         # XLA rounds once what is scaled and then added.
         fuses = backend.shapes.compiled and (arch.residual_scale, arch.embed_scale) != (1.0, 1.0)
-        self.portable: bool = arch.logit_softcap is None and not fuses
+        self.portable: bool = dtype in PORTABLE and arch.logit_softcap is None and not fuses
         """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
         self.quantization: str = quantization_of(backend, params)
         self.fused: Callable[..., Any] | None = backend.fuse(self)

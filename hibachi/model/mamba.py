@@ -18,6 +18,7 @@ from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, State, StepInputs
+from hibachi.tensor.library import PORTABLE
 from hibachi.tensor.packing import quantization_of
 
 _NO_LIMIT = 2**20  # tokens: the model has none of its own
@@ -109,6 +110,7 @@ class Mamba:
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
         self.quantization: str = quantization_of(backend, params)
+        self.portable = dtype in PORTABLE
 
     @classmethod
     def load(

@@ -720,7 +720,7 @@ class ArrayBackend(Library):
         """
         raise UnsupportedOperation(
             f"{type(self).__name__} ({self.name}) has no kernels for weights in {how}. Pass quantization=None, or take "
-            f"the backend torch on the CPU, or jax."
+            f"numpy, torch or jax on the CPU, with hibachi's kernels."
         )
 
     def suits(self, dtype: str, arch: Any) -> bool:

@@ -9,6 +9,9 @@ from hibachi.errors import ConfigError
 from hibachi.kernels.library import possible, why_missing
 from hibachi.shapes import CallShapes
 
+PORTABLE = ("float32", "bfloat16")
+"""The dtypes in which the kernels compute; bits of others have no name."""
+
 
 class Library:
     """The answers of a library that has nothing to say."""
@@ -69,16 +72,21 @@ class Library:
         return {"library": self.name, "device": "default"}
 
 
-def check_numerics(asked: str | None, backend: Library, *, portable: bool = True) -> None:
+def check_numerics(asked: str | None, backend: Library, *, portable: bool = True, dtype: str | None = None) -> None:
     """Refuse a backend, or a model on it, whose bits do not have the name that was asked for; None means any will do.
 
-    portable: of the model, see `Decoder`. Raises ConfigError, which says which names there are here.
+    A name may have a dtype behind it, as those of models do: "cpu-2 float32". portable, dtype: of the model, see
+    `Decoder`. Raises ConfigError, which says which names there are here.
     """
-    if asked is None or (portable and asked == backend.numerics):
+    name, space, of = (asked or "").partition(" ")
+    known = not space or (of in PORTABLE and dtype in (None, of))
+    if asked is None or (portable and known and name == backend.numerics):
         return
     if not (here := possible()):
         raise ConfigError(f"numerics must be None here, as there are no kernels ({why_missing()}); got {asked!r}.")
-    if asked not in here:
+    if name in here and dtype is not None and of in PORTABLE and dtype != of:
+        raise ConfigError(f"numerics={asked!r} was asked for, but the dtype is {dtype}. Pass dtype={of!r} as well.")
+    if name not in here or not known:
         raise ConfigError(f"numerics must be one of {', '.join(here)}, which this machine can compute; got {asked!r}.")
     raise ConfigError(
         f"numerics={asked!r} was asked for, but the bits of {'' if portable else 'this model on '}"

@@ -297,6 +297,7 @@ class NativeNumpyBackend(NativeBackend, InvariantNumpyBackend):
     """
 
     kernels = NativeBackend.kernels
+    quantizations = ("int8", "int4")
 
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__(device)

@@ -67,6 +67,7 @@ def test_a_work_as_a_file(tmp_path, capsys):
         (["throughput", "--work", "W3"], 1, "a rate is needed"),
         (["throughput", "--peer", "other"], 1, "A peer must be one of llamacpp, openvino, transformers, vllm"),
         (["throughput", "--peer", "hibachi"], 1, "A peer must be one of"),
+        (["throughput", "--numerics", "amx-1"], 1, "got 'amx-1'"),
         (["throughput", "--no-hibachi"], 1, "There is no engine to measure"),
         (["throughput", "--peer-model", "vllm=x"], 1, "There is no --peer vllm"),
         (["throughput", "--peer", "vllm", "--peer-model", "vllm"], 1, "must be ENGINE=VALUE"),

@@ -77,7 +77,9 @@ def test_facts_for_programs(facts):
     assert memory["torch", "float32"]["cache_per_token"] == token
     assert memory["torch", "bfloat16"]["full_context"] == token // 2 * 512
     assert memory["torch", "int8"]["weights"] == 3279104 and memory["torch", "int8"]["cache_per_token"] is None
-    assert ("numpy", "int8") not in memory
+    vocabulary, rest = 2048 * 256, 3279104 - 2048 * 256
+    assert memory["numpy", "int4"]["weights"] == vocabulary * 34 // 32 + rest * 18 // 32
+    assert ("numpy", "bfloat16") in memory and ("numpy", "float16") not in memory
     assert {"numpy", "torch", "jax"} <= {name for name, _ in memory}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
@@ -81,6 +82,12 @@ def another(**changes):
         (another(distances=[1, 2, 3, 1.5]), "is damaged"),
         (another(rates={"new": [1]}), "is damaged"),
         (another(rates=None), "is damaged"),
+        (another(rates={"new": [10**400] * 4}), "is damaged"),
+        (another(rates={"new": [1.0, 2.0, 3.0, float("nan")]}), "is damaged"),
+        (another(rates={"new": [1.0, 2.0, 3.0, -4.0]}), "is damaged"),
+        (another(variant=["new"]), "is damaged"),
+        (another(variant={}), "is damaged"),
+        (another(processor=None), "is damaged"),
         (another(processor="Another 1"), "is of another processor, 'Another 1'"),
         (another(variant="gone", rates={"gone": [1.0] * 4}, libraries={"gone": "gone-1"}), "names gone, which this"),
         (another(libraries={"new": "new-0"}), None),  # of another version
@@ -107,3 +114,14 @@ def test_a_folder_that_cannot_be_written_costs_a_line(clock, tmp_path, caplog):
     there = timed(clock, new=lambda rows, d: 1e-6)
     assert settled(there, names(there), tmp_path / "file").variant == "new"
     assert "cannot be written" in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("make", (os.mkdir, os.mkfifo))
+def test_what_is_no_file_is_told_and_nothing_is_left_beside_it(make, clock, tmp_path, caplog):
+    there = timed(clock, new=lambda rows, d: 1e-6)
+    settled(there, names(there), tmp_path)
+    [file] = tmp_path.iterdir()
+    file.unlink()
+    make(file)
+    assert settled(there, names(there), tmp_path).variant == "new"
+    assert "no ordinary file" in caplog.text and [*tmp_path.iterdir()] == [file]

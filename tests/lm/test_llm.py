@@ -624,6 +624,15 @@ def test_a_missing_library_says_how_to_get_it(witness, monkeypatch, module, opti
 def test_the_bits_have_the_name_that_was_asked_for_or_the_model_is_refused(monkeypatch, capsys):
     with LLM("tiny", backend="numpy", numerics=NUMERICS) as llm:
         assert llm.engine.facts.numerics == f"{NUMERICS} float32"
+    with LLM("tiny", backend="numpy", numerics=f"{NUMERICS} bfloat16", dtype="bfloat16") as llm:
+        assert llm.engine.facts.numerics == f"{NUMERICS} bfloat16"
+    with pytest.raises(ConfigError, match=r"but the dtype is float32\. Pass dtype='bfloat16' as well"):
+        LLM("tiny", backend="numpy", numerics=f"{NUMERICS} bfloat16")
+    for name in (f"{NUMERICS} float16", f"{NUMERICS}float32", f"{NUMERICS} ", ""):
+        with pytest.raises(ConfigError, match=f"^numerics must be one of {NUMERICS}"):
+            LLM("tiny", backend="numpy", numerics=name)
+    assert main(["doctor", "--backend", "numpy", "--numerics", "amx-1"]) == 1
+    assert "got 'amx-1'" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"^numerics must be one of {NUMERICS}, .*; got 'amx-1'"):
         LLM("tiny", backend="numpy", numerics="amx-1")
     with pytest.raises(ConfigError, match=f"the bits of numpy.* have no name. .* compute {NUMERICS} here"):
@@ -633,6 +642,16 @@ def test_the_bits_have_the_name_that_was_asked_for_or_the_model_is_refused(monke
         LLM("tiny", backend="numpy", numerics=NUMERICS)
     assert main(["generate", "--prompt", "She", "--backend", "numpy", "--numerics", NUMERICS]) == 1
     assert "there are no kernels" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not possible(), reason="there are no kernels")
+@pytest.mark.parametrize("name", ("numpy", "torch", "jax"))
+def test_bits_in_float16_have_no_name(name):
+    """The kernels do not compute in it, so that each library has its own."""
+    with LLM("tiny", backend=name, dtype="float16") as llm:
+        assert llm.engine.facts.numerics is None
+    with pytest.raises(ConfigError, match=r"the bits of this model on .* have no name"):
+        LLM("tiny", backend=name, dtype="float16", numerics=NUMERICS)
 
 
 @pytest.mark.skipif(not possible(), reason="there are no kernels")

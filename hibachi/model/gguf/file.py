@@ -84,13 +84,16 @@ class Blocks(Stored):
         """As of `Stored`. Raises InvalidModelFiles for blocks of which the scale is NaN or infinite as well."""
         for rows in super().rows(multiple):
             if self.dtype in QUANTIZED:
-                upper = rows.reshape(len(rows), -1, BLOCKS[self.dtype][1])[..., 1]  # byte of the scale, float16
-                if (upper & 0x7C == 0x7C).any():
-                    raise InvalidModelFiles(
-                        f"{self.file}: a block of a tensor {self.shape} in {self.dtype} has a scale that is NaN or "
-                        f"infinite. {AGAIN}."
-                    )
+                self._check(rows)
             yield rows
+
+    def _check(self, blocks: HostArray) -> None:
+        upper = blocks.reshape(-1, BLOCKS[self.dtype][1])[:, 1]  # byte of the scale, float16
+        if (upper & 0x7C == 0x7C).any():
+            raise InvalidModelFiles(
+                f"{self.file}: a block of a tensor {self.shape} in {self.dtype} has a scale that is NaN or infinite. "
+                f"{AGAIN}."
+            )
 
     @override
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
@@ -117,6 +120,8 @@ class Blocks(Stored):
             ) from e
         bytes_, step = flat.size // values * size, _QUANTIZED_WINDOW // values * size
         for start, part in windows(self.file, self.offset, np.dtype(np.uint8), bytes_, step):
+            if self.dtype in BLOCKS:  # others have their scales elsewhere
+                self._check(part)
             with np.errstate(all="ignore"):  # the numbers of a damaged file may be anything
                 numbers = library.quants.dequantize(part.reshape(1, -1), kind)[0]
             flat[start // size * values :][: len(numbers)] = numbers

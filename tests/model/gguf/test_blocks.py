@@ -162,6 +162,8 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path, where, scale):
         InvalidModelFiles, match=r"m.gguf: a block of .* in Q4_0 has a scale that is NaN or infinite.*again"
     ):
         load_model(path, NumpyBackend(), dtype="float32")
+    with pytest.raises(InvalidModelFiles, match=r"in Q4_0 has a scale that is NaN or infinite"):
+        load_model(path, NumpyBackend(native=False), dtype="float32")  # where blocks are unpacked
 
 
 def test_a_file_that_is_cut_is_refused(tmp_path):
