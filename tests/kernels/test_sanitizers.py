@@ -28,7 +28,7 @@ REPORTS = ("runtime error: ", "Sanitizer: ")
 TSAN = ("-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sanitizers")]  # what is compiled once, serves all
 
-# Less optimized, they compile in half a minute, and what is reported is where it was written.
+# Less optimized, a variant compiles in some minutes, and what is reported is where it was written.
 COMPILER = """#!/bin/sh
 exec g++ "$@" -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 """
@@ -108,7 +108,7 @@ def mutated(tmp_path, name, old, new):
 
 def test_a_planted_overflow_is_reported(watched, tmp_path):
     """One lane too many is read of the weights, which are padded to panels and no more."""
-    done = watched("-c", PRODUCTS, mutated(tmp_path, "linear.h", "k < depth; k++", "k <= depth; k++"))
+    done = watched("-c", PRODUCTS, mutated(tmp_path, "linear.h", "d < depth; d++", "d <= depth; d++"))
     assert done.returncode != 0 and "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
     assert "linear.h" in done.stderr
 

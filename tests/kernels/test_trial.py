@@ -16,7 +16,7 @@ class Timed:
     """Kernels whose products take as long as they are said to: seconds by rows and distance, for a panel."""
 
     def __init__(self, clock, seconds):
-        self.clock, self.seconds, self.distance, self.calls = clock, seconds, None, 0
+        self.clock, self.seconds, self.distance, self.calls, self.panels = clock, seconds, None, 0, 0
 
     def set_distances(self, at):
         import ctypes
@@ -28,8 +28,8 @@ class Timed:
 
     def linear(self, *arguments):
         rows, columns, _ = arguments[-3:]
-        self.calls += 1
-        self.clock[0] += self.seconds(rows, self.distance[ROWS.index(rows)]) * (columns // 48)
+        self.calls, self.panels = self.calls + 1, columns // 48
+        self.clock[0] += self.seconds(rows, self.distance[ROWS.index(rows)]) * self.panels
 
 
 @pytest.fixture
@@ -62,6 +62,26 @@ def test_what_is_hardly_faster_is_not_taken(clock, tmp_path):
     there = timed(clock, new=lambda rows, d: 1e-6 / (1 if d in DEFAULT else 1.02), old=lambda rows, d: 0.985e-6)
     found = settled(there, names(there), tmp_path)
     assert (found.variant, found.distances) == ("new", DEFAULT)
+
+
+def test_a_product_is_of_as_many_panels_as_take_a_moment(clock):
+    there = timed(clock, new=lambda rows, d: 1.4e-4)
+    trial.trial(there, names(there), "any")
+    assert there["new"].panels == 10
+
+
+@pytest.mark.parametrize(("falls", "turns"), [(1, 7), (0.99, 40)])
+def test_what_still_falls_is_timed_again(clock, falls, turns):
+    there = timed(clock, new=lambda rows, d: 1e-4 * falls ** there["new"].calls)
+    trial.trial(there, names(there), "any")
+    assert there["new"].calls == turns * len(ROWS) * (2 + 3)  # usual distances, and all
+
+
+def test_a_processor_is_told_from_its_kin(tmp_path):
+    (tmp_path / "proc").mkdir()
+    text = "model name\t: One\ncpu family\t: 26\nmodel\t\t: 2\nstepping\t: 1\n\nmodel name\t: Two\n"
+    (tmp_path / "proc" / "cpuinfo").write_text(text)
+    assert processor(tmp_path) == "One 26 2 1"
 
 
 def another(**changes):

@@ -265,6 +265,14 @@ def test_attention_is_that_of_the_formula(native, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_beyond_a_piece_is_that_of_the_formula(native, dtype):
+    layer = Layer(native, dtype, heads=2, kv_heads=1, v_dim=40, rows=1, length=1100)
+    want = layer.expected(0, 1100)
+    near(layer.run([(0, 1100)])[0], want, dtype)
+    near(layer.run([(1090, 10)])[0], want[1090:], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_attention_gives_a_token_the_same_bits_in_any_company(native, name, dtype):
     """Whole prompts, chunks of odd sizes beside other rows, token by token alone."""

@@ -153,6 +153,12 @@ def test_experts_are_matrices_of_one_tensor(tmp_path, run):
         np.testing.assert_array_equal(part.read(np.float32), each)
 
 
+def test_few_rows_are_mapped_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "WINDOW", 5000)
+    [part] = file_of(tmp_path / "m", np.zeros((300, 10), np.float32), dtype="F32").matrices("w0")
+    assert [len(rows) for rows in part.rows(PANEL)] == [96, 96, 96, 12]
+
+
 def test_a_file_that_was_cut_since_it_was_opened_is_named(tmp_path, run):
     given, _ = numbers(200, 67, "BF16")
     [part] = file_of(tmp_path / "m", given, dtype="BF16").matrices("w0")
