@@ -25,7 +25,7 @@ from hibachi.runners.beside import KNOWN, Beside
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
-from hibachi.runners.ownstep import ALIKE, OwnStep
+from hibachi.runners.ownstep import OwnStep
 from hibachi.runners.owntrial import Trial
 from hibachi.runners.pasts import Layout, Past
 from hibachi.runners.prefixes import Prefixes
@@ -192,7 +192,7 @@ class OwnCacheRunner(BaseRunner):
         else:
             floats = isinstance(self.head, Sampled) or self._kind.dtype.kind == "f"
             try:
-                self._template, why = self._trial().copied(ALIKE if floats else 0, bits=self.deterministic)
+                self._template, why = self._trial().copied(self._step.alike if floats else 0, bits=self.deterministic)
             except Exception as e:
                 why = f"a trial of it raised {text_of(e)}"
                 drop_frames(e)
@@ -215,7 +215,7 @@ class OwnCacheRunner(BaseRunner):
         if place := self.layout.uncut:
             return f"the array {place} of its past is a state", False
         try:
-            return self._trial().shortened(ALIKE)
+            return self._trial().shortened(self._step.alike)
         except Exception as e:
             drop_frames(e)
             return f"a trial of it raised {text_of(e)}", False

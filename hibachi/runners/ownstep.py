@@ -22,7 +22,7 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
 
 KEEP = "logits_to_keep"  # a parameter, named as in transformers
-ALIKE = 0.05  # of the largest output: what those of a model that goes on from a past may differ by, in any dtype
+ALIKE, ALIKE_ROUGH = 1e-3, 0.05  # of the largest output: what those of a model that goes on from a past may differ by
 
 
 class OwnStep:
@@ -36,6 +36,7 @@ class OwnStep:
     keeps: bool
     layout: Layout
     encoded: Encoded | None
+    alike: float
 
     def __init__(
         self,
@@ -98,20 +99,23 @@ class OwnStep:
         want, parts = [], []
         for i, row in enumerate(rows):
             n = row.shape[1]
-            want.append(self._output(self.called(row, np.array([n], np.int32), None, trial=[i])[0], 1))
+            first = self.called(row, np.array([n], np.int32), None, trial=[i])[0]
+            want.append(self._output(first, 1))
             _, tree = self.called(row[:, :-2], np.array([n - 2], np.int32), None, trial=[i])
             parts.append(self.layout.taken(tree, None, [i], [n - 2], 1, n - 2))
         past = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
+        self.alike = ALIKE if self.layout.fine(self.checked(first, 1)) else ALIKE_ROUGH
         for left in (2, 1):
             ends = [row.shape[1] - left + 1 for row in reversed(rows)]
             new = ids[::-1, 5 - left : 6 - left]
             out, tree = self.called(new, np.array(ends, np.int32), past.tree, trial=[1, 0])
             past = self.layout.taken(tree, past, [1, 0], ends, 2, 1)
+            self.layout.check_constant(tree)
         got = self._output(out, 2)
         if isinstance(self._head, Tokens) and self._kind.dtype.kind != "f":
             return  # a token that is almost as likely may come
         far = apart(got[::-1], np.concatenate(want))
-        if far > ALIKE * largest(np.concatenate(want)):
+        if far > self.alike * largest(np.concatenate(want)):
             raise ConfigError(
                 f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
                 f"expected the outputs that it returns for a few tokens at once, where the last two come one by one "

@@ -6,14 +6,14 @@ padding, zeros or whatever. An array without an axis of positions is a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, shown
-from hibachi.runners.nested import arrays_in, emptied, filled, with_arrays
+from hibachi.runners.nested import arrays_in, data_in, emptied, filled, reader, with_arrays
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import OwnCache
 
@@ -27,6 +27,18 @@ class Leaf:
     position: int | None
     shape: tuple[int, ...]  # with 0 at these axes
     dtype: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number in a past that counts its positions, those of padding included, or its rows."""
+
+    place: str
+    rows: bool
+    more: int  # than there are
+
+    def of(self, width: int, size: int) -> int:
+        return (size if self.rows else width) + self.more
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +106,18 @@ class Layout:
 
     leaves: tuple[Leaf, ...]
 
-    def __init__(self, leaves: Sequence[Leaf], backend: ArrayBackend, name: str, only: str | None = None) -> None:
-        """only: see `OwnCache`."""
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        backend: ArrayBackend,
+        name: str,
+        only: str | None = None,
+        data: tuple[Sequence[Number], Mapping[str, Any]] = ((), {}),
+    ) -> None:
+        """only: see `OwnCache`. data: of `data_of`."""
         self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
+        self._numbers, self._constant = data
+        self._read = [reader(number.place) for number in self._numbers]
         self._views = has_views(backend)
         self._new_only = False  # the model has returned new positions only
 
@@ -109,6 +130,12 @@ class Layout:
                 others = [n for axis, n in enumerate(leaf.shape) if axis not in (leaf.batch, leaf.position)]
                 found += int(np.prod(others, dtype=np.int64)) * _itemsize(leaf.dtype, self.backend.xp)
         return found
+
+    def fine(self, out: Array) -> bool:
+        """Whether a past and such an output have no floats of fewer than 32 bits."""
+        xp = self.backend.xp
+        dtypes = [out.dtype, *(leaf.dtype for leaf in self.leaves)]
+        return all(_itemsize(d, xp) >= 4 for d in dtypes if xp.isdtype(d, ("real floating", "complex floating")))
 
     def said(self) -> str:
         """In words: how many arrays, what the first one looks like, and what a position takes."""
@@ -143,6 +170,13 @@ class Layout:
             self._check(leaf, array, size, width, new)
             if leaf.position is not None and array.shape[leaf.position] != width:
                 short.append(i)
+        for number, read in zip(self._numbers, self._read, strict=True):
+            if (value := read(tree)) != number.of(width, size):
+                raise InvalidModelOutput(
+                    f"{self.name} must return a past whose {number.place} counts its "
+                    f"{'rows' if number.rows else 'positions'} as in other calls: expected "
+                    f"{number.of(width, size)}; got {shown(value)}."
+                )
         if not short:
             return Past(tree, arrays, [*rows], [*counts], width, size)
         assert before is not None
@@ -221,7 +255,7 @@ class Layout:
                 past.let_go(i)
         for k, new in enumerate(made):
             if not same[k]:
-                new.tree = filled(new.tree, new.arrays)
+                new.tree = filled(new.tree, new.arrays, self._counted(new.width, new.size))
             if all(room is None for room in new.room):
                 new.room = []
         return made
@@ -285,8 +319,20 @@ class Layout:
             array = self._rows(leaf, array, past.size, places)
             arrays.append(array if leaf.position is None else array[_along(leaf.position, 0, width)])
         rows, counts = [past.rows[i] for i in places], [past.counts[i] - drop for i in places]
-        tree = with_arrays(past.tree, self.backend.owns, arrays)
+        tree = with_arrays(past.tree, self.backend.owns, arrays, self._counted(width, len(rows)))
         return Past(tree, arrays, rows, counts, width, len(rows), past.room if whole else [])
+
+    def _counted(self, width: int, size: int) -> dict[str, int]:
+        return {number.place: number.of(width, size) for number in self._numbers}
+
+    def check_constant(self, tree: Any) -> None:
+        """That what is no array is in a past that goes on as in a first one. Raises ConfigError."""
+        numbers = {number.place for number in self._numbers}
+        shared = {leaf.place for leaf in self.leaves if leaf.batch is None and leaf.position is None}
+        now = data_of_one(tree, self.backend, self._only, shared)
+        for place in sorted((self._constant.keys() | now.keys()) - numbers):
+            if not _same(before := self._constant.get(place), after := now.get(place)):
+                raise _unknown(self.name, place, before, after, "when tokens follow")
 
     # ---- prefixes ----------------------------------------------------------------------------------------------
 
@@ -333,7 +379,7 @@ class Layout:
                 nothing = [self._new(leaf, 1, n, clear=True) for n in (rest, each if padding else 0) if n]
                 parts = [*nothing[: rest > 0], *nothing[-1:] * padding, *parts]
                 arrays[i] = self.backend.xp.concat(parts, axis=leaf.position)
-        return Past(filled(template.tree, arrays), arrays, [row], [count], width, 1)
+        return Past(filled(template.tree, arrays, self._counted(width, 1)), arrays, [row], [count], width, 1)
 
     def finite(self, past: Past) -> bool:
         """Whether all positions are finite, where they are floats: a model may write NaN into a past unnoticed."""
@@ -437,7 +483,8 @@ def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> L
             )
     if spec.only is not None and not isinstance(spec.only, str):
         raise ConfigError(f"OwnCache(only=...) must be a text (None: all arrays belong); got {shown(spec.only)}.")
-    found = [arrays_in(belonging(call(rows, n), backend, spec.only), backend.owns) for rows, n in TRIED]
+    trees = [call(rows, n) for rows, n in TRIED]
+    found = [arrays_in(belonging(tree, backend, spec.only), backend.owns) for tree in trees]
     base, rows, tokens = found
     if not base:
         raise ConfigError(
@@ -466,7 +513,54 @@ def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> L
             f"{name}: no array of the past has an axis of rows; expected one that is 2 long for 2 rows and 3 for 3. "
             f"Return the past of all rows."
         )
-    return Layout(leaves, backend, name, spec.only)
+    shared = {leaf.place for leaf in leaves if leaf.batch is None and leaf.position is None}
+    return Layout(leaves, backend, name, spec.only, data_of(trees, backend, spec.only, name, shared))
+
+
+def data_of_one(tree: Any, backend: ArrayBackend, only: str | None, arrays: Container[str] = ()) -> dict[str, Any]:
+    """What is data in a past; arrays: places of those that have neither rows nor positions."""
+    found = {place: backend.get(array) for place, array in arrays_in(tree, backend.owns) if place in arrays}
+    found |= data_in(tree, backend.owns)
+    return {place: value for place, value in found.items() if only is None or only in place}
+
+
+def data_of(
+    trees: Sequence[Any], backend: ArrayBackend, only: str | None, name: str, arrays: Container[str]
+) -> tuple[list[Number], dict[str, Any]]:
+    """What is no array in the pasts of the calls `TRIED`: numbers that count, and what was the same in all, by its
+    place. Raises ConfigError for anything else: it would stay one row's where rows join."""
+    base, rows, tokens = (data_of_one(tree, backend, only, arrays) for tree in trees)
+    a: Any
+    b: Any
+    c: Any
+    numbers, constant = list[Number](), dict[str, Any]()
+    for place in sorted(base.keys() | rows.keys() | tokens.keys()):
+        a, b, c = values = [found.get(place) for found in (base, rows, tokens)]
+        if _same(a, b) and _same(a, c):
+            constant[place] = a
+        elif {type(value) for value in values} == {int} and sorted((b - a, c - a)) == [0, 1]:
+            numbers.append(Number(place, b > a, a - TRIED[0][0 if b > a else 1]))
+        elif not _same(a, b):
+            raise _unknown(name, place, a, b, f"with {TRIED[1][0]} rows and not {TRIED[0][0]}")
+        else:
+            raise _unknown(name, place, a, c, f"with {TRIED[2][1]} tokens and not {TRIED[0][1]}")
+    return numbers, constant
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether data is equal; NaN is equal to NaN."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
+    return type(a) is type(b) and bool(a == b or a != a != b)
+
+
+def _unknown(name: str, place: str, a: Any, b: Any, when: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: the past's {place} is {shown(a)}, and {shown(b)} {when}: expected what a past has besides arrays to "
+        f"be the same in every call, or to count its positions or rows. Where rows join, it would stay that of one of "
+        f"them. Keep it in an array with an axis of rows, or take a cache without it: with transformers, begin with "
+        f"`past or transformers.DynamicCache()`."
+    )
 
 
 def _axis(a: Array, b: Array, what: str, of: str, before: int, after: int) -> int | None:

@@ -63,7 +63,7 @@ def in_object(seen, past):
     cache = Cache() if past is None else past
     layer = Slots()
     layer.keys = seen
-    cache.layers, cache.seen = [layer, None], cache.seen + 1
+    cache.layers, cache.seen = [layer, None], seen.shape[2]
     return cache
 
 

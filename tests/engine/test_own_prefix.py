@@ -362,12 +362,13 @@ def test_the_past_of_another_request_is_not_kept(own):
 
 
 class Counts(SumOwn):
-    """A number in the past says how many calls there were, and several tokens come in the first two only."""
+    """All positions of the past say how many calls there were, and several tokens come in the first two only."""
 
     def step(self, tokens, lengths, past):
         logits, new = super().step(tokens, lengths, past)
-        calls = 1 if past is None else past["calls"] + 1
-        return self.changed(logits, calls > 2 and tokens.shape[1] > 1), new | {"calls": calls}
+        calls, width = 1 if past is None else past["calls"].max() + 1, new["layers"][0][0].shape[2]
+        many = calls > 2 and tokens.shape[1] > 1
+        return self.changed(logits, many), new | {"calls": np.full((len(tokens), width), calls)}
 
     def changed(self, logits, now):
         return np.roll(logits, now, axis=1)

@@ -1,0 +1,117 @@
+"""What a past of a model's own holds besides arrays: understood where rows join, or refused by its place."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import hibachi
+from hibachi import AutoregressiveBatchInference, ConfigError, OwnCache, SamplingParams
+
+PROMPTS = [[(7 * i + 3) % 47 + 3 for i in range(n)] for n in (3, 8, 20)]
+SIZES = dict(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=2)
+COUNTING = {  # caches with windows count in an integer
+    "Llama": {},
+    "Mistral": dict(sliding_window=4096),
+    "Gemma3Text": dict(head_dim=8, sliding_window=4096),
+    "Starcoder2": dict(sliding_window=4096),
+    "Phi3": dict(sliding_window=2047, pad_token_id=0),
+}
+
+
+class Transformer:
+    """As docs/models.md has it."""
+
+    past = hibachi.OwnCache()
+
+    def __init__(self, model):
+        self.model, self.vocab_size = model.eval(), model.config.vocab_size
+
+    def step(self, tokens, lengths, past):
+        width = tokens.shape[1] + (past.get_seq_length() if past else 0)
+        place = torch.arange(width) - (width - lengths[:, None])
+        mask, new = (place >= 0).int(), place[:, -tokens.shape[1] :]
+        out = self.model(tokens, attention_mask=mask, position_ids=new, cache=past, use_cache=True)
+        return out.logits[:, -1], out.cache
+
+
+def answers(model, backend, prompts, *, together):
+    """Tokens and log-probabilities of each."""
+    greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    with AutoregressiveBatchInference(model, backend=backend, max_model_len=64, deterministic=False) as engine:
+        streams, tokens = [], []
+        for prompt in prompts:
+            streams.append(engine.run(prompt, greedy))
+            if not together:
+                tokens.append(streams[-1].collect())
+        tokens = [s.collect() for s in streams] if together else tokens
+        return [(t, [max(step.values()) for step in s.logprobs]) for t, s in zip(tokens, streams, strict=True)]
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_rows_of_caches_that_count_in_an_integer_are_right_beside_others(kind):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | COUNTING[kind])
+    model = Transformer(transformers.AutoModelForCausalLM.from_config(config))
+    alone, beside = (answers(model, "torch", PROMPTS, together=together) for together in (False, True))
+    for (tokens, scores), (others, theirs) in zip(alone, beside, strict=True):
+        assert tokens == others
+        np.testing.assert_allclose(scores, theirs, atol=1e-5)
+
+
+class Sums:
+    """The next token is the sum of all before it. `data(past, rows, width)`: what else is in its past."""
+
+    past = OwnCache()
+    vocab_size = 50
+
+    def __init__(self, data):
+        self.data = data
+
+    def step(self, tokens, lengths, past):
+        seen = tokens if past is None else np.concatenate([past["seen"], tokens], axis=1)
+        rows, width = seen.shape
+        real = np.arange(width) >= width - lengths[:, None]
+        logits = np.eye(self.vocab_size, dtype=np.float32)[(seen * real).sum(axis=1) % self.vocab_size]
+        if past is not None and "width" in past:
+            assert past["width"] == seen.shape[1] - tokens.shape[1] and past["deep"][0][1]["rows"] == rows + 2
+        return logits, {"seen": seen} | self.data(past, rows, width)
+
+
+UNDERSTOOD = {
+    "counters": lambda past, rows, width: {"width": width, "deep": ((0, {"rows": rows + 2}),)},
+    "constants": lambda past, rows, width: {"a": [True, None, "x", {1, 2}, deque([3]), np.arange(3), np.float32(2)]},
+    "what has no value": lambda past, rows, width: {"lock": threading.Lock(), "file": sys.__stderr__},
+}
+REFUSED = {
+    "a counter of calls": (lambda past, rows, width: {"n": past["n"] + 1 if past else 1}, r"\['n'\] is 1, and 2"),
+    "a flag": (lambda past, rows, width: {"went_on": past is not None}, r"\['went_on'\] is False, and True"),
+    "a list of a number a row": (lambda past, rows, width: {"l": [width] * rows}, r"\['l'\]\[0\]|\['l'\]\[2\]"),
+    "a list that grows": (lambda past, rows, width: {"l": [0] * width}, r"\['l'\]\[3\] is None, and 0"),
+    "a set": (lambda past, rows, width: {"s": {width}}, r"\['s'\] is"),
+    "another library's array": (lambda past, rows, width: {"s": deque([rows])}, r"\['s'\] is"),
+    "a share": (lambda past, rows, width: {"s": 1 / width}, r"\['s'\] is"),
+    "an array without rows": (lambda past, rows, width: {"n": np.array([width])}, r"\['n'\] is"),
+    "two at once": (lambda past, rows, width: {"n": 2 * width}, r"\['n'\] is 6, and 8 with 4 tokens and not 3"),
+}
+
+
+@pytest.mark.parametrize("what", UNDERSTOOD)
+def test_numbers_that_count_and_what_stays_the_same_are_understood(what):
+    model = Sums(UNDERSTOOD[what])
+    alone, beside = (answers(model, "numpy", PROMPTS, together=together) for together in (False, True))
+    assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in beside]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_stay_one_rows_is_refused_by_its_place(what):
+    data, said = REFUSED[what]
+    with pytest.raises(ConfigError, match=rf"Sums.step: the past's ({said}).*DynamicCache"):
+        AutoregressiveBatchInference(Sums(data), backend="numpy", max_model_len=64)
