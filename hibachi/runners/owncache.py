@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from hibachi.errors import NotDeterministic, text_of
+from hibachi.errors import ConfigError, NotDeterministic, text_of
 from hibachi.phases import phase
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
@@ -82,6 +82,9 @@ class OwnCacheRunner(BaseRunner):
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self.remarks: list[str] = [f"its past: {self.layout.said()}"]
+        if self._step.whole:
+            log.warning("%s: prompts come whole, not in chunks, as %s", self.name, self._step.whole)
+            self.remarks.append(f"prompts come whole, as {self._step.whole}")
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
 
@@ -157,7 +160,7 @@ class OwnCacheRunner(BaseRunner):
                 with phase("trying whether requests can share calls"), telling(self.name):
                     self.selfcheck()
         except BaseException as e:
-            if is_signal(e):
+            if is_signal(e) or isinstance(e, ConfigError):
                 raise
             why = text_of(e)
             if not isinstance(e, NotDeterministic):
@@ -175,10 +178,11 @@ class OwnCacheRunner(BaseRunner):
         """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
         Raises NotDeterministic, and what the model raises.
         """
-        return self._trial().run()
+        floats = isinstance(self.head, Sampled) or self._kind.dtype.kind == "f"
+        return self._trial().run(self._step.alike if floats else float("inf"))
 
     def _trial(self) -> Trial:
-        return Trial(self._step.called, self.layout, self._step.example)
+        return Trial(self._step.called, self.layout, self._step.example, whole=bool(self._step.whole))
 
     def try_copies(self) -> bool:
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
@@ -187,6 +191,8 @@ class OwnCacheRunner(BaseRunner):
             why = f"the array {place} of its past is a state"
         elif self.apart:
             why = "each row is computed by itself"
+        elif self._step.whole:
+            why = "prompts come whole"
         elif of_each := self._step.names & {*KNOWN}:
             why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
         else:
@@ -210,8 +216,8 @@ class OwnCacheRunner(BaseRunner):
             return "it returns the logits of the last token only: its step has no parameter logits_to_keep", False
         if self.backend.shapes.compiled:
             return "it keeps a cache of its own, and its backend compiles each shape of a call", False
-        if self.apart:
-            return "each row is computed by itself", False
+        if self.apart or self._step.whole:
+            return "each row is computed by itself" if self.apart else "prompts come whole", False
         if place := self.layout.uncut:
             return f"the array {place} of its past is a state", False
         try:
@@ -249,6 +255,10 @@ class OwnCacheRunner(BaseRunner):
         groups: dict[tuple[int, ...], list[int]] = {}
         tokens = plan.q if plan.draft is None else plan.q + plan.draft
         for i, (start, q) in enumerate(zip(plan.start.tolist(), tokens.tolist(), strict=True)):
+            if self._step.whole and q > 1:
+                if not plan.emit[i]:
+                    continue  # a prompt waits for its last chunk
+                start, q = 0, start + q
             groups.setdefault((q, start if not self._step.with_lengths else min(start, 1)), []).append(i)
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
@@ -270,6 +280,8 @@ class OwnCacheRunner(BaseRunner):
         with self.backend.guard():
             if self.apart:
                 out = self._alone(int(rows[0]), plan.seqs[int(idx[0])].prompt_len, int(plan.end[idx[0]]))
+            elif self._step.whole and plan.q[idx[0]] > 1:
+                out = self._advance(rows, np.zeros(len(rows), np.int32), int(plan.end[idx[0]]))
             else:
                 self._catch_up(rows, plan.start[idx])
                 out = self._advance(rows, plan.start[idx], int(plan.q[idx[0]]))
@@ -323,13 +335,14 @@ class OwnCacheRunner(BaseRunner):
             past = self._pasts.of.get(row)
             if n and (past is None or past.counts[past.place(row)] != n):
                 self._forget([row])
-                for at in range(0, n, self._chunk):
-                    self._advance(np.array([row]), np.array([at], np.int32), min(self._chunk, n - at))
+                chunk = n if self._step.whole else self._chunk
+                for at in range(0, n, chunk):
+                    self._advance(np.array([row]), np.array([at], np.int32), min(chunk, n - at))
 
     def _advance(self, rows: Any, start: Any, q: int) -> Array:
         """Compute q tokens of each row; returns the logits after them, [m >= n, vocab]."""
         out: Array = None
-        for piece in _pieces(q) if self.backend.shapes.compiled else [q]:
+        for piece in _pieces(q) if self.backend.shapes.compiled and not self._step.whole else [q]:
             out = self._piece(rows, start, piece)
             start = start + piece
         return out

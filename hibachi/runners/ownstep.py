@@ -29,7 +29,8 @@ class OwnStep:
     """Calls `step` with tokens, lengths and a past, and with what else it takes.
 
     with_lengths: it takes lengths. keeps: it takes how many logits are wanted of each row, of its last tokens. layout:
-    of its pasts. encoded: what is kept of `encode`; None means it has none.
+    of its pasts. encoded: what is kept of `encode`; None means it has none. alike: of the largest output, what rounding
+    may change. whole: why prompts come whole; "" means that they may come in chunks.
     """
 
     with_lengths: bool
@@ -37,6 +38,7 @@ class OwnStep:
     layout: Layout
     encoded: Encoded | None
     alike: float
+    whole: str
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class OwnStep:
                     self.encoded = Encoded(encode, backend, beside, type(model).__name__, self._called)
                 self.layout = layout_of(spec, self._first, backend, self.name)
                 self._try_going_on(self.example(2, 5))
+                self.whole = self._why_whole(self.example(1, 7))
         except ConfigError:
             raise
         except Exception as e:
@@ -123,6 +126,27 @@ class OwnStep:
                 f"and a mask from `lengths`, return its rows in the order of `tokens`, in memory that nothing writes "
                 f"to later, and switch off dropout (`.eval()`)."
             )
+
+    def _why_whole(self, ids: HostArray) -> str:
+        """Why no chunk of several tokens may follow a past, as states that start anew with each do not allow it; ""
+        means that it may. ids: [1, 7]."""
+        want = [self._output(self.called(ids[:, :n], np.array([n], np.int32), None)[0], 1) for n in (6, 7)]
+        past, got, begin = None, [], 0
+        try:
+            for end in (3, 6, 7):
+                tree = None if past is None else past.tree
+                out, tree = self.called(ids[:, begin:end], np.array([end], np.int32), tree)
+                past = self.layout.taken(tree, past, [0], [end], 1, end - begin)
+                got.append(self._output(out, 1))
+                begin = end
+        except Exception as e:
+            return f"it failed where several tokens followed a past: {text_of(e)}"
+        if isinstance(self._head, Tokens) and self._kind.dtype.kind != "f":
+            return ""  # as above
+        far = max(apart(a, b) for a, b in zip(got[1:], want, strict=True))
+        if far <= self.alike * largest(np.concatenate(want)):
+            return ""
+        return f"outputs are others where several tokens follow a past, by up to {far:.3g}"
 
     def _output(self, out: Any, rows: int) -> HostArray:
         return self._backend.get(self._backend.float32(self.checked(out, rows)))

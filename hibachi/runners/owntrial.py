@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.errors import NotDeterministic
+from hibachi.errors import ConfigError, NotDeterministic
 from hibachi.runners.pasts import Layout, Past
 from hibachi.tensor.array_backend import HostArray
 
@@ -33,19 +33,29 @@ class Trial:
     """Computes a few texts alone, and in company with chunks, and compares every bit of the outputs.
 
     called: (tokens, lengths, past, trial) calls the model; trial: the numbers of the texts of its rows, so that each
-    gets the same inputs in every call. draw: n tokens.
+    gets the same inputs in every call. draw: n tokens. whole: prompts come whole.
     """
 
-    def __init__(self, called: Callable[..., Any], layout: Layout, draw: Callable[[int], HostArray]) -> None:
-        self._called, self._layout, self._backend = called, layout, layout.backend
+    def __init__(
+        self, called: Callable[..., Any], layout: Layout, draw: Callable[[int], HostArray], *, whole: bool = False
+    ) -> None:
+        self._called, self._layout, self._backend, self._whole = called, layout, layout.backend, whole
         self._texts = [draw(PROMPT + i + TRIAL_NEW) for i in range(TRIAL_ROWS)]
 
-    def run(self) -> int:
-        """Returns how many outputs were compared. Raises NotDeterministic, and what the model raises."""
+    def run(self, alike: float) -> int:
+        """Returns how many outputs were compared. Raises NotDeterministic, ConfigError where they differ by more than
+        `alike` of the largest, and what the model raises."""
         with self._backend.guard():
             alone = [self._alone(text) for text in self._texts]
             beside = self._beside()
         for i, (one, other) in enumerate(zip(alone, beside, strict=True)):
+            if not apart(one, other) <= alike * largest(one):  # (NaN is far)
+                raise ConfigError(
+                    f"{self._layout.name} must return the same outputs whoever shares the call: expected those of a "
+                    f"text of {len(self._texts[i])} tokens alone, within rounding; in company they differ by up to "
+                    f"{apart(one, other):.2g}. Hide what stands before a shorter row by a mask made from `lengths`, or "
+                    f"leave `lengths` out, so that rows of one length only share a call; `hibachi verify` says more."
+                )
             if not np.array_equal(one, other):
                 raise NotDeterministic(
                     f"{self._layout.name} does not compute the same bits whatever shares the batch: expected equal "
@@ -114,8 +124,10 @@ class Trial:
     def _beside(self) -> list[HostArray]:
         parts, found = list[Past](), list[list[HostArray]]()
         for row, text in enumerate(self._texts):
-            prompt, cut = len(text) - TRIAL_NEW, (len(text) - TRIAL_NEW) // 2
-            _, past = self._call(text[None, :cut], [cut], None, [row])
+            prompt = len(text) - TRIAL_NEW
+            cut, past = 0 if self._whole else prompt // 2, None
+            if cut:
+                _, past = self._call(text[None, :cut], [cut], None, [row])
             out, past = self._call(text[None, cut:prompt], [prompt], past, [row])
             parts.append(past)
             found.append([out[0]])
