@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,15 +49,14 @@ def as_config(given: Any) -> SpeculativeConfig | None:
         return None
     if given == "auto":
         return SpeculativeConfig(prompt_lookup_min=2, prompt_lookup_max=4)
+    said = given
     if isinstance(given, str):
-        try:
+        with suppress(ValueError):
             given = json.loads(given)
-        except ValueError:
-            given = None
     if not isinstance(given, Mapping):
         raise ConfigError(
             'speculative_config must be "auto", "off" (or None), or a mapping such as {"method": "ngram", '
-            f'"num_speculative_tokens": 4}}; got {shown(given)}.'
+            f'"num_speculative_tokens": 4}}; got {shown(said)}.'
         )
     known = [f.name for f in fields(SpeculativeConfig) if f.name != "same"]
     if others := [name for name in given if name not in known]:

@@ -60,7 +60,7 @@ from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.nine import NineBackend
 from hibachi.tensor.protocol import Backend
-from hibachi.tensor.whose import backend_of, prompt_backend
+from hibachi.tensor.whose import backend_of, prompt_backend, training
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
@@ -189,6 +189,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._speculation = as_config(speculative_config)
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
+        if layers := training(model):
+            log.warning(
+                "%s is in training mode (%s), in which outputs may be others in every call. Call its .eval() first.",
+                type(model).__name__,
+                ", ".join(layers),
+            )
         limit = max_model_len if max_model_len is not None else limit_of(model)
         if limit is None and stop_token is None and stop_rule is None:
             raise ConfigError(

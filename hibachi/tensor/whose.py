@@ -1,4 +1,4 @@
-"""Which backend's arrays a model gets: one rule, wherever a model is run."""
+"""Which backend's arrays a model gets: one rule, wherever a model is run; and whether it is in training mode."""
 
 from __future__ import annotations
 
@@ -122,3 +122,21 @@ def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, (list, tuple)):
         return [leaf for v in tree for leaf in leaves(v)]
     return [tree]
+
+
+def training(model: Any) -> list[str]:
+    """Names of the kinds of layers that are in training mode and behave differently there, as PyTorch's do.
+
+    Where a model is in training mode and has none of these, its own name: it may ask for the mode itself.
+    """
+    found: dict[str, None] = {}
+    for root in (model, *getattr(model, "__dict__", {}).values()):
+        modules = getattr(root, "modules", None)
+        if isinstance(root, type) or not callable(modules) or not isinstance(getattr(root, "training", None), bool):
+            continue
+        layers = [m for m in modules() if getattr(m, "training", False) and not list(m.children())]
+        kinds = [type(m).__name__ for m in layers]
+        special = [k for k in kinds if "batchnorm" in k.lower() or "dropout" in k.lower()]
+        for kind in special or ([type(root).__name__] if root.training else []):
+            found[kind] = None
+    return list(found)

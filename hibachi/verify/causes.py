@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.tensor.whose import training
 from hibachi.verify.drive import CachedDriver, Outputs, Span, WholeDriver
-from hibachi.verify.inside import GENERATOR, training
+from hibachi.verify.inside import GENERATOR
 from hibachi.verify.ownpasts import OwnDriver
 from hibachi.verify.subject import Result, Subject
 from hibachi.verify.trials import IN_ORDER

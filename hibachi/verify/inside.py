@@ -1,4 +1,4 @@
-"""What can be seen in a model from outside its calls: what it keeps, and whether it is in training mode.
+"""What can be seen in a model from outside its calls: what it keeps.
 
 Evidence only: a model may count its calls. It gives a name to a fault that a trial has found.
 """
@@ -99,21 +99,3 @@ def _digest(array: Any, backend: ArrayBackend) -> Any:
         return tuple(array.shape), np.asarray(host).tobytes()
     except Exception:  # a strange array is no reason to fail
         return tuple(array.shape)
-
-
-def training(model: Any) -> list[str]:
-    """Names of the kinds of layers that are in training mode and behave differently there, as PyTorch's do.
-
-    Where a model is in training mode and has none of these, its own name: it may ask for the mode itself.
-    """
-    found: dict[str, None] = {}
-    for root in (model, *getattr(model, "__dict__", {}).values()):
-        modules = getattr(root, "modules", None)
-        if isinstance(root, type) or not callable(modules) or not isinstance(getattr(root, "training", None), bool):
-            continue
-        layers = [m for m in modules() if getattr(m, "training", False) and not list(m.children())]
-        kinds = [type(m).__name__ for m in layers]
-        special = [k for k in kinds if "batchnorm" in k.lower() or "dropout" in k.lower()]
-        for kind in special or ([type(root).__name__] if root.training else []):
-            found[kind] = None
-    return list(found)

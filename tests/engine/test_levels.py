@@ -377,3 +377,24 @@ def test_a_backend_by_name_by_model_and_by_array(serve):
     assert ints(engine.run(np.array([1]), max_tokens=1).collect()) == [2] and engine._backend.name == "numpy"
     with pytest.raises(ConfigError, match=r"got object with 0 of the nine operations: it lacks shape"):
         AutoregressiveBatchInference(Next(), max_model_len=5, backend=object())
+
+
+def test_training_mode_is_told(caplog):
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        vocab_size = 5
+
+        def __init__(self):
+            super().__init__()
+            self.embed, self.drop, self.head = torch.nn.Embedding(5, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 5)
+
+        def logits(self, tokens, lengths):
+            return self.head(self.drop(self.embed(tokens)))[torch.arange(len(tokens)), lengths - 1]
+
+    net = Net()
+    for _ in range(2):
+        with AutoregressiveBatchInference(net, backend="torch", max_model_len=8, deterministic=False):
+            net.eval()
+    [told] = [r.getMessage() for r in caplog.records if "mode" in r.getMessage()]
+    assert told.startswith("Net is in training mode (Dropout), in which outputs may be others in every call.")

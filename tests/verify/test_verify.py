@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from hibachi import ConfigError, load_backend, load_model
+from hibachi.tensor.whose import training
 from hibachi.testing import toys
 from hibachi.verify import Subject, verify
-from hibachi.verify.inside import changed, kept, training
+from hibachi.verify.inside import changed, kept
 from hibachi.verify.subject import difference, prompts_in
 from tests.model.test_agreement import make
 
