@@ -188,7 +188,7 @@ class OwnCacheRunner(BaseRunner):
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
         why = ""
         if place := self.layout.uncut:
-            why = f"the array {place} of its past is a state"
+            why = f"the array {place} of its past is a state, or holds the newest positions only"
         elif self.apart:
             why = "each row is computed by itself"
         elif self._step.whole:
@@ -219,7 +219,7 @@ class OwnCacheRunner(BaseRunner):
         if self.apart or self._step.whole:
             return "each row is computed by itself" if self.apart else "prompts come whole", False
         if place := self.layout.uncut:
-            return f"the array {place} of its past is a state", False
+            return f"the array {place} of its past is a state, or holds the newest positions only", False
         try:
             return self._trial().shortened(self._step.alike)
         except Exception as e:

@@ -6,14 +6,15 @@ padding, zeros or whatever. An array without an axis of positions is a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, shown
-from hibachi.runners.nested import arrays_in, data_in, emptied, filled, reader, with_arrays
+from hibachi.runners.nested import arrays_in, emptied, filled, reader, with_arrays
+from hibachi.runners.pastdata import Number, data_in_past, data_of, same, unknown, windows_beside
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import OwnCache
 
@@ -27,18 +28,7 @@ class Leaf:
     position: int | None
     shape: tuple[int, ...]  # with 0 at these axes
     dtype: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number in a past that counts its positions, those of padding included, or its rows."""
-
-    place: str
-    rows: bool
-    more: int  # than there are
-
-    def of(self, width: int, size: int) -> int:
-        return (size if self.rows else width) + self.more
+    windows: tuple[int, ...] = ()  # positions that it may stop at: see `windows_beside`
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +110,7 @@ class Layout:
         self._read = [reader(number.place) for number in self._numbers]
         self._views = has_views(backend)
         self._new_only = False  # the model has returned new positions only
+        self._most: dict[int, int] = {}  # positions that arrays stop at, the newest, as they reached that many
 
     @property
     def position_bytes(self) -> int:
@@ -167,8 +158,8 @@ class Layout:
         arrays = [array for _, array in found]
         short = []
         for i, (leaf, array) in enumerate(zip(self.leaves, arrays, strict=True)):
-            self._check(leaf, array, size, width, new)
-            if leaf.position is not None and array.shape[leaf.position] != width:
+            self._check(i, leaf, array, size, width, new)
+            if leaf.position is not None and array.shape[leaf.position] != self._wanted(i, width):
                 short.append(i)
         for number, read in zip(self._numbers, self._read, strict=True):
             if (value := read(tree)) != number.of(width, size):
@@ -212,10 +203,18 @@ class Layout:
             return xp.zeros(shape, dtype=leaf.dtype, device=device)
         return xp.empty(shape, dtype=leaf.dtype, device=device)
 
-    def _check(self, leaf: Leaf, array: Array, size: int, width: int, new: int) -> None:
+    def _wanted(self, i: int, width: int) -> int:
+        """Positions of array i in a past of `width`."""
+        return min(width, self._most.get(i, width))
+
+    def _check(self, i: int, leaf: Leaf, array: Array, size: int, width: int, new: int) -> None:
         shape = list(leaf.shape)
         if leaf.batch is not None:
             shape[leaf.batch] = size
+        have = array.shape[leaf.position] if leaf.windows and len(array.shape) == len(shape) else width
+        if have < width and have in leaf.windows:
+            self._most.setdefault(i, have)
+        width = self._wanted(i, width)
         widths = [width, new]
         if leaf.position is not None and len(array.shape) == len(shape) and array.shape[leaf.position] in widths:
             shape[leaf.position] = array.shape[leaf.position]
@@ -263,29 +262,33 @@ class Layout:
     def _joined(self, leaf: Leaf, i: int, sources: Sequence[tuple[Past, list[int]]], new: Past) -> tuple[Array, Array]:
         """Array i of a new past, and where there is room for more positions."""
         first, places = sources[0]
+        width = self._wanted(i, new.width)
         if leaf.batch is None:
-            return self._wide(leaf, first.arrays[i], first.width, new.width), None
+            return self._wide(leaf, first.arrays[i], self._wanted(i, first.width), width), None
         if not self._views:
             parts = [
-                self._wide(leaf, self._rows(leaf, past.arrays[i], past.size, places), past.width, new.width)
+                self._wide(
+                    leaf, self._rows(leaf, past.arrays[i], past.size, places), self._wanted(i, past.width), width
+                )
                 for past, places in sources
             ]
             return (self.backend.xp.concat(parts, axis=leaf.batch) if len(parts) > 1 else parts[0]), None
         grows = self._new_only and leaf.position is not None
         padded = any(past.width < new.width for past, _ in sources)
-        positions = _with_room(new.width) if grows else new.width
+        positions = _with_room(width) if grows else width
         array = room = self._new(leaf, new.size, positions, clear=padded and leaf.position is not None)
         if grows and leaf.position is not None:
-            array = room[_along(leaf.position, 0, new.width)]
+            array = room[_along(leaf.position, 0, width)]
         at = 0
         for past, places in sources:
-            have = min(past.width, new.width)
+            there = self._wanted(i, past.width)
+            have = min(there, width)
             for begin, end in _ranges(places):
                 to, of = [slice(None)] * len(leaf.shape), [slice(None)] * len(leaf.shape)
                 to[leaf.batch], of[leaf.batch] = slice(at, at + end - begin), slice(begin, end)
                 if leaf.position is not None:
-                    to[leaf.position] = slice(new.width - have, new.width)
-                    of[leaf.position] = slice(past.width - have, past.width)
+                    to[leaf.position] = slice(width - have, width)
+                    of[leaf.position] = slice(there - have, there)
                 array[tuple(to)] = past.arrays[i][tuple(of)]
                 at += end - begin
         return array, room if grows else None
@@ -329,17 +332,19 @@ class Layout:
         """That what is no array is in a past that goes on as in a first one. Raises ConfigError."""
         numbers = {number.place for number in self._numbers}
         shared = {leaf.place for leaf in self.leaves if leaf.batch is None and leaf.position is None}
-        now = data_of_one(tree, self.backend, self._only, shared)
+        now = data_in_past(tree, self.backend, self._only, shared)
         for place in sorted((self._constant.keys() | now.keys()) - numbers):
-            if not _same(before := self._constant.get(place), after := now.get(place)):
-                raise _unknown(self.name, place, before, after, "when tokens follow")
+            if not same(before := self._constant.get(place), after := now.get(place)):
+                raise unknown(self.name, place, before, after, "when tokens follow")
 
     # ---- prefixes ----------------------------------------------------------------------------------------------
 
     @property
     def uncut(self) -> str:
-        """The place of an array of which no prefix can be cut, as it is a state; "" means there is none."""
-        return next((leaf.place for leaf in self.leaves if (leaf.batch is None) != (leaf.position is None)), "")
+        """The place of an array of which no prefix can be cut, as it is a state, or holds the newest positions only; ""
+        means there is none."""
+        found = (leaf for leaf in self.leaves if (leaf.batch is None) != (leaf.position is None) or leaf.windows)
+        return next((leaf.place for leaf in found), "")
 
     def template(self, past: Past) -> Past:
         """All that is in a past besides positions of rows."""
@@ -514,53 +519,10 @@ def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> L
             f"Return the past of all rows."
         )
     shared = {leaf.place for leaf in leaves if leaf.batch is None and leaf.position is None}
-    return Layout(leaves, backend, name, spec.only, data_of(trees, backend, spec.only, name, shared))
-
-
-def data_of_one(tree: Any, backend: ArrayBackend, only: str | None, arrays: Container[str] = ()) -> dict[str, Any]:
-    """What is data in a past; arrays: places of those that have neither rows nor positions."""
-    found = {place: backend.get(array) for place, array in arrays_in(tree, backend.owns) if place in arrays}
-    found |= data_in(tree, backend.owns)
-    return {place: value for place, value in found.items() if only is None or only in place}
-
-
-def data_of(
-    trees: Sequence[Any], backend: ArrayBackend, only: str | None, name: str, arrays: Container[str]
-) -> tuple[list[Number], dict[str, Any]]:
-    """What is no array in the pasts of the calls `TRIED`: numbers that count, and what was the same in all, by its
-    place. Raises ConfigError for anything else: it would stay one row's where rows join."""
-    base, rows, tokens = (data_of_one(tree, backend, only, arrays) for tree in trees)
-    a: Any
-    b: Any
-    c: Any
-    numbers, constant = list[Number](), dict[str, Any]()
-    for place in sorted(base.keys() | rows.keys() | tokens.keys()):
-        a, b, c = values = [found.get(place) for found in (base, rows, tokens)]
-        if _same(a, b) and _same(a, c):
-            constant[place] = a
-        elif {type(value) for value in values} == {int} and sorted((b - a, c - a)) == [0, 1]:
-            numbers.append(Number(place, b > a, a - TRIED[0][0 if b > a else 1]))
-        elif not _same(a, b):
-            raise _unknown(name, place, a, b, f"with {TRIED[1][0]} rows and not {TRIED[0][0]}")
-        else:
-            raise _unknown(name, place, a, c, f"with {TRIED[2][1]} tokens and not {TRIED[0][1]}")
-    return numbers, constant
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether data is equal; NaN is equal to NaN."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
-    return type(a) is type(b) and bool(a == b or a != a != b)
-
-
-def _unknown(name: str, place: str, a: Any, b: Any, when: str) -> ConfigError:
-    return ConfigError(
-        f"{name}: the past's {place} is {shown(a)}, and {shown(b)} {when}: expected what a past has besides arrays to "
-        f"be the same in every call, or to count its positions or rows. Where rows join, it would stay that of one of "
-        f"them. Keep it in an array with an axis of rows, or take a cache without it: with transformers, begin with "
-        f"`past or transformers.DynamicCache()`."
-    )
+    numbers, constant = data_of(trees, backend, spec.only, name, shared, TRIED)
+    grow = {leaf.place for leaf in leaves if leaf.batch is not None and leaf.position is not None}
+    leaves = [replace(f, windows=windows_beside(f.place, constant)) if f.place in grow else f for f in leaves]
+    return Layout(leaves, backend, name, spec.only, (numbers, constant))
 
 
 def _axis(a: Array, b: Array, what: str, of: str, before: int, after: int) -> int | None:
