@@ -153,7 +153,7 @@ class OwnCacheRunner(BaseRunner):
         if deterministic is False:
             return
         why, short = "", "who shares a call changes its bits"
-        if not self._step.with_lengths:
+        if not self._step.mixes:
             why = short = "rows of one length only share a call, which is not tried"
         try:
             if not why:
@@ -259,7 +259,7 @@ class OwnCacheRunner(BaseRunner):
                 if not plan.emit[i]:
                     continue  # a prompt waits for its last chunk
                 start, q = 0, start + q
-            groups.setdefault((q, start if not self._step.with_lengths else min(start, 1)), []).append(i)
+            groups.setdefault((q, start if not self._step.mixes else min(start, 1)), []).append(i)
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
 

@@ -28,12 +28,14 @@ ALIKE, ALIKE_ROUGH = 1e-3, 0.05  # of the largest output: what those of a model 
 class OwnStep:
     """Calls `step` with tokens, lengths and a past, and with what else it takes.
 
-    with_lengths: it takes lengths. keeps: it takes how many logits are wanted of each row, of its last tokens. layout:
-    of its pasts. encoded: what is kept of `encode`; None means it has none. alike: of the largest output, what rounding
-    may change. whole: why prompts come whole; "" means that they may come in chunks.
+    with_lengths: it takes lengths. mixes: rows of any length may share a call. keeps: it takes how many logits are
+    wanted of each row, of its last tokens. layout: of its pasts. encoded: what is kept of `encode`; None means it has
+    none. alike: of the largest output, what rounding may change. whole: why prompts come whole; "" means that they may
+    come in chunks.
     """
 
     with_lengths: bool
+    mixes: bool
     keeps: bool
     layout: Layout
     encoded: Encoded | None
@@ -71,7 +73,7 @@ class OwnStep:
                         )
                     self.encoded = Encoded(encode, backend, beside, type(model).__name__, self._called)
                 self.layout = layout_of(spec, self._first, backend, self.name)
-                self._try_going_on(self.example(2, 5))
+                self._try_mixing(self.example(2, 5))
                 self.whole = self._why_whole(self.example(1, 7))
         except ConfigError:
             raise
@@ -94,11 +96,22 @@ class OwnStep:
         found: HostArray = self._random.choice(self._examples, shape)  # of its first axis
         return found
 
+    def _try_mixing(self, ids: HostArray) -> None:
+        """`_try_going_on`, and whether rows of any length may share a call: without `lengths`, those of states may."""
+        self.mixes = self.with_lengths or self.layout.counts_nothing
+        try:
+            return self._try_going_on(ids)
+        except ConfigError:
+            if self.with_lengths or not self.mixes:
+                raise
+        self.mixes = False
+        self._try_going_on(ids)
+
     def _try_going_on(self, ids: HostArray) -> None:
         """Check that the model goes on from the past that it is given, beside a row of another length, and once more
         from what it returns then. ids: [2, 5]. Raises ConfigError.
         """
-        rows = [ids[:1], ids[1:, self.with_lengths :]]  # the second is shorter
+        rows = [ids[:1], ids[1:, self.mixes :]]  # the second is shorter
         want, parts = [], []
         for i, row in enumerate(rows):
             n = row.shape[1]

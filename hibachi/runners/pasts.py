@@ -122,6 +122,11 @@ class Layout:
                 found += int(np.prod(others, dtype=np.int64)) * _itemsize(leaf.dtype, self.backend.xp)
         return found
 
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether all of a past is states, which do not say how many tokens came before."""
+        return all(leaf.position is None for leaf in self.leaves) and all(number.rows for number in self._numbers)
+
     def fine(self, out: Array) -> bool:
         """Whether a past and such an output have no floats of fewer than 32 bits."""
         xp = self.backend.xp

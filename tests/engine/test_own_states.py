@@ -1,0 +1,50 @@
+"""Models whose past is states, without `lengths`: rows of any length share a call where that is right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hibachi import AutoregressiveBatchInference, OwnCache, SamplingParams
+
+PROMPTS = [[(5 * i + n) % 47 + 3 for i in range(n)] for n in (3, 8, 20, 8, 11, 4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class Sums:
+    """The next token is the sum of all before it, and of how many they are in row `counts_of`, None: in none."""
+
+    past, vocab_size, counts_of = OwnCache(), 50, None
+
+    def __init__(self):
+        self.rows = []
+
+    def step(self, tokens, past):
+        self.rows.append(len(tokens))
+        before, seen = (0, 0) if past is None else (past["sum"], past["seen"])
+        total, seen = before + tokens.sum(axis=1), seen + np.full(len(tokens), tokens.shape[1])
+        more = 0 if self.counts_of is None else seen[self.counts_of]
+        return np.eye(50, dtype=np.float32)[(total + more) % 50], {"sum": total, "seen": seen}
+
+
+class CountsOfFirst(Sums):
+    """Right for rows of one length."""
+
+    counts_of = 0
+
+
+def right(prompt, counts):
+    tokens = [*prompt]
+    for _ in range(8):
+        tokens.append((sum(tokens) + len(tokens) * counts) % 50)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("make", (Sums, CountsOfFirst))
+def test_rows_of_any_length_share_a_call_where_that_is_right(make):
+    model = make()
+    with AutoregressiveBatchInference(model, backend="numpy", max_model_len=64, max_num_seqs=6) as engine:
+        model.rows.clear()
+        streams = [engine.run(prompt, GREEDY) for prompt in PROMPTS]
+        assert [s.collect() for s in streams] == [right(prompt, make is CountsOfFirst) for prompt in PROMPTS]
+    assert (max(model.rows) > 2) == (make is Sums)  # two prompts are of one length
