@@ -187,6 +187,8 @@ def main() -> int:
         except Exception as e:
             traceback.print_exc()
             results[name] = {"failed": f"{type(e).__name__}: {e}"}
+        if args.out:
+            args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
         stages.release(run.device)
         print(f"{name} ({time.perf_counter() - began:.1f} s): {json.dumps(results[name])}", flush=True)
         results["verdicts"] = verdicts(results, args.dry)

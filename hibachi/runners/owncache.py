@@ -178,8 +178,7 @@ class OwnCacheRunner(BaseRunner):
         """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
         Raises NotDeterministic, and what the model raises.
         """
-        floats = isinstance(self.head, Sampled) or self._kind.dtype.kind == "f"
-        return self._trial().run(self._step.alike if floats else float("inf"))
+        return self._trial().run(self._step.alike if self._step.comparable else float("inf"))
 
     def _trial(self) -> Trial:
         return Trial(self._step.called, self.layout, self._step.example, whole=bool(self._step.whole))
@@ -196,9 +195,9 @@ class OwnCacheRunner(BaseRunner):
         elif of_each := self._step.names & {*KNOWN}:
             why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
         else:
-            floats = isinstance(self.head, Sampled) or self._kind.dtype.kind == "f"
+            far = self._step.alike if self._step.comparable else 0
             try:
-                self._template, why = self._trial().copied(self._step.alike if floats else 0, bits=self.deterministic)
+                self._template, why = self._trial().copied(far, bits=self.deterministic)
             except Exception as e:
                 why = f"a trial of it raised {text_of(e)}"
                 drop_frames(e)

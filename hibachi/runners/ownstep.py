@@ -88,6 +88,11 @@ class OwnStep:
         """What it takes beside tokens, lengths and past."""
         return self._arguments.names
 
+    @property
+    def comparable(self) -> bool:
+        """Whether outputs are numbers that differ by rounding only; of ids, one that is almost as likely may come."""
+        return isinstance(self._head, Sampled) or self._kind.dtype.kind == "f"
+
     def _first(self, rows: int, tokens: int) -> Any:
         return self.called(self.example(rows, tokens), np.full(rows, tokens, np.int32), None)[1]
 
@@ -97,8 +102,9 @@ class OwnStep:
         return found
 
     def _try_mixing(self, ids: HostArray) -> None:
-        """`_try_going_on`, and whether rows of any length may share a call: without `lengths`, those of states may."""
-        self.mixes = self.with_lengths or self.layout.counts_nothing
+        """`_try_going_on`, and whether rows of any length may share a call: without `lengths`, those of states may,
+        where outputs can be compared."""
+        self.mixes = self.with_lengths or (self.comparable and self.layout.counts_nothing)
         try:
             return self._try_going_on(ids)
         except ConfigError:
@@ -128,8 +134,8 @@ class OwnStep:
             past = self.layout.taken(tree, past, [1, 0], ends, 2, 1)
             self.layout.check_constant(tree)
         got = self._output(out, 2)
-        if isinstance(self._head, Tokens) and self._kind.dtype.kind != "f":
-            return  # a token that is almost as likely may come
+        if not self.comparable:
+            return
         far = apart(got[::-1], np.concatenate(want))
         if far > self.alike * largest(np.concatenate(want)):
             raise ConfigError(
@@ -154,8 +160,8 @@ class OwnStep:
                 begin = end
         except Exception as e:
             return f"it failed where several tokens followed a past: {text_of(e)}"
-        if isinstance(self._head, Tokens) and self._kind.dtype.kind != "f":
-            return ""  # as above
+        if not self.comparable:
+            return ""
         far = max(apart(a, b) for a, b in zip(got[1:], want, strict=True))
         if far <= self.alike * largest(np.concatenate(want)):
             return ""
