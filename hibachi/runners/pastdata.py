@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hibachi.errors import ConfigError, shown
-from hibachi.runners.nested import arrays_in, data_in
+from hibachi.runners.nested import arrays_in, data_in, reader
 from hibachi.tensor.array_backend import ArrayBackend
 
 
@@ -20,6 +21,7 @@ class Number:
     place: str
     rows: bool
     more: int  # than there are
+    read: Callable[[Any], Any]  # of a past; raises where there is none
 
     def of(self, width: int, size: int) -> int:
         return (size if self.rows else width) + self.more
@@ -52,7 +54,7 @@ def data_of(
         if same(a, b) and same(a, c):
             constant[place] = a
         elif {type(value) for value in values} == {int} and sorted((b - a, c - a)) == [0, 1]:
-            numbers.append(Number(place, b > a, a - tried[0][0 if b > a else 1]))
+            numbers.append(Number(place, b > a, a - tried[0][0 if b > a else 1], _reader(place, name)))
         elif not same(a, b):
             raise unknown(name, place, a, b, f"with {tried[1][0]} rows and not {tried[0][0]}")
         else:
@@ -60,11 +62,25 @@ def data_of(
     return numbers, constant
 
 
+def _reader(place: str, name: str) -> Callable[[Any], Any]:
+    try:
+        return reader(place)
+    except (ValueError, SyntaxError) as e:
+        raise ConfigError(
+            f"{name}: the past's {place} counts, so it must be found again: expected keys that are numbers or texts. "
+            f"Name it by a text."
+        ) from e
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether data is equal; NaN is equal to NaN."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
-    return type(a) is type(b) and bool(a == b or a != a != b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    if isinstance(a, deque):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or a != a != b)
 
 
 def unknown(name: str, place: str, a: Any, b: Any, when: str) -> ConfigError:

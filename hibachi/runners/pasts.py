@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, shown
-from hibachi.runners.nested import arrays_in, emptied, filled, reader, with_arrays
+from hibachi.runners.nested import arrays_in, emptied, filled, with_arrays
 from hibachi.runners.pastdata import Number, data_in_past, data_of, same, unknown, windows_beside
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import OwnCache
@@ -107,7 +107,6 @@ class Layout:
         """only: see `OwnCache`. data: of `data_of`."""
         self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
         self._numbers, self._constant = data
-        self._read = [reader(number.place) for number in self._numbers]
         self._views = has_views(backend)
         self._new_only = False  # the model has returned new positions only
         self._most: dict[int, int] = {}  # positions that arrays stop at, the newest, as they reached that many
@@ -166,8 +165,12 @@ class Layout:
             self._check(i, leaf, array, size, width, new)
             if leaf.position is not None and array.shape[leaf.position] != self._wanted(i, width):
                 short.append(i)
-        for number, read in zip(self._numbers, self._read, strict=True):
-            if (value := read(tree)) != number.of(width, size):
+        for number in self._numbers:
+            try:
+                value = number.read(tree)
+            except (LookupError, AttributeError, TypeError):
+                value = None
+            if value != number.of(width, size):
                 raise InvalidModelOutput(
                     f"{self.name} must return a past whose {number.place} counts its "
                     f"{'rows' if number.rows else 'positions'} as in other calls: expected "

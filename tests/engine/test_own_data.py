@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 from collections import deque
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 import hibachi
-from hibachi import AutoregressiveBatchInference, ConfigError, OwnCache, SamplingParams
+from hibachi import AutoregressiveBatchInference, ConfigError, InvalidModelOutput, OwnCache, SamplingParams
 
 PROMPTS = [[(7 * i + 3) % 47 + 3 for i in range(n)] for n in (3, 8, 20, 40)]
 SIZES = dict(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
@@ -97,7 +98,9 @@ class Sums:
         return logits, {"seen": seen} | self.data(past, rows, width)
 
 
+NAN = float("nan")
 UNDERSTOOD = {
+    "what equals itself by its parts": lambda past, rows, width: {"a": np.array([NAN]), "b": deque([np.arange(3)])},
     "counters": lambda past, rows, width: {"width": width, "deep": ((0, {"rows": rows + 2}),)},
     "constants": lambda past, rows, width: {"a": [True, None, "x", {1, 2}, deque([3]), np.arange(3), np.float32(2)]},
     "what has no value": lambda past, rows, width: {"lock": threading.Lock(), "file": sys.__stderr__},
@@ -127,3 +130,22 @@ def test_what_would_stay_one_rows_is_refused_by_its_place(what):
     data, said = REFUSED[what]
     with pytest.raises(ConfigError, match=rf"Sums.step: the past's ({said}).*DynamicCache"):
         AutoregressiveBatchInference(Sums(data), backend="numpy", max_model_len=64)
+
+
+class Key(enum.Enum):
+    WIDTH = 0
+
+
+@pytest.mark.parametrize("key", (Key.WIDTH, np.int64(3)))
+def test_a_number_by_a_key_that_cannot_be_written_is_refused(key):
+    with pytest.raises(ConfigError, match=r"counts, so it must be found again: expected keys that"):
+        AutoregressiveBatchInference(Sums(lambda past, rows, width: {key: width}), backend="numpy", max_model_len=64)
+
+
+@pytest.mark.parametrize("later, got", [(lambda width: {"n": 5}, "5"), (lambda width: {}, "None")])
+def test_a_number_that_stops_counting_fails_the_request_by_its_place(later, got):
+    model = Sums(lambda past, rows, width: {"n": width} if width < 12 else later(width))
+    with AutoregressiveBatchInference(model, backend="numpy", max_model_len=64) as engine:
+        stream = engine.run(PROMPTS[1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        with pytest.raises(InvalidModelOutput, match=rf"'n'\] counts its positions .* expected 12; got {got}\."):
+            stream.collect()
