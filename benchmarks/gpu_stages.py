@@ -370,8 +370,8 @@ def bandwidth(run: Run) -> Result:
     return {"gb_per_s": run.bytes_per_s / 1e9}
 
 
-def decoding(decoder: Decoder, rows: int, prompt: int, new: int) -> dict[str, float]:
-    """Tokens a second while all rows decode, of the second of two runs of an engine."""
+def decoding(decoder: Decoder, rows: int, prompt: int, new: int, overlap: bool | None) -> dict[str, float]:
+    """Tokens a second while all rows decode, of the second of two runs of an engine. overlap: as of the engine."""
     rng = np.random.default_rng(2)
     vocab = decoder.arch.vocab_size
     with hibachi.AutoregressiveBatchInference(
@@ -382,6 +382,7 @@ def decoding(decoder: Decoder, rows: int, prompt: int, new: int) -> dict[str, fl
         max_model_len=prompt + new,
         deterministic=False,
         enable_prefix_caching=False,
+        overlap=overlap,
     ) as engine:
         for _ in range(2):  # the first records graphs and lets libraries choose their kernels
             before = engine.stats()
@@ -420,16 +421,18 @@ def decode(run: Run, name: str) -> Result:
     for rows in (1, 3) if run.dry else ROWS[name]:
         bound = (weights + rows * (prompt + new / 2) * position) / run.bytes_per_s
         result: Result = {"bound_ms": bound * 1e3}
-        for way in ("eager", "graphs"):
+        for way in ("eager", "graphs", "in turn"):  # the last: graphs, each begun when the one before has ended
             if run.left < 15:
                 result[way] = {"skipped": "no time left"}
                 continue
-            backend = CudaTorchBackend(run.device, graphs=way == "graphs")
+            backend = CudaTorchBackend(run.device, graphs=way != "eager")
             own = Decoder(arch, decoder.params, backend, dtype="bfloat16", max_model_len=prompt + new)
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(run.device)
             with reported(result, way):
-                result[way] = decoding(own, rows, prompt, new) | {"remarks": backend.remarks()}
+                result[way] = decoding(own, rows, prompt, new, False if way == "in turn" else None) | {
+                    "remarks": backend.remarks()
+                }
                 result[way]["of_bound"] = result[way]["tokens_per_s"] * bound / rows
                 if run.device.type == "cuda":
                     result[way]["peak_gib"] = torch.cuda.max_memory_allocated(run.device) / 2**30

@@ -37,7 +37,9 @@ def test_every_stage_runs_dry_and_no_claim_is_reached(tmp_path, gpu):
     assert set(results["verdicts"].values()) == {gpu.NOT_REACHED}
     text = results["text"]["float32"]
     assert text["equal"] == text["texts"] and text["largest_difference"] < 1e-3
-    assert all(r[way]["tokens_per_s"] > 0 for r in results["decode_8b"].values() for way in ("eager", "graphs"))
+    assert all(
+        r[way]["tokens_per_s"] > 0 for r in results["decode_8b"].values() for way in ("eager", "graphs", "in turn")
+    )
     assert not any(one["differ"] for one in results["company"]["of"] if one["what"] == "again")
     assert results["conformance_torch"]["paged"]["kept"] and not results["conformance_torch"]["paged"]["broken"]
     assert results["mixture"]["equal"] and results["memory"] == {"short": True, "long": "answered", "afterwards": True}
@@ -46,12 +48,12 @@ def test_every_stage_runs_dry_and_no_claim_is_reached(tmp_path, gpu):
 def test_stages_that_the_file_has_are_not_run_again_and_verdicts_follow_from_it(tmp_path, gpu, monkeypatch, capsys):
     said = ["attention: varlen, where it can", "CUDA graphs: for decode steps"]
     texts = {"texts": 4, "equal": 4, "largest_difference": 1e-6, "remarks": said}
-    rate = {"tokens_per_s": 1.0}
+    rate, less = {"tokens_per_s": 1.0}, {"tokens_per_s": 0.9}
     had = {
         "text": {"float32": texts, "bfloat16": texts | {"equal": 3}},
         "waits": {"failed": "RuntimeError: called a synchronizing CUDA operation"},
         "company": {"of": [{"differ": 0.0}], "remarks": said},
-        "decode_135m": {"1": {"eager": rate, "graphs": rate}},
+        "decode_135m": {"1": {"eager": rate, "graphs": rate, "in turn": less}},
         "mixture": {"equal": True, "remarks": [said[0], "CUDA graphs: for decode steps, but not all (it waits)"]},
         "memory": {"short": True, "long": {"failed": "out of memory"}, "afterwards": True},
         "conformance_torch": {"paged": {"kept": 60, "broken": []}, "others": {"stopped_after_s": 20}},
@@ -59,7 +61,7 @@ def test_stages_that_the_file_has_are_not_run_again_and_verdicts_follow_from_it(
     }
     found = gpu.verdicts(had, dry=False)
     assert [found[claim.text] for claim in gpu.CLAIMS] == [
-        *("shown", "shown", "not reached", "shown", "refuted", "shown"),
+        *("shown", "shown", "not reached", "shown", "refuted", "shown", "shown"),
         *("refuted", "refuted", "shown", "not reached", "shown"),
     ]
     out, ran = tmp_path / "gpu.json", []
