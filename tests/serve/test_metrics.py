@@ -279,7 +279,7 @@ def test_who_leaves_frees_everything_wherever_it_was(chunked):
     name = "hibachi_inter_token_seconds_count"
     until(lambda: scrape(chunked)[name] > before[name] + 9)
     # Prompts of thirty chunks each, of which one at a time is computed beside the others; and more than there are rows.
-    long = [send(chunked, {**LONG, "max_tokens": 5, "prompt": [i + 3] * 480, "stream": i % 2 > 0}) for i in range(8)]
+    long = [send(chunked, {**LONG, "max_tokens": 30, "prompt": [i + 3] * 480, "stream": i % 2 > 0}) for i in range(8)]
     until(lambda: scrape(chunked)["hibachi_requests_open"] >= 8 + 2)
     time.sleep(0.02)
     for sock in long + running:
