@@ -153,7 +153,9 @@ def build(
         assert kind is not None  # of all: these examples have fixed it
         tally, name = Tally(), type(plan.model).__name__
         head = Tokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
-        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, kind, tally, examples, beside)
+        runner = own = OwnCacheRunner(
+            plan.model, backend, tables, plan.rows, head, kind, tally, examples, beside, plan.longest
+        )
         limits = _own_limits(plan, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)

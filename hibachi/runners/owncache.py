@@ -64,9 +64,10 @@ class OwnCacheRunner(BaseRunner):
         tally: Tally,
         examples: Sequence[HostArray],
         beside: Beside,
+        longest: int,
     ) -> None:
         """rows: the most there may be at once. kind: of the tokens. examples: prompts, of whose tokens those for trials
-        are drawn.
+        are drawn. longest: tokens of a request.
 
         Raises ConfigError.
         """
@@ -75,16 +76,20 @@ class OwnCacheRunner(BaseRunner):
         self._rows, self.head, self._kind = rows, head, kind
         self.name: str = head.name
         self._beside = beside
-        self._step = OwnStep(model, backend, beside, head, kind, self.tally, self.theirs, examples)
+        self._step = OwnStep(model, backend, beside, head, kind, self.tally, self.theirs, examples, longest)
         self._encoded = self._step.encoded
         self.layout = self._step.layout
         self._pasts = RowPasts(self.layout, self._width)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self.remarks: list[str] = [f"its past: {self.layout.said()}"]
-        if self._step.whole:
-            log.warning("%s: prompts come whole, not in chunks, as %s", self.name, self._step.whole)
-            self.remarks.append(f"prompts come whole, as {self._step.whole}")
+        for what, why in (
+            ("prompts come whole, not in chunks", self._step.whole),
+            ("rows of one length only share calls", self._step.parted),
+        ):
+            if why:
+                log.warning("%s: %s, as %s", self.name, what, why)
+                self.remarks.append(f"{what}, as {why}")
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
 
@@ -258,6 +263,9 @@ class OwnCacheRunner(BaseRunner):
                 if not plan.emit[i]:
                     continue  # a prompt waits for its last chunk
                 start, q = 0, start + q
+                if q > plan.seqs[i].prompt_len:  # after a preemption
+                    yield np.array([i])
+                    continue
             groups.setdefault((q, start if not self._step.mixes else min(start, 1)), []).append(i)
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
@@ -276,14 +284,16 @@ class OwnCacheRunner(BaseRunner):
         rows, emit = plan.rows[idx], plan.emit[idx]
         if plan.draft is not None and plan.draft[idx].any():
             return self._forward_ahead(plan, idx)
+        first, prompt = int(idx[0]), plan.seqs[int(idx[0])].prompt_len
+        end, whole = int(plan.end[first]), self._step.whole and plan.q[first] > 1
         with self.backend.guard():
-            if self.apart:
-                out = self._alone(int(rows[0]), plan.seqs[int(idx[0])].prompt_len, int(plan.end[idx[0]]))
-            elif self._step.whole and plan.q[idx[0]] > 1:
-                out = self._advance(rows, np.zeros(len(rows), np.int32), int(plan.end[idx[0]]))
+            if self.apart or (whole and end > prompt):
+                out = self._alone(int(rows[0]), prompt, end)
+            elif whole:
+                out = self._advance(rows, np.zeros(len(rows), np.int32), end)
             else:
                 self._catch_up(rows, plan.start[idx])
-                out = self._advance(rows, plan.start[idx], int(plan.q[idx[0]]))
+                out = self._advance(rows, plan.start[idx], int(plan.q[first]))
             wanted = np.flatnonzero(emit)
             if not len(wanted):
                 return Part(idx[emit], np.zeros(0, np.int32), None, np.zeros(0, bool))
@@ -334,9 +344,11 @@ class OwnCacheRunner(BaseRunner):
             past = self._pasts.of.get(row)
             if n and (past is None or past.counts[past.place(row)] != n):
                 self._forget([row])
-                chunk = n if self._step.whole else self._chunk
-                for at in range(0, n, chunk):
-                    self._advance(np.array([row]), np.array([at], np.int32), min(chunk, n - at))
+                if self._step.whole:
+                    self._alone(row, min(n, self._seqs[row].prompt_len), n)
+                    continue
+                for at in range(0, n, self._chunk):
+                    self._advance(np.array([row]), np.array([at], np.int32), min(self._chunk, n - at))
 
     def _advance(self, rows: Any, start: Any, q: int) -> Array:
         """Compute q tokens of each row; returns the logits after them, [m >= n, vocab]."""

@@ -10,32 +10,36 @@ import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, text_of
 from hibachi.runners.beside import ENCODED, Arguments, Beside, declared_by, parameters_of, wanted
+from hibachi.runners.borders import borders_of
 from hibachi.runners.encoded import Encoded
 from hibachi.runners.faults import Theirs
 from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
 from hibachi.runners.owntrial import apart, largest
-from hibachi.runners.pasts import Layout, layout_of
+from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
 from hibachi.runners.tokentable import Kind
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
 
 KEEP = "logits_to_keep"  # a parameter, named as in transformers
+AHEAD = 6  # tokens with which a border is crossed
+MOST_BYTES = 2**28  # of a past that crosses a border: where it would be larger, the border is not tried
 ALIKE, ALIKE_ROUGH = 1e-3, 0.05  # of the largest output: what those of a model that goes on from a past may differ by
 
 
 class OwnStep:
     """Calls `step` with tokens, lengths and a past, and with what else it takes.
 
-    with_lengths: it takes lengths. mixes: rows of any length may share a call. keeps: it takes how many logits are
-    wanted of each row, of its last tokens. layout: of its pasts. encoded: what is kept of `encode`; None means it has
-    none. alike: of the largest output, what rounding may change. whole: why prompts come whole; "" means that they may
-    come in chunks.
+    with_lengths: it takes lengths. mixes: rows of any length may share a call. parted: why not, though it takes
+    lengths. keeps: it takes how many logits are wanted of each row, of its last tokens. layout: of its pasts. encoded:
+    what is kept of `encode`; None means it has none. alike: of the largest output, what rounding may change. whole: why
+    prompts come whole; "" means that they may come in chunks.
     """
 
     with_lengths: bool
     mixes: bool
+    parted: str
     keeps: bool
     layout: Layout
     encoded: Encoded | None
@@ -52,8 +56,11 @@ class OwnStep:
         tally: Tally,
         theirs: Theirs,
         examples: Sequence[HostArray],
+        longest: int,
     ) -> None:
-        """kind: of the tokens. examples: prompts, of whose tokens those for trials are drawn. Raises ConfigError."""
+        """kind: of the tokens. examples: prompts, of whose tokens those for trials are drawn. longest: tokens of a
+        request. Raises ConfigError.
+        """
         self._backend, self._head, self._kind, self._tally, self._theirs = backend, head, kind, tally, theirs
         self._step: Any = model.step
         self.name: str = head.name
@@ -75,6 +82,10 @@ class OwnStep:
                 self.layout = layout_of(spec, self._first, backend, self.name)
                 self._try_mixing(self.example(2, 5))
                 self.whole = self._why_whole(self.example(1, 7))
+                borders = borders_of(model) | {n for leaf in self.layout.leaves for n in leaf.windows[1:]}
+                for n in sorted(n for n in borders if not self.layout.counts_nothing and AHEAD <= n <= longest - AHEAD):
+                    if n * self.layout.position_bytes <= MOST_BYTES:
+                        self._try_border(n)
         except ConfigError:
             raise
         except Exception as e:
@@ -102,20 +113,37 @@ class OwnStep:
         return found
 
     def _try_mixing(self, ids: HostArray) -> None:
-        """`_try_going_on`, and whether rows of any length may share a call: without `lengths`, those of states may,
-        where outputs can be compared."""
+        """Check that the model goes on from a past, and find whether rows of any length may share a call: without
+        `lengths`, those of states may, where outputs can be compared. ids: [2, 5]. Raises ConfigError.
+        """
         self.mixes = self.with_lengths or (self.comparable and self.layout.counts_nothing)
+        self.parted, strict = "", not self.mixes or self._backend.shapes.compiled  # which pads rows of one length, too
         try:
-            return self._try_going_on(ids)
-        except ConfigError:
-            if self.with_lengths or not self.mixes:
+            far = self._going_on(ids)
+            why = f"a row beside a longer one gets other outputs, by up to {far:.3g}" if far else ""
+            why += " (make positions and a mask from `lengths`)" if far else ""
+        except Exception as e:
+            if strict:
                 raise
-        self.mixes = False
-        self._try_going_on(ids)
+            why = f"it failed where a row stood beside a longer one: {text_of(e)}"
+        if why and not strict:
+            self._part(why)
+            far = self._going_on(ids)
+        if far:
+            raise ConfigError(
+                f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
+                f"expected the outputs that it returns for a few tokens at once, where the last two come one by one "
+                f"beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make positions "
+                f"and a mask from `lengths`, return its rows in the order of `tokens`, in memory that nothing writes "
+                f"to later, and switch off dropout (`.eval()`)."
+            )
 
-    def _try_going_on(self, ids: HostArray) -> None:
-        """Check that the model goes on from the past that it is given, beside a row of another length, and once more
-        from what it returns then. ids: [2, 5]. Raises ConfigError.
+    def _part(self, why: str) -> None:
+        self.mixes, self.parted = False, why if self.with_lengths else ""
+
+    def _going_on(self, ids: HostArray) -> float:
+        """How far off outputs are where the model goes on from the past that it is given, beside a row of another
+        length, and once more from what it returns then; 0 means by rounding. ids: [2, 5]. Raises ConfigError.
         """
         rows = [ids[:1], ids[1:, self.mixes :]]  # the second is shorter
         want, parts = [], []
@@ -133,18 +161,43 @@ class OwnStep:
             out, tree = self.called(new, np.array(ends, np.int32), past.tree, trial=[1, 0])
             past = self.layout.taken(tree, past, [1, 0], ends, 2, 1)
             self.layout.check_constant(tree)
-        got = self._output(out, 2)
-        if not self.comparable:
-            return
-        far = apart(got[::-1], np.concatenate(want))
-        if far > self.alike * largest(np.concatenate(want)):
-            raise ConfigError(
-                f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
-                f"expected the outputs that it returns for a few tokens at once, where the last two come one by one "
-                f"beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make positions "
-                f"and a mask from `lengths`, return its rows in the order of `tokens`, in memory that nothing writes "
-                f"to later, and switch off dropout (`.eval()`)."
-            )
+        return self._far(self._output(out, 2)[::-1], np.concatenate(want))
+
+    def _far(self, got: HostArray, want: HostArray) -> float:
+        """The largest difference; 0 if it is no more than rounding, or nothing can be compared."""
+        far = apart(got, want) if self.comparable else 0.0
+        return far if far > self.alike * largest(want) else 0.0
+
+    def _try_border(self, n: int) -> None:
+        """Whether tokens on both sides of n positions may come at once, and beside a row that has few."""
+        few, width = AHEAD + 2, n - AHEAD // 2
+        first, ids = self.example(2, few), self.example(2, AHEAD)
+
+        def past(row: int, width: int) -> Past:
+            """Few positions, again and again."""
+            tree = self.called(first[row : row + 1], np.array([few], np.int32), None, trial=[row])[1]
+            return self.layout.repeated(self.layout.taken(tree, None, [row], [few], 1, few), width)
+
+        def after(past: Past, rows: Sequence[int], at_once: int) -> list[HostArray]:
+            """Outputs after every so many tokens. The past is taken apart."""
+            found, counts = [], past.counts
+            for end in range(at_once, AHEAD + 1, at_once):
+                ends = [count + end for count in counts]
+                new = ids[[*rows], end - at_once : end]
+                out, tree = self.called(new, np.array(ends, np.int32), past.tree, trial=rows)
+                past = self.layout.taken(tree, past, rows, ends, len(rows), at_once)
+                found.append(self._output(out, len(rows)))
+            return found
+
+        alone = after(past(0, width), [0], 1)
+        if not self.whole and (far := self._far(after(past(0, width), [0], AHEAD)[0], alone[-1])):
+            self.whole = f"outputs are others where several tokens cross {n}, which it names, by up to {far:.3g}"
+        if self.mixes:
+            other = after(past(1, few), [1], 1)
+            rows = self.layout.joined([past(0, width), self.layout.part(past(1, few), [0], width)])
+            want = np.concatenate([np.concatenate(both) for both in zip(alone, other, strict=True)])
+            if far := self._far(np.concatenate(after(rows, [0, 1], 1)), want):
+                self._part(f"a row beside one longer than {n}, which it names, gets other outputs, by up to {far:.3g}")
 
     def _why_whole(self, ids: HostArray) -> str:
         """Why no chunk of several tokens may follow a past, as states that start anew with each do not allow it; ""
@@ -160,12 +213,8 @@ class OwnStep:
                 begin = end
         except Exception as e:
             return f"it failed where several tokens followed a past: {text_of(e)}"
-        if not self.comparable:
-            return ""
-        far = max(apart(a, b) for a, b in zip(got[1:], want, strict=True))
-        if far <= self.alike * largest(np.concatenate(want)):
-            return ""
-        return f"outputs are others where several tokens follow a past, by up to {far:.3g}"
+        far = self._far(np.concatenate(got[1:]), np.concatenate(want))
+        return f"outputs are others where several tokens follow a past, by up to {far:.3g}" if far else ""
 
     def _output(self, out: Any, rows: int) -> HostArray:
         return self._backend.get(self._backend.float32(self.checked(out, rows)))

@@ -317,6 +317,17 @@ class Layout:
             return past
         return self.arranged([Group([(past, i) for i in range(past.size)], past.rows, past.counts, width)])[0]
 
+    def repeated(self, past: Past, width: int) -> Past:
+        """A past of so many positions, for a trial: those of another, again and again."""
+        xp, arrays = self.backend.xp, list[Array]()
+        for i, (leaf, array) in enumerate(zip(self.leaves, past.arrays, strict=True)):
+            if leaf.position is not None:
+                places = np.arange(self._wanted(i, width), dtype=np.int32) % array.shape[leaf.position]
+                array = xp.take(array, self.backend.put(places), axis=leaf.position)
+            arrays.append(array)
+        tree = with_arrays(past.tree, self.backend.owns, arrays, self._counted(width, past.size))
+        return Past(tree, arrays, past.rows, [width] * len(past.rows), width, past.size)
+
     def joined(self, parts: Sequence[Past]) -> Past:
         """Pasts of one width, side by side. They are taken apart."""
         picks = [(part, i) for part in parts for i in range(part.size)]
