@@ -37,9 +37,7 @@ def check(model: Any, longest: int = 12) -> float:
         for row, part in zip(rows, logits.split([end - start for start, end in rows.values()]), strict=True):
             got[row].append(part)
     own = [model.alone(b.put(t)) for t in texts]
-    worst = float(
-        torch.cat([_difference(torch.cat(ours), theirs) for ours, theirs in zip(got, own, strict=True)]).max()
-    )
+    worst = float(torch.cat([difference(torch.cat(ours), theirs) for ours, theirs in zip(got, own, strict=True)]).max())
     if not worst <= TOLERANCE[model.dtype]:  # NaN is refused as well
         raise CannotRun(
             f"its logits in the paged engine differ from its own by {worst:.1e} of their size on a short prompt (at "
@@ -48,7 +46,7 @@ def check(model: Any, longest: int = 12) -> float:
     return worst
 
 
-def _difference(a: Any, b: Any) -> torch.Tensor:
+def difference(a: Any, b: Any) -> torch.Tensor:
     """The relative difference of each token's logits [T], apart from a constant that softmax takes away."""
     a, b = (t - t.mean(-1, keepdim=True) for t in (a, b))
     gap, size = (a - b).norm(dim=-1), b.norm(dim=-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +33,9 @@ from hibachi_torch.transformers_attention import (
     running,
 )
 from hibachi_torch.transformers_check import check, some_tokens
+from hibachi_torch.transformers_own import OwnModel, own
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _PLAIN = {"use_cache": False, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
@@ -121,8 +125,11 @@ class TransformersModel:
         return calls, int(logits.shape[-1])
 
 
-def load(path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | None) -> TransformersModel | None:
+def load(
+    path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | None
+) -> TransformersModel | OwnModel | None:
     """The model in the folder `path`: config.json and safetensors; None if transformers does not know its kind.
+    With its own cache if the paged engine cannot run it, which the log says.
 
     dtype: to compute in. max_model_len: the longest sequence to be ready for; None means what the model was trained
     for. Raises UnknownArchitecture for one that would not compute here what it computes by itself, InvalidModelFiles,
@@ -152,29 +159,30 @@ def load(path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | 
         max_model_len = _max_len(config, max_model_len)
         eos_ids, bos_ids = (_ids(path, contents, name, config) for name in ("eos_token_id", "bos_token_id"))
         module = _module(cls, config, path, backend.dtype(dtype)).to(backend.device)
-        try:
-            with backend.guard():
-                model = TransformersModel(
-                    module, backend, dtype=dtype, max_model_len=max_model_len, eos_ids=eos_ids, bos_ids=bos_ids
-                )
+        facts: Any = {"dtype": dtype, "max_model_len": max_model_len, "eos_ids": eos_ids, "bos_ids": bos_ids}
+        with backend.guard():
+            try:
+                model = TransformersModel(module, backend, **facts)
                 check(model)
-            return model
-        except CannotRun as e:
-            raise _refusal(cls.__name__, e) from e
-        except (HibachiError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as e:
-            why = f"its forward pass failed on packed tokens ({type(e).__name__}: {e})"
-            if Sight.__name__ in str(e):  # it took one for an array
-                why = "it works on its attention masks by itself"
-            raise _refusal(cls.__name__, why) from e
-
-
-def _refusal(name: str, why: Any) -> UnknownArchitecture:
-    return UnknownArchitecture(
-        f"transformers' {name} cannot run in the paged engine: {why}. Use a model of another architecture, or write "
-        f"this one as a hibachi.model.ladder.CachedModel and pass the object to the engine."
-    )
+                return model
+            except CannotRun as e:
+                why = str(e)
+            except (HibachiError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as e:
+                why = f"its forward pass failed on packed tokens ({type(e).__name__}: {e})"
+                if Sight.__name__ in str(e):  # it took one for an array
+                    why = "it works on its attention masks by itself"
+            try:
+                found = own(module, backend, **facts)
+            except CannotRun as e:
+                raise UnknownArchitecture(
+                    f"transformers' {cls.__name__} can run neither in the paged engine: {why}; nor with a cache of its "
+                    f"own: {e}. Use a model of another architecture, or write this one as a "
+                    f"hibachi.model.ladder.CachedModel and pass the object to the engine."
+                ) from e
+    log.warning("%s runs with a cache of its own, as the paged engine cannot run it: %s", cls.__name__, why)
+    return found
 
 
 def _check_config(contents: Mapping[str, Any], name: str) -> None:

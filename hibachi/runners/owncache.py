@@ -90,6 +90,8 @@ class OwnCacheRunner(BaseRunner):
             if why:
                 log.warning("%s: %s, as %s", self.name, what, why)
                 self.remarks.append(f"{what}, as {why}")
+        if not self._step.mixes and not self._step.parted:
+            self.remarks.append("rows of one length only share calls, as its step takes no lengths")
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
 
@@ -159,7 +161,7 @@ class OwnCacheRunner(BaseRunner):
             return
         why, short = "", "who shares a call changes its bits"
         if not self._step.mixes:
-            why = short = "rows of one length only share a call, which is not tried"
+            why = short = "rows of one length only share calls, which is not tried"
         try:
             if not why:
                 with phase("trying whether requests can share calls"), telling(self.name):

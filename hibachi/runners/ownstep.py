@@ -193,8 +193,9 @@ class OwnStep:
         if not self.whole and (far := self._far(after(past(0, width), [0], AHEAD)[0], alone[-1])):
             self.whole = f"outputs are others where several tokens cross {n}, which it names, by up to {far:.3g}"
         if self.mixes:
-            other = after(past(1, few), [1], 1)
-            rows = self.layout.joined([past(0, width), self.layout.part(past(1, few), [0], width)])
+            short = min(few, width - 1)
+            other = after(past(1, short), [1], 1)
+            rows = self.layout.joined([past(0, width), self.layout.part(past(1, short), [0], width)])
             want = np.concatenate([np.concatenate(both) for both in zip(alone, other, strict=True)])
             if far := self._far(np.concatenate(after(rows, [0, 1], 1)), want):
                 self._part(f"a row beside one longer than {n}, which it names, gets other outputs, by up to {far:.3g}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.tensor.whose import training
+from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import CachedDriver, Outputs, Span, WholeDriver
 from hibachi.verify.inside import GENERATOR
 from hibachi.verify.ownpasts import OwnDriver
@@ -130,6 +131,12 @@ OWN_PAST = _cause(
     "Hand `past` to the network, and return the cache that comes back. The new tokens of row i stand at positions "
     "lengths[i] - q to lengths[i] - 1, q of them; none may see a later one.",
 )
+OWN_CHUNKS = _cause(
+    "chunk-not-continued",
+    "Where a chunk of several tokens follows a past, it computes something else than at once; one by one it is right",
+    "Hand `past` to the network for several tokens as well: some networks start anew with each prompt. Until then an "
+    "engine gives it prompts whole, which its log says: a long one holds up the others.",
+)
 OWN_PADDING = _cause(
     "past-padding",
     "Padding in the past of a shorter row changes its output: rows of equal length are right, others are not",
@@ -214,6 +221,17 @@ LONGEST = _cause(
     "It does not compute the longest request that it allows",
     "Positions 0 to max_model_len - 1 may come: make tables that large, or max_model_len smaller.",
 )
+NEIGHBOUR = _cause(
+    "long-neighbour",
+    "A short row gets something else beside one that is far longer",
+    "Compute what depends on a length by row, from `lengths` or positions, and not from the longest row of the call: "
+    "LongRoPE of transformers takes other angles for all rows once one is longer than the model was trained for first.",
+)
+BORDER = Cause(
+    NEIGHBOUR.key,
+    "A short row gets something else beside one that is longer than a length which the model names",
+    f"{NEIGHBOUR.mend} Until then an engine lets rows of one length only share calls, which its log says.",
+)
 FAILED = _cause(
     "after-failures",
     "Where a step has failed, requests that are not to blame get something else than alone",
@@ -247,13 +265,16 @@ def diagnose(s: Subject, results: dict[str, Result]) -> list[Cause]:
         found.append(NAN_PAST)
     if company is None and bad & {"padding", "values", "beside"}:
         found.append(_padding(s, bad))
-    found += [_saw(LIVE[key], results[key].why) for key in LIVE if key in bad]
+    for key in filter(bad.__contains__, LIVE):
+        why = results[key].why
+        found.append(_saw(NEIGHBOUR if key == "longest" and live.BESIDE in why else LIVE[key], why))
     return found or [OTHER]
 
 
 PIECES, PLACES = {"wanted", "decode", "chunks"}, {"row", "slots", "blocks"}
 LIVE = {
     **dict.fromkeys(("engine", "joins", "leaves", "cancels"), ENGINE),
+    "borders": BORDER,
     "ones": ONES,
     "longest": LONGEST,
     **dict.fromkeys(("raises", "nan", "shapes"), FAILED),
@@ -307,7 +328,12 @@ def _memory(s: Subject, again: bool) -> Cause:
 
 def _pieces(s: Subject, bad: set[str], results: dict[str, Result]) -> Iterator[Cause]:
     if bad & PIECES:
-        yield OWN_PAST if isinstance(s.driver, OwnDriver) else _resumed(s, bad)
+        if not isinstance(s.driver, OwnDriver):
+            yield _resumed(s, bad)
+        else:
+            yield (
+                OWN_PAST if "decode" in bad else _saw(OWN_CHUNKS, f"Of the prompt: {', '.join(results['chunks'].bad)}.")
+            )
     if bad & {"slots", "blocks"}:
         yield SLOT if "slots" in bad and IN_ORDER in results["slots"].bad else BLOCKS
     elif "used" in bad:

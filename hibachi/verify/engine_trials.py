@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import InvalidRequest
+from hibachi.runners.borders import borders_of
+from hibachi.runners.ownstep import AHEAD
 from hibachi.tensor.array_backend import Array, HostArray
 from hibachi.verify.answers import Trouble, show
 from hibachi.verify.drive import Found, Outputs
@@ -21,6 +23,7 @@ from hibachi.verify.spy import SpiedCall
 from hibachi.verify.subject import Subject, Variant
 
 LONGEST = 4096  # the longest context that is tried
+BESIDE = "beside the longest prompt"
 MOST_ONES = 6  # prompts of one token
 
 
@@ -115,6 +118,24 @@ def cancels(s: Subject) -> Iterator[Variant]:
     yield _variant("in the midst of a step", cancel)
 
 
+# ---- lengths that it names ---
+
+
+def borders(s: Subject) -> Iterator[Variant]:
+    """What the engine finds of them when it is made: whether tokens on both sides may come at once, and rows share."""
+
+    def look() -> Trouble | None:
+        longest = s.limit or max(borders_of(s.model)) + 2 * AHEAD
+        said = [r for r in s.engines.engine(longest=longest).facts.remarks if "which it names" in r]
+        return Trouble("outputs that depend on the row only", "; ".join(said)) if said else None
+
+    yield _variant(", ".join(map(str, sorted(borders_of(s.model)))), look)
+
+
+def no_borders(s: Subject) -> str:
+    return "" if borders_of(s.model) else "it names none"
+
+
 # ---- short and long prompts ------------------------------------------------------------------------------------------
 
 
@@ -152,7 +173,7 @@ def longest(s: Subject) -> Iterator[Variant]:
 
     def last() -> Trouble | None:
         engine, prompt = e.engine(rows=4, longest=limit), e.prompts[0]
-        if s.ids is not None:
+        if s.drawn_ids:
             prompt = s.drawn(limit - 2, s.seed)
         else:  # with what the model says after it
             more = limit - 2 - len(prompt)
@@ -164,9 +185,7 @@ def longest(s: Subject) -> Iterator[Variant]:
         if (alone.ending, len(alone.items)) != ("length", 2):
             return Trouble(f"2 tokens for a prompt of {len(prompt)}, which max_model_len={limit} allows", alone.told())
         got = e.together(engine, [e.prompts[0], prompt, e.prompts[1]], [e.n, 2, e.n])
-        return e.different(prompt, got[1], alone, "beside two others", 2) or e.differs(
-            [0, 1], [got[0], got[2]], "beside the longest prompt"
-        )
+        return e.different(prompt, got[1], alone, "beside two others", 2) or e.differs([0, 1], [got[0], got[2]], BESIDE)
 
     yield _variant(f"of {limit - 2} tokens", last)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.runners.beside import ENCODED
+from hibachi.runners.beside import ENCODED, parameters_of
 from hibachi.runners.encoded import Encoded
 from hibachi.runners.nested import arrays_in, with_arrays
-from hibachi.runners.ownstep import takes_own_lengths
+from hibachi.runners.ownstep import KEEP, takes_own_lengths
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
@@ -27,6 +27,7 @@ class OwnDriver(Driver):
     def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.step")
         self.vocab, self.with_lengths = vocab, takes_own_lengths(model)
+        self._keeps = vocab is not None and KEEP in parameters_of(model.step)
         self._layout: Layout | None = None
         self._encoded: Encoded | None = None
 
@@ -64,12 +65,15 @@ class OwnDriver(Driver):
             own = [self.backend.copy(array) for _, array in arrays_in(tree, owns)]
             kept = {f"encoded{place}": (a, self.host(a)) for place, a in zip(places, own, strict=True)}
             named[ENCODED] = with_arrays(tree, owns, own)
+        if self._keeps:
+            named[KEEP] = 1
         found = self.model.step(*(native for native, _ in given.values()), past, **named)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
         shape = (len(tokens), *logits_shape(self.vocab, tokens.shape[2:]))
         kind = tokens.dtype.kind if self.vocab is None else "logits"
-        out = check_output(found[0], self.backend, shape, self.name, kind=kind)
+        shown = (shape[0], 1, *shape[1:]) if self._keeps else shape
+        out = self.backend.xp.reshape(check_output(found[0], self.backend, shown, self.name, kind=kind), shape)
         for name, (native, host) in (given | kept).items():
             self.check_untouched(name, native, host)
         return self.host(out), found[1]

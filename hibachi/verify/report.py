@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from hibachi.verify.causes import Cause, diagnose
 from hibachi.verify.inside import changed, kept
 from hibachi.verify.subject import Result, Subject
@@ -34,6 +36,10 @@ class Report:
     @property
     def good(self) -> bool:
         return not self.causes
+
+    @override
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """A table, and in words what is wrong."""

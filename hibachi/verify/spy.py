@@ -165,7 +165,7 @@ def _like(model: Any, run: Callable[..., Any], name: str) -> Any:
     """An object with one method, which takes what the model's takes, and what the model declares."""
     with suppress(TypeError, ValueError):  # compiled code need not tell
         run.__signature__ = inspect.signature(getattr(model, name))  # type: ignore[attr-defined]  # read by `inspect`
-    said = {key: getattr(model, key) for key in _DECLARED if hasattr(model, key)}
+    said = {key: getattr(model, key) for key in _DECLARED if hasattr(model, key)} | {"spied": model}
     return type(type(model).__name__, (), {name: staticmethod(run), **said})()
 
 

@@ -159,6 +159,7 @@ class Subject:
         limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_model_len", None)
         self.limit: int | None = limit if isinstance(limit, int) else None
         found = self._given(examples)
+        self.drawn_ids: bool = not found  # there are no examples, whose order may matter
         self._sized(min(map(len, found)) if found and self.rung is not None else 1, limit)
         self.driver: Driver = self._driver()
         self.base: Outputs = {}  # what each row gets alone

@@ -398,6 +398,7 @@ TRIALS = (
     Trial("joins", "others join an engine", SEQUENCES, live.joins, last=True),
     Trial("leaves", "others end early", SEQUENCES, live.leaves, last=True),
     Trial("cancels", "another is cancelled", ALL, live.cancels, last=True),
+    Trial("borders", "across lengths that it names", (OWN,), live.borders, live.no_borders, last=True),
     Trial("ones", "prompts of one token", SEQUENCES, live.ones, last=True),
     Trial("longest", "the longest prompt", SEQUENCES, live.longest, live.no_limit, last=True),
     Trial("raises", "a call raises for another", TOLD, live.raises, live.no_guilty, last=True),

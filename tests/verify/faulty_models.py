@@ -336,6 +336,23 @@ class ForgetsItsPast(OwnPast):
         return super().step(tokens, np.full_like(lengths, tokens.shape[1]), None)
 
 
+class ForgetsWhereAChunkFollows(OwnPast):
+    def step(self, tokens, lengths, past):
+        if tokens.shape[1] > 1:
+            lengths, past = np.full_like(lengths, tokens.shape[1]), None
+        return super().step(tokens, lengths, past)
+
+
+class LooksAtTheLongest(OwnPast):
+    """As LongRoPE of transformers; `logits_to_keep` as there."""
+
+    window = 32
+
+    def step(self, tokens, lengths, past, logits_to_keep=1):
+        logits, past = super().step(tokens, lengths, past)
+        return logits[:, None] * (1 + (lengths.max() > self.window)), past
+
+
 class ShowsThePadding(OwnPast):
     def step(self, tokens, lengths, past):
         width = tokens.shape[1] + (0 if past is None else past["k"].shape[1])
@@ -415,6 +432,8 @@ class GrowsByTwo(OwnPast):
 
 FAULTY = [
     Faulty(ForgetsItsPast, "past-not-continued", "decode"),
+    Faulty(ForgetsWhereAChunkFollows, "chunk-not-continued", "chunks", "", "Of the prompt: chunks of 3"),
+    Faulty(LooksAtTheLongest, "long-neighbour", "borders", "32", "rows of one length only share calls"),
     Faulty(ShowsThePadding, "past-padding", "ragged", "^beside a longer prompt: row a, new token 2"),
     Faulty(TurnsItsRows, "row-order", "neighbours"),
     Faulty(TurnsItsPast, "rows-mixed", "neighbours"),

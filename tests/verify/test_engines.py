@@ -51,13 +51,14 @@ def test_a_good_model_of_every_rung_passes_each_trial(toy):
     report = verify(subject)
     tried = {r.key: (r.state, r.why) for r in report.results if r.key in LIVE}
     skipped = {key: why for key, (state, why) in tried.items() if state == "skipped"}
-    told = set(LIVE) - ({"raises", "nan"} if subject.rung == OWN else set())  # rows of a past do not say whose they are
+    # Rows of a past do not say whose they are; others name no lengths.
+    told = set(LIVE) - ({"raises", "nan"} if subject.rung == OWN else {"borders"})
     assert set(tried) == told and {state for state, _ in tried.values()} <= {"alike", "skipped"}
     without_limit = toy in (toys.Count, toys.Halve, toys.SumTokens, toys.SumLogits)
     assert skipped.get("longest", "") == ("it has no max_model_len" if without_limit else "")
     integers = toy in (toys.Count, toys.SumTokens, toys.SumFrames)
     assert skipped.get("nan", "") == ("integers cannot be NaN" if integers else "")
-    assert not skipped.keys() - {"longest", "nan"}
+    assert not skipped.keys() - {"borders", "longest", "nan"}
 
 
 class Slow:
@@ -101,6 +102,18 @@ def test_the_longest_prompt_is_tried_alone_and_beside_others(judged):
     assert judged(toys.SumFrames(NUMPY), "longest", examples=FRAMES) is None  # what the model says makes them long
     short = type("Short", (toys.SumTokens,), {"max_model_len": 30})
     assert judged(short(NUMPY), "longest", examples=FRAMES) is None
+
+    class BeginsWithAClass(toys.SumLogits):
+        """Its first token is below 5. So are the examples'."""
+
+        max_model_len = 64
+
+        def logits(self, tokens, lengths):
+            first = tokens[np.arange(len(tokens)), tokens.shape[1] - lengths]
+            assert (first < 5).all()
+            return super().logits(tokens, lengths)
+
+    assert judged(BeginsWithAClass(NUMPY), "longest", examples=[[1, 9, 2], [3, 8]]) is None
 
 
 def test_prompts_of_one_token_are_tried_beside_longer_ones(judged):
