@@ -9,38 +9,10 @@ from collections import deque
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
-import hibachi
 from hibachi import AutoregressiveBatchInference, ConfigError, InvalidModelOutput, OwnCache, SamplingParams
 
 PROMPTS = [[(7 * i + 3) % 47 + 3 for i in range(n)] for n in (3, 8, 20, 40)]
-SIZES = dict(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
-SIZES |= dict(num_attention_heads=2, num_key_value_heads=2)
-COUNTING = {  # caches with windows count in an integer, and hold the newest positions only
-    "Llama": {},
-    "Mistral": dict(sliding_window=8),
-    "Gemma3Text": dict(head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
-    "Starcoder2": dict(sliding_window=8),
-    "Phi3": dict(sliding_window=8, pad_token_id=0),
-}
-
-
-class Transformer:
-    """As docs/models.md has it."""
-
-    past = hibachi.OwnCache()
-
-    def __init__(self, model):
-        self.model, self.vocab_size = model.eval(), model.config.vocab_size
-
-    def step(self, tokens, lengths, past):
-        width = tokens.shape[1] + (past.get_seq_length() if past else 0)
-        place = torch.arange(width) - (width - lengths[:, None])
-        mask, new = (place >= 0).int(), place[:, -tokens.shape[1] :]
-        out = self.model(tokens, attention_mask=mask, position_ids=new, cache=past, use_cache=True)
-        return out.logits[:, -1], out.cache
 
 
 def answers(model, backend, prompts, *, together, **options):
@@ -56,27 +28,6 @@ def answers(model, backend, prompts, *, together, **options):
                 tokens.append(streams[-1].collect())
         tokens = [s.collect() for s in streams] if together else tokens
         return [(t, [max(step.values()) for step in s.logprobs]) for t, s in zip(tokens, streams, strict=True)]
-
-
-@pytest.mark.parametrize("chunk", (2048, 16))
-@pytest.mark.parametrize("window", (8, 4096))
-@pytest.mark.parametrize("kind", COUNTING)
-def test_rows_of_caches_with_windows_are_right_beside_others(kind, window, chunk):
-    """Every token is the most likely one after those before it, as transformers has them without a cache."""
-    torch.manual_seed(0)
-    windows = {"sliding_window": window} if "sliding_window" in COUNTING[kind] else {}
-    config = getattr(transformers, f"{kind}Config")(**SIZES | COUNTING[kind] | windows)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(0, 0.3)
-    found = answers(Transformer(model), "torch", PROMPTS, together=True, max_num_batched_tokens=chunk)
-    for prompt, (tokens, scores) in zip(PROMPTS, found, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == tokens
-        np.testing.assert_allclose(scores, logits.log_softmax(-1).max(-1).values, atol=1e-4)
 
 
 class Sums:
