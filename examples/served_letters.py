@@ -2,6 +2,8 @@
 
 import numpy as np
 
+import hibachi
+
 TEXT = "Mary had a little lamb, its fleece was white as snow, and everywhere that Mary went the lamb was sure to go.\n"
 LETTERS = sorted(set(TEXT))
 
@@ -15,7 +17,7 @@ class Tokenizer:
 
 
 class Letters:
-    tokenizer = Tokenizer()
+    tokenizer, past = Tokenizer(), hibachi.OwnCache()
     vocab_size, max_model_len, eos_ids = len(LETTERS), 256, [LETTERS.index("\n")]
 
     def __init__(self):  # counts which letter follows the last three
@@ -23,8 +25,7 @@ class Letters:
         self.counts = np.zeros((self.vocab_size,) * 4, np.float32)
         np.add.at(self.counts, (ids[:-3], ids[1:-2], ids[2:-1], ids[3:]), 1)
 
-    def logits(self, tokens, lengths):  # (batch, sequence), (batch,) -> (batch, letters)
-        real = np.arange(tokens.shape[1]) >= tokens.shape[1] - lengths[:, None]
-        tokens = np.where(real, tokens, 0)  # padding, on the left of shorter rows, reads as ends of lines
-        last = np.pad(tokens, ((0, 0), (3, 0)))[:, -3:]
-        return np.log(self.counts[tuple(last.T)] + 1e-9)
+    def step(self, tokens, past):  # (batch, new letters), the last three before -> (batch, letters), the last three now
+        before = np.zeros((len(tokens), 3), int) if past is None else past  # 0 is the end of a line
+        last = np.concatenate([before, tokens], axis=1)[:, -3:]
+        return np.log(self.counts[tuple(last.T)] + 1e-9), last

@@ -13,9 +13,9 @@ import torch
 from typing_extensions import override
 
 from hibachi.errors import text_of
-from hibachi.runners.nested import arrays_in
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.layout import OwnCache
+from hibachi.tensor.nested import arrays_in
 from hibachi_torch.transformers_attention import CannotRun
 from hibachi_torch.transformers_check import TOLERANCE, difference, some_tokens
 

@@ -65,7 +65,7 @@ RULES = {
     "hibachi/remote": Rule(f"{BATCH} settings tune lm remote"),
     "hibachi/__init__.py": Rule(f"{BATCH} lm"),
     "hibachi/testing": Rule("errors installed tensor testing", third_party="numpy pytest"),
-    "hibachi/verify": Rule(f"{BATCH} lm verify"),
+    "hibachi/verify": Rule(f"{BATCH} lm verify", third_party="numpy typing_extensions"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors structured request streams model tools api", third_party="msgspec"),
     # The router reads and writes shapes of api too, and has no NumPy: only these may have it.

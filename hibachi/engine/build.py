@@ -47,6 +47,7 @@ log: logging.Logger = logging.getLogger("hibachi.engine")
 NO_LIMIT = 2**31 - 2
 UNSTATED = 2**20  # longest request in tokens, where only a stop token ends it
 DEFAULT_CACHE_BYTES = 2**30
+WHOLE_SEQUENCES = "each step computes whole sequences; with `past` and `step` new tokens only would be"
 PIECES = 4, 16  # tokens of each row of such a call, besides one
 CHECKPOINTS = 2  # recurrent states kept for each row
 STATES_AT_ONCE = 64  # rows of a call of a recurrent model where calls have few sizes: each is computed in full
@@ -166,6 +167,7 @@ def build(
         own.adopt(scheduler)
     else:
         scheduler = Scheduler(_whole_limits(plan), policy)
+        remarks.append(WHOLE_SEQUENCES)
         runner = whole = WholeRunner(
             plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, backend), deterministic, beside
         )

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-NAMES = "window", "chunk_size", "original_max_position"  # parts of names, as in configs of transformers
+ORIGINAL = "original_max_position"
+NAMES = "window", "chunk_size", ORIGINAL  # parts of names, as in configs of transformers
 DEEP = 4  # objects or mappings within others
 
 
-def borders_of(model: Any) -> set[int]:
-    """Numbers of such a name among a model's attributes, its networks', and those of their `config`."""
-    return set(_named(model, DEEP))
+def borders_of(model: Any) -> dict[int, bool]:
+    """Numbers of such a name among a model's attributes, its networks', and those of their `config`; of each, whether
+    it is LongRoPE's, beyond which one long row changes all others."""
+    found = dict[int, bool]()
+    for n, long in _named(model, DEEP):
+        found[n] = found.get(n, False) or long
+    return found
 
 
-def _named(of: Any, deep: int) -> Iterator[int]:
-    for name, value in _attributes(of).items():
+def _named(of: Any, deep: int) -> Iterator[tuple[int, bool]]:
+    own = _attributes(of)
+    for name, value in own.items():
         if type(value) is int and value > 0 and any(part in str(name).lower() for part in NAMES):
-            yield value
+            yield value, ORIGINAL in str(name) and "longrope" in (own.get("rope_type"), own.get("type"))
         elif deep and (isinstance(value, Mapping) or hasattr(value, "config") or name in ("config", "spied")):
             yield from _named(value, deep - 1)
 

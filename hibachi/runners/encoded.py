@@ -13,10 +13,10 @@ import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput
 from hibachi.runners.beside import LENGTHS, Beside, example, wanted
-from hibachi.runners.nested import arrays_in, with_arrays
 from hibachi.runners.pasts import Layout, Leaf, Past, has_views
 from hibachi.runners.rowpasts import RowPasts
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.nested import arrays_in, with_arrays
 
 
 class Encoded:

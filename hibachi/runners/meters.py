@@ -6,11 +6,15 @@ ago.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from time import perf_counter
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+WATCHED = 64  # steps of several rows, after which it is judged whether rows of one length meet
 
 
 def decades(first: float, last: float, steps: Sequence[float] = (1, 2, 3, 5, 7)) -> tuple[float, ...]:
@@ -215,3 +219,21 @@ class Tally:
         if shapes is not None and shapes not in self._shapes:
             self._shapes.add(shapes)
             self.compiles = True
+
+
+class Meeting:
+    """Warns once where most calls have one row, as rows of one length only share them. name: of the model's method."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._left, self._single = name, WATCHED, 0
+
+    def step(self, sizes: Sequence[int]) -> None:
+        """sizes: rows of each call of a step of several rows."""
+        self._single += sum(1 if size == 1 else -1 for size in sizes)
+        self._left -= 1
+        if not self._left and self._single > 0:
+            log.warning(
+                "%s: most calls have one row, as rows of one length only share them: little is gained by requests that "
+                "come together. Let it take `lengths`, and make positions and a mask from them (docs/models.md)",
+                self._name,
+            )

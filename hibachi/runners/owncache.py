@@ -24,7 +24,7 @@ from hibachi.runners.ahead import Ahead, Outs
 from hibachi.runners.beside import KNOWN, Beside
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
-from hibachi.runners.meters import Tally
+from hibachi.runners.meters import Meeting, Tally
 from hibachi.runners.ownstep import OwnStep
 from hibachi.runners.owntrial import Trial
 from hibachi.runners.pasts import Layout, Past
@@ -82,6 +82,7 @@ class OwnCacheRunner(BaseRunner):
         self._pasts = RowPasts(self.layout, self._width)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
+        self._meeting = Meeting(self.name)
         self.remarks: list[str] = [f"its past: {self.layout.said()}"]
         for what, why in (
             ("prompts come whole, not in chunks", self._step.whole),
@@ -269,6 +270,8 @@ class OwnCacheRunner(BaseRunner):
                     yield np.array([i])
                     continue
             groups.setdefault((q, start if not self._step.mixes else min(start, 1)), []).append(i)
+        if not self._step.mixes and len(plan.rows) > 1:
+            self._meeting.step([len(group) for group in groups.values()])
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
 

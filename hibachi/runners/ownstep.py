@@ -23,8 +23,8 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
 
 KEEP = "logits_to_keep"  # a parameter, named as in transformers
-AHEAD = 6  # tokens with which a border is crossed
-MOST_BYTES = 2**28  # of a past that crosses a border: where it would be larger, the border is not tried
+AHEAD = 4  # tokens with which a border is crossed
+MOST_BYTES = 2**23  # of a past that crosses a border in a trial, which takes some ten calls
 ALIKE, ALIKE_ROUGH = 1e-3, 0.05  # of the largest output: what those of a model that goes on from a past may differ by
 
 
@@ -82,10 +82,8 @@ class OwnStep:
                 self.layout = layout_of(spec, self._first, backend, self.name)
                 self._try_mixing(self.example(2, 5))
                 self.whole = self._why_whole(self.example(1, 7))
-                borders = borders_of(model) | {n for leaf in self.layout.leaves for n in leaf.windows[1:]}
-                for n in sorted(n for n in borders if not self.layout.counts_nothing and AHEAD <= n <= longest - AHEAD):
-                    if n * self.layout.position_bytes <= MOST_BYTES:
-                        self._try_border(n)
+                if not self.layout.counts_nothing:
+                    self._try_borders(borders_of(model), longest)
         except ConfigError:
             raise
         except Exception as e:
@@ -167,6 +165,20 @@ class OwnStep:
         """The largest difference; 0 if it is no more than rounding, or nothing can be compared."""
         far = apart(got, want) if self.comparable else 0.0
         return far if far > self.alike * largest(want) else 0.0
+
+    def _try_borders(self, borders: dict[int, bool], longest: int) -> None:
+        """borders: whether each is LongRoPE's. longest: tokens of a request."""
+        borders = dict.fromkeys((n for leaf in self.layout.leaves for n in leaf.windows[1:]), False) | borders
+        for n, long in sorted(borders.items()):
+            if not AHEAD <= n <= longest - AHEAD:
+                continue
+            if n * self.layout.position_bytes <= MOST_BYTES:
+                self._try_border(n)
+            elif long:
+                why = f"it names {n} as LongRoPE's, too long to be tried, and a longer row changes all of its call"
+                self.whole = self.whole or why
+                if self.mixes:
+                    self._part(why)
 
     def _try_border(self, n: int) -> None:
         """Whether tokens on both sides of n positions may come at once, and beside a row that has few."""

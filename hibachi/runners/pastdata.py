@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError, shown
-from hibachi.runners.nested import arrays_in, data_in, reader
 from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.nested import arrays_in, data_in, reader
 
 
 @dataclass(frozen=True, slots=True)

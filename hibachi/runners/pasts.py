@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, shown
-from hibachi.runners.nested import arrays_in, emptied, filled, with_arrays
 from hibachi.runners.pastdata import Number, data_in_past, data_of, same, unknown, windows_beside
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import OwnCache
+from hibachi.tensor.nested import arrays_in, emptied, filled, with_arrays
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hibachi.api.bodies import Bounds
 from hibachi.api.responses.store import Stores
 from hibachi.api.tgi.limits import TgiLimits
+from hibachi.engine.build import WHOLE_SEQUENCES
 from hibachi.plan.policy import Fair, Policy, Priority, WaitingServed
 from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.remote.opening import open_settled
@@ -17,6 +19,8 @@ from hibachi.serve.served import Served
 from hibachi.serve.tgi_settings import NAME, NAMELESS
 from hibachi.web.keys import tenants_of
 from hibachi.web.tenants import Tenants
+
+log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
 def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
@@ -27,6 +31,8 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
     try:
         if settings.seed is not None:
             texts.default_params = texts.default_params.with_(seed=settings.seed)
+        if WHOLE_SEQUENCES in texts.engine.facts.remarks:
+            log.warning("%s is slow with many requests: %s (docs/models.md)", settings.model, WHOLE_SEQUENCES)
         return Served(
             texts,
             settings.served_model_name or names_of(settings),

@@ -9,11 +9,11 @@ import numpy as np
 
 from hibachi.runners.beside import ENCODED, parameters_of
 from hibachi.runners.encoded import Encoded
-from hibachi.runners.nested import arrays_in, with_arrays
 from hibachi.runners.ownstep import KEEP, takes_own_lengths
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.nested import arrays_in, with_arrays
 from hibachi.verify.drive import Driver, Found, Outputs, Span, logits_shape
 from hibachi.verify.spy import OWN as OWN
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, ConfigError, OwnCache, SamplingParams
+from hibachi.runners import ownstep
 
 LIST = Path(__file__).parents[2] / "docs" / "transformers_list.py"
 spec = importlib.util.spec_from_file_location("transformers_list", LIST)
@@ -136,9 +137,11 @@ def test_what_is_right_is_most():
     assert len(KINDS) == 24 and len(KINDS) - len(REFUSED) >= 19
 
 
-@pytest.mark.parametrize("cache_tokens", (None, 96))
-def test_rows_on_both_sides_of_longropes_border_are_those_of_their_own_loop(cache_tokens, caplog):
-    """Beyond it all angles of a call are others. With 96 positions in the cache requests are preempted."""
+@pytest.mark.parametrize("cache_tokens, most", [(None, 2**23), (96, 2**23), (None, 0)])
+def test_rows_on_both_sides_of_longropes_border_are_those_of_their_own_loop(cache_tokens, most, caplog, monkeypatch):
+    """Beyond it all angles of a call are others. With 96 positions in the cache requests are preempted. most: bytes of
+    a past that is tried."""
+    monkeypatch.setattr(ownstep, "MOST_BYTES", most)
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 6, long_factor=[4.0] * 6)
     sizes = dict(max_position_embeddings=128, original_max_position_embeddings=32, sliding_window=None)
     model = WithLengths(listing.tiny("phi3", **sizes, rope_parameters=rope), None)
@@ -150,5 +153,7 @@ def test_rows_on_both_sides_of_longropes_border_are_those_of_their_own_loop(cach
         found = [stream.collect() for stream in [engine.run(prompt, params) for prompt in prompts]]
         assert bool(engine.stats().preemptions) == bool(cache_tokens)
     assert found == [[token for token, _ in own_loop(model, prompt, 12)] for prompt in prompts]
-    assert "prompts come whole, not in chunks, as outputs are others where several tokens cross 32" in caplog.text
-    assert "rows of one length only share calls, as a row beside one longer than 32, which it names" in caplog.text
+    for what in ("prompts come whole, not in chunks, as ", "rows of one length only share calls, as "):
+        why = caplog.text.partition(what)[2].partition("\n")[0]
+        assert ("tokens cross 32, which it" in why or "one longer than 32, which it" in why) == bool(most), why
+        assert ("it names 32 as LongRoPE's, too long to be tried" in why) != bool(most)

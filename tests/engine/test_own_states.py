@@ -59,3 +59,12 @@ def test_rows_of_any_length_share_a_call_where_that_is_right(make):
         streams = [engine.run(p, GREEDY) if model.vocab_size else engine.run(p, max_tokens=8) for p in prompts]
         assert [[*map(int, s.collect())] for s in streams] == [right(prompt, make is not Sums) for prompt in PROMPTS]
     assert (max(model.rows) > 2) == (make is Sums)  # two prompts are of one length
+
+
+@pytest.mark.parametrize("make, warned", [(CountsOfFirst, 1), (Sums, 0)])
+def test_calls_of_one_row_are_warned_of_once_where_lengths_are_others(make, warned, caplog):
+    with AutoregressiveBatchInference(make(), backend="numpy", max_model_len=256) as engine:
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        for stream in [engine.run(PROMPTS[2][:n], params) for n in (3, 8)]:
+            stream.collect()
+    assert caplog.text.count("CountsOfFirst.step: most calls have one row, as rows of one length only") == warned

@@ -692,6 +692,13 @@ def test_what_is_opened_has_it_all(monkeypatch):
         logging.getLogger("hibachi").setLevel(before)
 
 
+@pytest.mark.parametrize("engine", ("own", "child"))
+def test_a_model_that_is_shown_whole_sequences_is_warned_of(engine, caplog):
+    settings = tgi({"max_total_tokens": "64"}, engine=engine, model="tests/serve/anytoken.py:Next")
+    load_model.opened(settings).what.close()
+    assert "Next is slow with many requests: each step computes whole sequences; with `past` and" in caplog.text
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
