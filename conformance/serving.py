@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, HibachiError, Item
+from hibachi.testing.causes import root_of
 from hibachi.testing.toys import SumState
 
 PARTS = ["arrays and arithmetic", "paged attention"]  # the groups of promises about what an engine is made of
@@ -63,6 +64,23 @@ class Gate:
 
     def open(self) -> None:
         self._opened.set()
+
+
+class Ending(str):
+    """The class of the error that ended a stream. A failed promise shows it with what the array library raised."""
+
+    raised: str
+
+    def __new__(cls, error: HibachiError) -> Ending:
+        ending = super().__new__(cls, type(error).__name__)
+        ending.raised = root_of(error)
+        return ending
+
+    def __repr__(self) -> str:
+        return self.raised if self.raised.startswith(self) else f"{str.__str__(self)} ({self.raised})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
 
 
 class Serving:
@@ -138,7 +156,7 @@ class Serving:
             for item in stream:
                 items.append(self.host(item))
         except HibachiError as e:
-            return items, type(e).__name__
+            return items, Ending(e)
         finally:
             watch.cancel()
         return items, str(stream.finish_reason)
@@ -150,9 +168,8 @@ class Serving:
         """The stream gives these items and ends so. AssertionError: it does not."""
         got, end = self.read(stream)
         if (got, end) != (list(items), ending):
-            why = f" ({stream.error})" if stream.error else ""
             raise AssertionError(
-                f"a stream gave {got} and ended with {end}{why}; expected {list(items)} and {ending}"
+                f"a stream gave {got} and ended with {end}; expected {list(items)} and {ending}"
             ) from stream.error
 
     def close(self) -> None:

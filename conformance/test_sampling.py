@@ -226,8 +226,8 @@ def test_logprobs_are_the_logarithms_of_the_softmax_of_the_raw_logits(serve):
     engine = serve(Fixed(serve.backend, row))
     for n in (0, 2, 4, 9):
         stream = engine.run([1, 2], SamplingParams(max_tokens=30, seed=0, temperature=3.0, logprobs=n))
-        items, _ = serve.read(stream)
-        assert len(stream.logprobs) == 30 and {*items} == {0, 1, 2, 3}
+        items, ending = serve.read(stream)
+        assert (len(stream.logprobs), ending, {*items}) == (30, "length", {0, 1, 2, 3})
         for token, got in zip(items, stream.logprobs, strict=True):
             wanted = [i for i in (3, 2, 1, 0) if i > 3 - n or i == token]
             assert [*got] == wanted, f"logprobs={n} and token {token} gave {got}"

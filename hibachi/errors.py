@@ -92,7 +92,8 @@ def text_of(error: BaseException) -> str:
 class InvalidTensorOperation(HibachiError, ValueError):
     """A tensor operation got arguments that have no meaning. Raised before the array library is called.
 
-    Attributes: `op` (the operation), `expected`, `got`, `mend` (sentences without a final stop).
+    Attributes: `op` (the operation), `expected`, `got`, `mend`: strings, sentences without a final stop. What is given
+    as something else, such as a shape, is shown as Python writes it.
     """
 
     op: str
@@ -100,9 +101,10 @@ class InvalidTensorOperation(HibachiError, ValueError):
     got: str
     mend: str
 
-    def __init__(self, op: str, *, expected: str, got: str, mend: str) -> None:
-        super().__init__(f"{op}: expected {expected}; got {got}. {mend}.")
-        self.op, self.expected, self.got, self.mend = op, expected, got, mend
+    def __init__(self, op: str, *, expected: object, got: object, mend: str) -> None:
+        self.op, self.mend = str(op), str(mend)
+        self.expected, self.got = (part if isinstance(part, str) else shown(part) for part in (expected, got))
+        super().__init__(f"{self.op}: expected {self.expected}; got {self.got}. {self.mend}.")
 
 
 class ModelFault(HibachiError):

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from hibachi.errors import EngineClosed
 
 
-class Awaiter:
-    """Runs an `async def` method of a model to its end, on an event loop of the engine's own thread."""
+def is_awaited(result: Any, owns: Callable[[Any], bool]) -> bool:
+    """Whether a call's result is to be awaited. An array of the backend is not: those of some libraries could be."""
+    return inspect.isawaitable(result) and (inspect.iscoroutine(result) or not owns(result))
 
-    def __init__(self) -> None:
+
+class Awaiter:
+    """Runs an `async def` method of a model to its end, on an event loop of the engine's own thread.
+
+    owns: whether something is an array of the backend.
+    """
+
+    def __init__(self, owns: Callable[[Any], bool]) -> None:
+        self._owns = owns
         self._loop: asyncio.Runner | None = None
         self._task: asyncio.Task[Any] | None = None
         self._over = False
 
     def __call__(self, result: Any) -> Any:
-        if not inspect.isawaitable(result):
+        if not is_awaited(result, self._owns):
             return result
         if self._over:
             if inspect.iscoroutine(result):

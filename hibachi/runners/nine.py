@@ -81,7 +81,7 @@ class NineRunner(BaseRunner):
                 f"{self.name} is told `lengths`, an array that hibachi makes with `put`: expected a backend that has "
                 f"it; {backend.name} has the nine operations only. Give it `put`, or let forward take tokens alone."
             )
-        self.wait: Awaiter = Awaiter()
+        self.wait: Awaiter = Awaiter(backend.owns)
 
     @override
     def interrupt(self) -> None:
@@ -206,7 +206,7 @@ class NineFeedforwardRunner(BaseRunner):
         super().__init__(backend, None)
         self._model, self._ops = model, backend.ops
         self.name: str = f"{type(model).__name__}.forward"
-        self.wait: Awaiter = Awaiter()
+        self.wait: Awaiter = Awaiter(backend.owns)
 
     @override
     def interrupt(self) -> None:

@@ -75,7 +75,7 @@ class WholeRunner(BaseRunner):
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths: bool = sampler is not None or takes_lengths(model)
         self._beside, self._arguments = beside, Arguments(self.forward, beside)
-        self.wait: Awaiter = Awaiter()
+        self.wait: Awaiter = Awaiter(backend.owns)
         self._grown = Grown(backend, useful=sampler is None)
         self._rooms = Rooms(backend, self.name, useful=sampler is None)
         if deterministic:
@@ -302,7 +302,7 @@ class FeedforwardRunner(BaseRunner):
         super().__init__(backend, None)
         self.model = model
         self.name: str = f"{type(model).__name__}.forward"
-        self.wait: Awaiter = Awaiter()
+        self.wait: Awaiter = Awaiter(backend.owns)
 
     @override
     def interrupt(self) -> None:

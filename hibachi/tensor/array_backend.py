@@ -26,6 +26,11 @@ LayerCache: TypeAlias = Any  # what make_cache returned for a layer; private to 
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
+def array_type(example: Any) -> Any:
+    """What arrays of the library of this one are, for `isinstance`: NumPy's indexing and sums give scalars as well."""
+    return (np.ndarray, np.generic) if type(example) is np.ndarray else type(example)
+
+
 class ArrayBackend(Library):
     """All operations of a backend over one array-API namespace `xp` (2023.12 or newer).
 
@@ -49,7 +54,7 @@ class ArrayBackend(Library):
     def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
         self.xp, self.device = xp, device
         self.name = name or (self.name if type(self) is not ArrayBackend else xp.__name__)
-        self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
+        self._array_type: Any = array_type(xp.zeros((), dtype=xp.int32))
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     @override

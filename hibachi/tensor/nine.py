@@ -38,6 +38,13 @@ class NineBackend(Library):
             if callable(own := getattr(ops, name, None)):
                 setattr(self, name, own)
 
+    def owns(self, t: Any) -> bool:
+        """Is this an array of this library? One whose shape it tells."""
+        try:
+            return self.ops.shape(t) is not None
+        except Exception:  # of the library, or InvalidTensorOperation
+            return False
+
     @override
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.ops!r})"

@@ -42,10 +42,6 @@ class NumpyBackend(ArrayBackend):
         super().__init__(xp)
 
     @override
-    def owns(self, t: Any) -> bool:
-        return isinstance(t, (np.ndarray, np.generic))  # indexing an array of rank 1 gives a generic
-
-    @override
     def unfit(self, t: Array) -> str | None:
         return "masked" if isinstance(t, np.ma.MaskedArray) else None
 

@@ -62,8 +62,16 @@ def cause_of(error: BaseException, own: list[str]) -> Cause:
     at = (inside or kit)[-1:]
     says = getattr(root, "cause", None) or normal(str(root))
     text = short(str(error)) if isinstance(error, AssertionError) else f"{type(error).__name__}: {short(str(error))}"
+    if (raised := root_of(error)) not in text and short(str(root)) not in text:
+        text = f"{text} (from {raised})"
     key = "; ".join([type(root).__name__, says, *map(str, at)])
     return Cause(key, text.strip().rstrip(":"), list(map(str, inside[-1:])))
+
+
+def root_of(error: BaseException) -> str:
+    """Type and text of the innermost of the errors that led to this one: the array library's or the model's own."""
+    root = list(_chain(error))[-1]
+    return f"{type(root).__name__}: {short(str(root))}".rstrip(": ")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

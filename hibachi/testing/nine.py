@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError
-from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.array_backend import ArrayBackend, array_type
 from hibachi.tensor.nine import OPERATIONS, NineBackend
 
 MAKERS = "asarray", "array", "tensor"  # what libraries call the function that makes an array of a NumPy array
@@ -27,7 +27,7 @@ class NineHandle:
         self.ops: Any = backend.ops
         self.name: str = backend.name
         self._make = _maker(self.ops)
-        self._type = type(self._make(np.zeros((2, 3), np.float32)))
+        self._type = array_type(self._make(np.zeros((2, 3), np.float32)))
         self.versions: Callable[[], dict[str, str]] = backend.versions
         for name in OPERATIONS:
             setattr(self, name, getattr(self.ops, name))
@@ -58,7 +58,7 @@ class NineHandle:
         return np.asarray(own(t) if callable(own) else t)
 
     def owns(self, t: Any) -> bool:
-        return isinstance(t, (self._type, np.generic) if self._type is np.ndarray else self._type)
+        return isinstance(t, self._type)
 
 
 def besides() -> str:

@@ -58,7 +58,7 @@ class Driver:
         self.tokens: dict[str, HostArray] = {}
         self.touched: dict[str, None] = {}
         self.declared = declared_by(model)
-        self._wait = Awaiter()
+        self._wait = Awaiter(backend.owns)
 
     def of(self, row: str) -> HostArray:
         return self.tokens[row.partition("#")[0]]

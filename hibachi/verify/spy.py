@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.runners.awaiter import is_awaited
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
 
@@ -125,7 +126,7 @@ class Spy:
             call = SpiedCall(inner, (tokens, *args), options, rows)
             self._see(call)
             out = inner(*call.args, **options)
-            return self._later(call, out) if inspect.isawaitable(out) else self.after(call, out)
+            return self._later(call, out) if is_awaited(out, self._plain.owns) else self.after(call, out)
 
         return _like(model, run, "logits" if rung == 1 else "forward")
 
@@ -150,7 +151,7 @@ class Spy:
         mine = self._copied(call)
         with self._plain.guard():
             out = call.fn(*mine.args, **mine.options)
-            if inspect.isawaitable(out):
+            if is_awaited(out, self._plain.owns):
                 out = asyncio.run(_await(out))
         get, before, after = self._plain.get, _inputs(call), _inputs(mine)
         changed = [n for n in before if not np.array_equal(get(before[n]), get(after[n]), equal_nan=True)]

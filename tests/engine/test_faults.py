@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from hibachi import (
+    AutoregressiveBatchInference,
     EngineFailed,
+    FeedforwardBatchInference,
     Finish,
     InternalError,
     InvalidModelOutput,
@@ -19,6 +21,7 @@ from hibachi import (
     SamplingParams,
     StopRule,
 )
+from hibachi.tensor.nine import OPERATIONS
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
 
 from .models import PATIENCE, Background, Gate, GatedNumpy, Next, ints, until
@@ -336,6 +339,42 @@ def test_an_async_model_that_raises(batch):
     with pytest.raises(ModelError, match="poisoned"):
         streams.pop(1).collect()
     assert [ints(s.collect()) for s in streams] == [[2, 3, 4], [3, 4, 5]]
+
+
+class Awaitable(np.ndarray):
+    """An array of a library whose arrays can be awaited as well."""
+
+    def __await__(self):
+        raise AssertionError("an array was awaited")
+
+
+class OnlyNine:
+    name = "only_nine"
+
+    def __getattr__(self, name):
+        if name not in OPERATIONS:
+            raise AttributeError(name)
+        return getattr(NUMPY, name)
+
+
+@pytest.mark.parametrize("level, library", [(0, NUMPY), (0, OnlyNine()), (1, NUMPY)])
+def test_arrays_that_could_be_awaited_are_arrays_and_a_coroutine_is_awaited(level, library):
+    method, honest = ("logits", SumLogits(NUMPY).logits) if level else ("forward", Next().forward)
+
+    def answer(*args):
+        return honest(*args).view(Awaitable)
+
+    async def later(*args):
+        return answer(*args)
+
+    for call in (answer, later):
+        model = type("Model", (), {method: staticmethod(call), "vocab_size": 10, "max_model_len": 64})()
+        with AutoregressiveBatchInference(model, backend=library) as engine:
+            want = expected([1, 2], 3) if level else [3, 4, 5]
+            assert ints(engine.run(np.array([1, 2]), max_tokens=3).collect()) == want
+        if not level:
+            with FeedforwardBatchInference(model, backend=library) as engine:
+                assert engine.run(np.array([[1, 2]])).result(PATIENCE).tolist() == [2, 3]
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")

@@ -126,6 +126,11 @@ def test_operations_without_a_meaning_are_refused(call, op):
     assert e.value.op == op
 
 
+def test_what_an_operation_expected_and_got_may_be_anything():
+    e = InvalidTensorOperation("pop", expected=(2, 3), got=None, mend="Take one inside")
+    assert (e.expected, e.got, str(e)) == ("(2, 3)", "None", "pop: expected (2, 3); got None. Take one inside.")
+
+
 def test_operations_at_their_edges():
     b, t = NumpyBackend(), random(3, 2)
     assert np.array_equal(b.pop(t, 0, 0), t[1:]) and np.array_equal(b.pop(t, 0, 2), t[:2])

@@ -1,6 +1,7 @@
 """What the kit makes of backends that are broken: it comes to an end, and says each thing once."""
 
 import json
+import operator
 import re
 import subprocess
 import time
@@ -8,16 +9,17 @@ import time
 import numpy as np
 import pytest
 
+import hibachi
 from conformance.cases import WrongAnswer
 from conformance.serving import Serving
-from hibachi import ModelError, NumpyBackend
+from hibachi import ArrayBackend, ModelError, NumpyBackend
 from hibachi.errors import ConfigError
 from hibachi.tensor.nine import OPERATIONS, NineBackend
 from hibachi.testing.causes import cause_of, frames, hung_at, normal, places
 from hibachi.testing.gaps import read_gaps
 from hibachi.testing.nine import NineHandle
 from hibachi.testing.run import pytest_words
-from hibachi.testing.toys import Count, SumPaged
+from hibachi.testing.toys import Count, SumLogits, SumPaged
 
 from . import sick as backends
 
@@ -201,6 +203,23 @@ def test_a_wrong_stream_says_why_it_failed():
         assert isinstance(caught.value.__cause__, ModelError)
 
 
+class NoFlip:
+    """NumPy, with an error of its own whose frames are all hibachi's."""
+
+    __name__, flip = "no_flip", operator.index
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+def test_an_error_of_the_library_is_shown_and_not_only_what_became_of_it():
+    with Serving(backend := ArrayBackend(NoFlip())) as serve:
+        engine = serve(SumLogits(backend))
+        _, ending = serve.read(engine.run([1, 2], hibachi.SamplingParams(typical_p=0.5, max_tokens=1)))
+    assert ending == "InternalError"
+    assert f"{ending}" == repr(ending) == "InternalError (TypeError: _operator.index() takes no keyword arguments)"
+
+
 # ---- causes ----------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +259,7 @@ def test_a_cause_is_an_error_and_the_place_in_the_backend_where_it_was_raised():
             raise AssertionError("a stream ended with 1 error") from e
 
     later = cause_of(raised(chained), own)
-    assert (later.key, later.text) == (one.key, "a stream ended with 1 error")
+    assert (later.key, later.text) == (one.key, f"a stream ended with 1 error (from {one.text})")
 
 
 def test_the_place_is_known_where_the_engine_has_dropped_the_frames():

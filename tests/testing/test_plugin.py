@@ -39,7 +39,7 @@ def test_broken_promises_are_named_with_a_line_to_reproduce_them(conformance, tm
 @pytest.mark.parametrize("name", ["wrong:Wrong", "wrong:wrong", "array_api_compat.numpy"])
 def test_a_backend_may_be_a_class_an_object_or_a_namespace(conformance, tmp_path, name):
     (tmp_path / "wrong.py").write_text(WRONG)
-    status, said = conformance("--backend", name, "-k", "repeat")
+    status, said = conformance("--backend", name, "-k", "repeat or output_of_the_wrong_shape")
     assert status == 0, said
 
 
