@@ -21,9 +21,14 @@ spec.loader.exec_module(namespace)
 # ---- the namespace ---------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_namespace_is_that_of_the_code():
-    """If this fails: put what `python tools/namespace.py` prints in its place."""
+def test_the_tables_of_functions_and_methods_are_those_of_the_code_and_of_what_each_level_calls():
+    """If this fails: `python tools/namespace.py` writes the tables anew."""
     assert "\n".join(namespace.lines()) in (ROOT / "docs" / "backends.md").read_text()
+    found = namespace.recorded()
+    assert all(functions <= namespace.table().keys() for functions, _ in found.values())
+    needed, methods = zip(*(found[level] for level in ("0", "1", "2 `Paged`")), strict=True)
+    assert "cumulative_sum" in needed[1] - needed[0] and "matmul" in needed[2] - needed[1]
+    assert {"attend", "make_cache"} <= methods[2] - methods[1]
 
 
 @pytest.mark.parametrize(
@@ -40,27 +45,17 @@ def test_what_is_taken_from_a_namespace_is_found(source, found):
     assert namespace.used(source) == found
 
 
-SPY = """
-import atexit, functools, json
-import array_api_strict
-from hibachi import ArrayBackend
+SPY = f"""
+import atexit, json, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+from namespace import ArrayBackend, Spy
 
-calls = {}
-
-class Spy:
-    def __getattr__(self, name):
-        found = getattr(array_api_strict, name)
-        if name.startswith("__"):
-            return found
-        keywords = calls.setdefault(name, set())
-        if not callable(found) or isinstance(found, type):
-            return found
-        return functools.wraps(found)(lambda *a, **k: (keywords.update(k), found(*a, **k))[1])
+seen = Spy()
 
 def spy():
-    return ArrayBackend(Spy(), name="spy")
+    return ArrayBackend(seen, name="spy")
 
-atexit.register(lambda: open("calls", "w").write(json.dumps({name: [*words] for name, words in calls.items()})))
+atexit.register(lambda: open("calls", "w").write(json.dumps({{name: [*words] for name, words in seen.calls.items()}})))
 """
 
 
