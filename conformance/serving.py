@@ -71,13 +71,8 @@ class Ending(str):
 
     raised: str
 
-    def __new__(cls, error: HibachiError) -> Ending:
-        ending = super().__new__(cls, type(error).__name__)
-        ending.raised = root_of(error)
-        return ending
-
     def __repr__(self) -> str:
-        return self.raised if self.raised.startswith(self) else f"{str.__str__(self)} ({self.raised})"
+        return f"{self!s} ({self.raised})"
 
     def __format__(self, spec: str) -> str:
         return repr(self)
@@ -156,7 +151,9 @@ class Serving:
             for item in stream:
                 items.append(self.host(item))
         except HibachiError as e:
-            return items, Ending(e)
+            ending = Ending(type(e).__name__)
+            ending.raised = root_of(e)
+            return items, ending
         finally:
             watch.cancel()
         return items, str(stream.finish_reason)

@@ -22,7 +22,7 @@ import numpy as np
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import BatchEngine, Facts
 from hibachi.engine.build import level_of
-from hibachi.engine.given import check_paged, on_host
+from hibachi.engine.given import as_layers, check_paged, layers_of
 from hibachi.errors import InvalidRequest, UnsupportedOperation, shown, text_of
 from hibachi.lm.texts import Texts
 from hibachi.options import spelled
@@ -32,7 +32,6 @@ from hibachi.streams.stream import ItemStream
 from hibachi.streams.textstream import Completion
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
-from hibachi.tensor.layout import Paged
 from hibachi.tensor.whose import backend_of
 
 KV: TypeAlias = "Sequence[tuple[Array, Array]]"  # (keys, values) of each layer, [B, kv_heads, S, dim]
@@ -133,7 +132,7 @@ def broadcast_kv(kv: KV, batch_size: int) -> tuple[tuple[Array, Array], ...]:
         except Exception as e:  # each library has errors of its own for an array that is too large
             raise InvalidRequest(f"{name} cannot be had for batch_size={shown(batch_size)}: {text_of(e)}.") from e
 
-    return tuple((wide(k, "Keys"), wide(v, "Values")) for k, v in kv)
+    return tuple((wide(k, "Keys"), wide(v, "Values")) for k, v in as_layers(kv))
 
 
 # ---- many prompts ----------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class CacheStats:
 
 
 def cache_stats(llm: Texts | BatchEngine[Any]) -> CacheStats:
-    engine: BatchEngine[Any] = llm.engine if isinstance(llm, Texts) else llm
+    engine = _own_engine(llm)
     s, size = engine.stats(), engine.facts.limits.block_size
     return CacheStats(s.blocks, s.free_blocks, s.cached_blocks, size, s.prefix_queries, s.prefix_hits, s.evictions)
 
@@ -238,8 +237,42 @@ def reset_cache(llm: Texts | BatchEngine[Any]) -> None:
 
     Returns when it is done. Raises EngineClosed or EngineFailed.
     """
-    engine: BatchEngine[Any] = llm.engine if isinstance(llm, Texts) else llm
-    engine.reset_cache()
+    _own_engine(llm).reset_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class WarmResult:
+    """What `warm` did. A chunk is a block of the cache."""
+
+    token_count: int
+    chunk_size: int
+    chunks_stored: int  # that were not there
+    chunk_boundary_aligned: bool
+    partial_tail_tokens: int
+    alignment_warning: str | None
+
+
+def warmed(tokens: int, reused: int, block: int) -> WarmResult:
+    """Of a prompt of so many tokens, of which some were found in the cache. block: tokens of one."""
+    tail = tokens % block
+    warning = f"The last {tail} tokens fill no block of {block}, so each request computes them again." if tail else None
+    return WarmResult(tokens, block, max(0, tokens // block - reused // block), not tail, tail, warning)
+
+
+def warm(llm: Texts | BatchEngine[Any], prompt: Prompt, *, terms: Terms | None = None) -> WarmResult:
+    """Compute a prompt, so that later requests which begin with it find all of its whole blocks in the cache.
+
+    prompt: a text or token ids for an `LLM`, token ids for an engine. terms: of the request; prompts share with those
+    of the same cache salt. Raises UnsupportedOperation where no prefixes are kept, and what the engine raises.
+    """
+    engine = _own_engine(llm)
+    ids = llm.prompts.given(prompt) if isinstance(llm, Texts) else _ids(prompt)
+    asked = engine.stats().prefix_queries
+    stream = engine.submit(engine.check(Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))))
+    stream.collect()
+    if engine.stats().prefix_queries == asked:
+        raise UnsupportedOperation(f"{engine.facts.model} keeps no prefixes here, so there is nothing to warm.")
+    return warmed(len(ids), stream.reused, engine.facts.limits.block_size)
 
 
 # ---- keys and values from elsewhere ----------------------------------------------------------------------------------
@@ -285,48 +318,74 @@ def batched_decode(
     model: Any,
     past_kv: KV,
     first_tokens: Any,
+    start_pos: int | None = None,
+    max_new_tokens: int | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    temperature: float = 1.0,
+    do_sample: bool = False,
+    device: Any = None,
     *,
     lengths: int | Iterable[int] | None = None,
     token_ids: Sequence[Iterable[int]] | None = None,
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     max_tokens: int | None = None,
-    eos_token_id: int | Iterable[int] | None = None,
-    return_kv: bool = False,
+    return_kv: bool | None = None,
     backend: str | ArrayBackend | None = None,
 ) -> tuple[list[list[int]], list[tuple[Array, Array]] | None]:
     """Decode from keys and values that were computed elsewhere. Returns (the new token ids of each row, keys and
     values).
 
-    model: an `LLM` or `RemoteLLM`, an engine, or a model of level 2, which gets an engine for this call.
+    model: an `LLM` or `RemoteLLM`, an engine, or a model that gets an engine for this call: one of level 2, or a causal
+    model of transformers that the paged engine can run (docs/transformers.md), which nobody else may use meanwhile.
     past_kv: (keys, values) of each layer, floats [B, kv_heads, S, dim] of any library, as the model's `step` gives them
-    to `attend` (keys with their positions in them, for our decoders and for transformers' Llama); position i of a row
-    is its token i. They are rounded to the dtype of the model's cache.
+    to `attend` (keys with their positions in them, for our decoders and for transformers' Llama), or transformers'
+    cache; position i of a row is its token i. They are rounded to the dtype of the model's cache.
     first_tokens: [B], already drawn from the last logits of each row. They come first in the result and count as
     generated.
+    start_pos: the position of the next token, as kvboost asks for it: S. None means the same.
+    max_new_tokens: another name of max_tokens.
+    temperature, do_sample: in place of `params`; without do_sample, greedily. hibachi draws, anew in each call: the
+    seed is that of `params`, not of the library.
+    device: where the model is, if it is one of transformers; None means there.
     lengths: real positions of each row, from 1 to S; None means as many as token_ids, else all S.
     token_ids: the token ids of these positions, which must be right. Without them no other request can find these
     blocks in the prefix cache.
     params: for all rows, or one for each; None means greedy.
     max_tokens: used in place of `params.max_tokens`; it counts the first token.
-    eos_token_id: one or several, in place of the model's own. A stop token is part of the result. Each row ends by its
-    own stop tokens, limit and parameters, and gets the tokens that it would get alone.
+    eos_token_id: one or several, in place of the model's own (None); [] means that none ends a row. A stop token is
+    part of the result. Each row ends by its own stop tokens, limit and parameters, and gets the tokens that it would
+    get alone.
     return_kv: also return (keys, values) of each layer, [B, kv_heads, S_total, dim], in the library and dtype of
     past_kv, for all tokens but the last of each row, with zeros behind them. Otherwise None is returned in their place.
+    None means that they are returned if start_pos is given, as kvboost does.
 
     Raises InvalidRequest, PromptTooLong, UnsupportedOperation for a model without a cache or with recurrent states, and
     what the engine raises.
     """
     firsts = _ids(first_tokens)
-    each = [as_params(p, GREEDY) for p in _for_each(params, len(firsts), "SamplingParams")]
-    if max_tokens is not None:
-        _check_least("max_tokens", max_tokens)
-        each = [p.with_(max_tokens=max_tokens, min_tokens=min(p.min_tokens, max_tokens)) for p in each]
-    layers = [tuple(layer) for layer in past_kv]
+    if params is not None and do_sample:
+        raise InvalidRequest("Expected params, or do_sample and temperature; got both. Leave one out.")
+    default = GREEDY.with_(temperature=temperature) if do_sample else GREEDY
+    each = [as_params(p, default) for p in _for_each(params, len(firsts), "SamplingParams")]
+    for name, limit in (("max_tokens", max_tokens), ("max_new_tokens", max_new_tokens)):
+        if limit is not None:
+            _check_least(name, limit)
+            each = [p.with_(max_tokens=limit, min_tokens=min(p.min_tokens, limit)) for p in each]
+    if device is not None and str(device).split(":")[0] != str(on := getattr(model, "device", device)).split(":")[0]:
+        raise InvalidRequest(f"device must be where the model is, {on}; got {shown(device)}. Move the model.")
+    return_kv = start_pos is not None if return_kv is None else return_kv
+    layers = as_layers(past_kv)
     limits = [n for p in each if (n := p.max_tokens) is not None]
     longest = _tokens_of(layers) + max(limits, default=0) if len(limits) == len(each) else None
     with _engine(model, backend, layers, len(firsts), longest) as (engine, own_eos):
-        host = _rows_of(layers, len(firsts), engine.facts)
-        ids = _prompts(token_ids, lengths, len(firsts), host[0][0].shape[2])
+        check_paged(engine.facts, "Keys and values cannot be taken from elsewhere")
+        host = layers_of(layers, (len(firsts),), tokens := _tokens_of(layers), engine.facts)
+        if start_pos not in (None, tokens):
+            raise InvalidRequest(
+                f"start_pos must be {tokens}, the positions in past_kv; got {shown(start_pos)}. Say by `lengths` how "
+                f"many of them each row has."
+            )
+        ids = _prompts(token_ids, lengths, len(firsts), tokens)
         eos = own_eos if eos_token_id is None else _ids_or_one(eos_token_id)
         kept: list[list[Any]] = [[] for _ in firsts]
         requests: dict[int, Request] = {}
@@ -440,9 +499,19 @@ def _farthest(a: Completion, b: Completion) -> float:
     return max((abs(x - y) for x, y in pairs), default=0.0)
 
 
+def _own_engine(llm: Any) -> BatchEngine[Any]:
+    """The engine of an LLM, or the engine itself. Raises InvalidRequest for what keeps no cache between calls."""
+    if not isinstance(llm, (Texts, AutoregressiveBatchInference, RemoteEngine)):
+        raise InvalidRequest(
+            f"Expected an LLM or an engine, which keeps what it has computed; got {type(llm).__name__}. Make an engine "
+            f"of it: AutoregressiveBatchInference(model)."
+        )
+    return llm.engine if isinstance(llm, Texts) else llm
+
+
 @contextmanager
 def _engine(
-    model: Any, backend: Any, layers: Sequence[Any], rows: int, longest: int | None
+    model: Any, backend: Any, layers: Sequence[Any], rows: int, longest: int | None, deterministic: bool | None = None
 ) -> Iterator[tuple[BatchEngine[Any], tuple[int, ...]]]:
     """The engine of a model and its stop tokens; a model without an engine gets a temporary one. Raises InvalidRequest
     or UnsupportedOperation.
@@ -452,25 +521,31 @@ def _engine(
     if isinstance(model, (Texts, AutoregressiveBatchInference, RemoteEngine)):
         if backend is not None:
             raise InvalidRequest(f"{type(model).__name__} has its backend; got backend={backend!r}. Leave it out.")
-        yield (model.engine, model.eos_ids) if isinstance(model, Texts) else (model, model.facts.eos_ids)
+        yield _own_engine(model), model.eos_ids if isinstance(model, Texts) else model.facts.eos_ids
         return
-    if (level := level_of(model)) < 2:
-        raise UnsupportedOperation(
-            f"Keys and values need a model with a cache (level 2); {type(model).__name__} is of level {level}. Give it "
-            f"`cache_spec` and `step`."
-        )
+    level, name = level_of(model), type(model).__name__
     arrays = [half for layer in layers for half in layer if not isinstance(half, np.ndarray)]
     library: Any = backend_of(backend, model, *arrays) or resolve("numpy")
+    if level < 2:
+        if isinstance(library, ArrayBackend) and (lent := library.lent_model(model, max(longest or 2, 2))):
+            with lent as model, _engine(model, library, layers, rows, longest, False) as found:
+                yield found
+            return
+        raise UnsupportedOperation(
+            f"Keys and values need a model with a cache (level 2); {name} is of level {level}. Give it `cache_spec` "
+            f"and `step`."
+        )
     own = getattr(model, "max_model_len", None)
     if own is None and longest is None:
         raise InvalidRequest(
-            f"{type(model).__name__} has no max_model_len, so each row needs a limit: expected max_tokens=N; got None."
+            f"{name} has no max_model_len, so each row needs a limit: expected max_tokens=N; got None."
         )
     engine = AutoregressiveBatchInference(
         model,
         backend=library,
         max_model_len=own or max(longest or 2, 2),
         max_num_seqs=min(rows, 64),
+        deterministic=deterministic,
     )
     with engine:
         yield engine, engine.facts.eos_ids
@@ -514,30 +589,10 @@ def _tokens_of(layers: Sequence[Any]) -> int:
     return int(shape[2]) if len(shape) == 4 else 1
 
 
-def _rows_of(layers: Sequence[Any], rows: int, facts: Facts) -> list[tuple[HostArray, HostArray]]:
-    """Keys and values on the host, [B, kv_heads, S, dim]. Raises InvalidRequest, UnsupportedOperation."""
-    check_paged(facts, "Keys and values cannot be taken from elsewhere")
-    if len(layers) != len(facts.layers) or any(len(layer) != 2 for layer in layers):
-        raise InvalidRequest(
-            f"past_kv must have (keys, values) for each of the {len(facts.layers)} layers of {facts.model}; got "
-            f"{len(layers)} layers with {sorted({len(layer) for layer in layers})} arrays each."
-        )
-    out, tokens = [], _tokens_of(layers)
-    for i, (layer, spec) in enumerate(zip(layers, facts.layers, strict=True)):
-        assert isinstance(spec, Paged)
-        k, v = (on_host(half, f"{name} of layer {i}") for half, name in zip(layer, ("Keys", "Values"), strict=True))
-        for name, half, dim in (("Keys", k, spec.k_dim), ("Values", v, spec.v_dim)):
-            if half.shape != (expected := (rows, spec.kv_heads, tokens, dim)):
-                raise InvalidRequest(
-                    f"{name} of layer {i} must have shape {expected}: rows, heads, tokens, size; got {half.shape}. "
-                    f"There is a first token for each row, and every layer has every position."
-                )
-        out.append((k, v))
-    return out
-
-
 def _prompts(token_ids: Any, lengths: Any, rows: int, tokens: int) -> list[list[int]]:
     """Token ids of the real positions of each row, zeros where they are unknown. Raises InvalidRequest."""
+    if not tokens:
+        raise InvalidRequest("past_kv must have at least one position; got none. Compute the prompts first.")
     given = None if token_ids is None else [_ids(ids) for ids in token_ids]
     if lengths is None:
         real = [tokens] * rows if given is None else [len(ids) for ids in given]

@@ -225,6 +225,12 @@ class TorchBackend(ArrayBackend):
         return load(path, self, dtype=dtype, max_model_len=max_model_len)
 
     @override
+    def lent_model(self, module: Any, max_model_len: int) -> Any:
+        from hibachi_torch.transformers_lent import lent
+
+        return lent(module, self, max_model_len) if hasattr(module, "generation_config") else None
+
+    @override
     def memory(self) -> tuple[int, int] | None:
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 

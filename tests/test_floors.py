@@ -74,7 +74,9 @@ RULES = {
     "hibachi/api/tokens": Rule("errors structured request tensor api", third_party="numpy msgspec"),
     "hibachi/web": Rule("errors settings api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
-        f"{BATCH} settings lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
+        f"{BATCH} settings lm remote prefix api web serve",
+        third_party="numpy starlette uvicorn prometheus_client",
+        not_std="",
     ),
     "hibachi/prefix.py": Rule(f"{BATCH} lm remote"),
     "hibachi/offline": Rule(

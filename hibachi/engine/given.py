@@ -10,7 +10,7 @@ import numpy as np
 from hibachi.engine.batchengine import Facts
 from hibachi.errors import InvalidRequest, PromptTooLong, UnsupportedOperation, shown, text_of
 from hibachi.request import Begun, Request, SamplingParams
-from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.array_backend import Array, HostArray
 from hibachi.tensor.discover import backend_for
 from hibachi.tensor.layout import Paged
 
@@ -48,7 +48,8 @@ def checked_begun(request: Request, params: SamplingParams | None, n: int, end: 
             f"A request that has its first token must have room for another: expected at least {n + 2} tokens; it may "
             f"have {end}. Ask for more new tokens, or raise max_model_len (now {facts.limits.max_model_len})."
         )
-    return replace(begun, kv=_layers(begun.kv, n, facts), token=int(token))
+    copies = [(np.array(k, order="C"), np.array(v, order="C")) for k, v in layers_of(begun.kv, (), n, facts)]
+    return replace(begun, kv=copies, token=int(token))
 
 
 def checked_kept(request: Request, facts: Facts) -> None:
@@ -86,13 +87,22 @@ def on_host(array: Any, what: str) -> HostArray:
     return host
 
 
-def _layers(kv: Any, n: int, facts: Facts) -> list[tuple[HostArray, HostArray]]:
+def as_layers(kv: Any) -> list[tuple[Array, ...]]:
+    """(keys, values) of each layer, from a list of them or a cache of transformers. Raises InvalidRequest."""
     try:
-        given = [tuple(layer) for layer in kv]
+        theirs = getattr(kv, "layers", None)
+        return [tuple(layer) for layer in kv] if theirs is None else [(layer.keys, layer.values) for layer in theirs]
     except Exception as e:
         raise InvalidRequest(
             f"Keys and values must be a list with (keys, values) for each layer; got {shown(kv)}."
         ) from e
+
+
+def layers_of(kv: Any, lead: tuple[int, ...], n: int, facts: Facts) -> list[tuple[HostArray, HostArray]]:
+    """(keys, values) of each layer on the host, [*lead, kv_heads, n, dim]. lead: (rows,), or () for one. Raises
+    InvalidRequest.
+    """
+    given = as_layers(kv)
     if len(given) != len(facts.layers) or any(len(layer) != 2 for layer in given):
         raise InvalidRequest(
             f"Expected (keys, values) for each of the {len(facts.layers)} layers of {facts.model}; got {len(given)} "
@@ -103,16 +113,16 @@ def _layers(kv: Any, n: int, facts: Facts) -> list[tuple[HostArray, HostArray]]:
         assert isinstance(spec, Paged)
         pair = []
         for half, dim, name in zip(layer, (spec.k_dim, spec.v_dim), ("Keys", "Values"), strict=True):
-            host, expected = on_host(half, f"{name} of layer {i}"), (spec.kv_heads, n, dim)
+            host, expected = on_host(half, f"{name} of layer {i}"), (*lead, spec.kv_heads, n, dim)
             if host.shape != expected:
                 raise InvalidRequest(
-                    f"{name} of layer {i} must have shape {expected}: heads, tokens of the prompt, size; got "
-                    f"{host.shape}. Every position is needed, also of layers that look at the last ones only."
+                    f"{name} of layer {i} must have shape {expected}: {'rows, ' if lead else ''}heads, tokens, size; "
+                    f"got {host.shape}. Each row has a first token, and every layer has every position."
                 )
             if not np.isfinite(host).all():
                 raise InvalidRequest(
                     f"{name} of layer {i} must be finite; got NaN or infinity. Look where they come from."
                 )
-            pair.append(np.array(host, order="C"))  # a copy: the caller's may change
+            pair.append(host)
         out.append((pair[0], pair[1]))
     return out

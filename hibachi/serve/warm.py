@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from hibachi.api.answers import Warmed
@@ -10,6 +11,7 @@ from hibachi.api.bodies import WarmBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.writing import Writer
+from hibachi.prefix import warmed
 from hibachi.request import SamplingParams
 from hibachi.serve.routes import About, Route, for_text
 from hibachi.serve.served import Served
@@ -26,21 +28,9 @@ class WarmWriter(Writer):
 
     def whole(self) -> Any:
         self._done()  # raises the error of one that failed
-        (ids,) = self.ids
-        used, tail = self.usage(), len(ids) % self.block
-        warning = f"The last {tail} tokens fill no block of {self.block}, so each request computes them again."
-        return Warmed(
-            chars=self.chars,
-            token_count=len(ids),
-            chunk_size=self.block,
-            chunks_stored=max(0, len(ids) // self.block - used.cached // self.block),
-            chunk_boundary_aligned=not tail,
-            partial_tail_tokens=tail,
-            alignment_warning=warning if tail else None,
-            id=self.id,
-            model=self.name,
-            usage=used,
-        )
+        (ids,), used = self.ids, self.usage()
+        found = asdict(warmed(len(ids), used.cached, self.block))
+        return Warmed(chars=self.chars, id=self.id, model=self.name, usage=used, **found)
 
 
 async def warm(served: Served, x: Exchange) -> None:

@@ -700,6 +700,12 @@ class ArrayBackend(Library):
         """
         return None
 
+    def lent_model(self, module: Any, max_model_len: int) -> Any:
+        """A context manager that gives a module of another library as a level-2 model, as long as it is entered; None:
+        the module is of no kind that is known. Raises UnsupportedOperation when it is entered.
+        """
+        return None
+
     def usable(self, cache: Sequence[LayerCache]) -> bool:
         """Is the cache still readable after a step failed? False if it was given away to a compiled call."""
         return True

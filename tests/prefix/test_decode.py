@@ -90,6 +90,73 @@ def test_keys_and_values_of_transformers_are_taken(tmp_path):
         assert out == whole.tolist()
 
 
+# ---- kvboost's own call ----------------------------------------------------------------------------------------------
+
+
+def causal(kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+    make = transformers.AutoConfig.for_model
+    model = transformers.AutoModelForCausalLM.from_config(make(kind, **sizes, **ids)).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(0, 1)
+        prompts = torch.randint(1, 97, (3, 11))
+        seen = model(prompts, use_cache=True)
+    return model, prompts, seen.past_key_values, seen.logits[:, -1].argmax(-1)
+
+
+def own_decoding(model, prompt, n, eos):
+    """A loop of the model's own greedy decoding, without us and without a cache."""
+    new = []
+    while len(new) < n and eos not in new:
+        with torch.no_grad():
+            new.append(int(model(torch.tensor([[*prompt, *new]]), use_cache=False).logits[0, -1].argmax()))
+    return new
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_k13_k15_k19_the_call_of_kvboost_says_what_the_models_own_decoding_says(kind):
+    model, prompts, past, firsts = causal(kind)
+    configured, layers = dict(vars(model.config)), [(layer.keys, layer.values) for layer in past.layers]
+    eos = own_decoding(model, prompts[0].tolist(), 4, None)[3]
+    for stop, given in ((int(firsts[1]), past), (eos, tuple(layers))):
+        want = [own_decoding(model, prompt, 9, stop) for prompt in prompts.tolist()]
+        ids, kv = batched_decode(model, given, firsts, 11, 9, stop, 1.0, False, "cpu")
+        assert ids == want and sorted({*map(len, ids)})[0] < 9
+    assert batched_decode(model, past, firsts, 11, 9, eos, temperature=0, do_sample=True)[0] == want
+    own = [own_decoding(model, prompt, 9, None) for prompt in prompts.tolist()]
+    assert batched_decode(model, past, firsts, 11, max_new_tokens=9)[0] == own  # its own stop tokens, which are none
+    again = prefill(model, [[*prompt, *new[:-1]] for prompt, new in zip(prompts.tolist(), ids, strict=True)])
+    for got, want, before in zip(kv, again.kv, layers, strict=True):
+        for a, b, c in zip(got, want, before, strict=True):
+            assert a.dtype == c.dtype and torch.equal(a[:, :, :11], c) and np.allclose(a, b, atol=1e-5)
+    assert dict(vars(model.config)) == configured
+    assert [own_decoding(model, prompt, 9, None) for prompt in prompts.tolist()] == own  # it is its owner's again
+
+
+def test_k18_sampling_is_drawn_by_hibachi_and_repeated_by_a_seed():
+    model, _, past, firsts = causal("llama")
+    hot = {"temperature": 5.0, "do_sample": True}
+    once, again = (batched_decode(model, past, firsts, 11, 30, [], **hot)[0] for _ in range(2))
+    assert once != again and all(len(row) == 30 for row in once)
+    params = [SamplingParams(temperature=5, seed=seed, max_tokens=9) for seed in (1, 2, 3)]
+    first, same = (batched_decode(model, past, firsts, params=params)[0] for _ in range(2))
+    assert first == same
+    alone = [(k[2:], v[2:]) for k, v in ((layer.keys, layer.values) for layer in past.layers)]
+    assert batched_decode(model, alone, firsts[2:], params=params[2])[0] == [first[2]]
+
+
+def test_what_a_model_of_transformers_cannot_is_said():
+    model, _, past, firsts = causal("llama")
+    with pytest.raises(InvalidRequest, match="device must be where the model is, cpu; got 'cuda:1'"):
+        batched_decode(model, past, firsts, 11, 9, [], 1.0, False, "cuda:1")
+    with pytest.raises(InvalidRequest, match="each of the 2 layers of LlamaForCausalLM; got 0 layers"):
+        batched_decode(model, transformers.DynamicCache(), firsts, 11, 9)
+    with pytest.raises(UnsupportedOperation, match="BloomForCausalLM cannot run in the paged engine"):
+        batched_decode(causal("bloom")[0], past, firsts, 11, 9)
+
+
 # ---- each row with what is its own -----------------------------------------------------------------------------------
 
 
@@ -271,6 +338,11 @@ def test_they_go_to_another_process(tiny):
         ({"params": SamplingParams(n=2)}, "n and best_of must be 1"),
         ({"params": SamplingParams(repetition_penalty=2)}, "are not known here"),
         ({"max_tokens": 0}, "max_tokens must be an integer >= 1; got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1; got 0"),
+        ({"start_pos": 3}, "start_pos must be 2, the positions in past_kv; got 3"),
+        ({"params": SamplingParams(), "do_sample": True}, "do_sample and temperature; got both"),
+        ({"past_kv": [(np.zeros((2, 1, 0, 2)), np.zeros((2, 1, 0, 1)))]}, "at least one position; got none"),
+        ({"past_kv": None}, "must be a list with .* got None"),
     ],
 )
 def test_what_is_wrong_is_named(changes, says):

@@ -14,8 +14,8 @@ from hibachi import (
 )
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer
-from hibachi.prefix import cache_stats, generate_many, group_by_prefix, reset_cache, verify_correctness
-from hibachi.testing.toys import SumPaged, expected
+from hibachi.prefix import cache_stats, generate_many, group_by_prefix, reset_cache, verify_correctness, warm
+from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -231,3 +231,33 @@ def test_it_holds_on_a_second_engine_as_well():
     with LLM("tiny", enable_prefix_caching=False) as llm:
         found = verify_correctness(llm, [ids(40)])
         assert found.correct and found.reused == [0]
+
+
+# ---- warming ---------------------------------------------------------------------------------------------------------
+
+
+def test_k17_k32_what_was_warmed_is_computed_once(tiny):
+    text = "Once upon a time there was a little girl named Lily. " * 4
+    count = len(tiny.tokenizer.encode(text))
+    made = warm(tiny, text, terms=Terms(cache_salt="w"))
+    whole, tail = divmod(count, made.chunk_size)
+    assert (made.token_count, made.chunks_stored, made.partial_tail_tokens) == (count, whole, tail)
+    assert made.chunk_boundary_aligned is (not tail) and bool(made.alignment_warning) is bool(tail)
+    before = cache_stats(tiny).tokens_found
+    tiny.generate([text + end for end in ("She", "He", "It")], terms=Terms(cache_salt="w"))
+    assert cache_stats(tiny).tokens_found == before + 3 * whole * made.chunk_size
+    assert warm(tiny, text, terms=Terms(cache_salt="w")).chunks_stored <= 1  # its last block is computed again
+    for toy in (SumPaged, SumOwn):
+        with AutoregressiveBatchInference(toy(NumpyBackend()), block_size=4, max_model_len=64) as engine:
+            assert warm(engine, [1, 2, 3, 4, 5, 6, 7, 8, 9]).chunks_stored == 2
+            stream = engine.run([1, 2, 3, 4, 5, 6, 7, 8, 1], max_tokens=1)
+            assert (stream.collect(), stream.reused) == (expected([1, 2, 3, 4, 5, 6, 7, 8, 1], 1), 8)
+
+
+def test_what_keeps_no_prefixes_cannot_be_warmed():
+    for toy, options in ((SumLogits, {}), (SumPaged, {"enable_prefix_caching": False})):
+        engine = AutoregressiveBatchInference(toy(NumpyBackend()), max_model_len=64, **options)
+        with engine, pytest.raises(UnsupportedOperation, match=f"{toy.__name__} keeps no prefixes here"):
+            warm(engine, [1, 2])
+    with pytest.raises(InvalidRequest, match="which keeps what it has computed; got SumPaged"):
+        warm(SumPaged(NumpyBackend()), [1, 2])
