@@ -201,16 +201,26 @@ class OwnStep:
                 found.append(self._output(out, len(rows)))
             return found
 
-        alone = after(past(0, width), [0], 1)
-        if not self.whole and (far := self._far(after(past(0, width), [0], AHEAD)[0], alone[-1])):
-            self.whole = f"outputs are others where several tokens cross {n}, which it names, by up to {far:.3g}"
+        def odd(got: Callable[[], list[HostArray]], want: HostArray) -> str:
+            try:
+                far = self._far(np.concatenate(got()), want)
+            except Exception as e:
+                return f"it failed ({text_of(e)})"
+            return f"outputs are others, by up to {far:.3g}," if far else ""
+
+        try:
+            alone = after(past(0, width), [0], 1)
+        except Exception:  # requests that come so far will get this error
+            return
+        if not self.whole and (why := odd(lambda: after(past(0, width), [0], AHEAD), alone[-1])):
+            self.whole = f"{why} where several tokens cross {n}, which it names"
         if self.mixes:
             short = min(few, width - 1)
             other = after(past(1, short), [1], 1)
-            rows = self.layout.joined([past(0, width), self.layout.part(past(1, short), [0], width)])
             want = np.concatenate([np.concatenate(both) for both in zip(alone, other, strict=True)])
-            if far := self._far(np.concatenate(after(rows, [0, 1], 1)), want):
-                self._part(f"a row beside one longer than {n}, which it names, gets other outputs, by up to {far:.3g}")
+            rows = [past(0, width), self.layout.part(past(1, short), [0], width)]
+            if why := odd(lambda: after(self.layout.joined(rows), [0, 1], 1), want):
+                self._part(f"{why} for a row beside one longer than {n}, which it names")
 
     def _why_whole(self, ids: HostArray) -> str:
         """Why no chunk of several tokens may follow a past, as states that start anew with each do not allow it; ""

@@ -100,3 +100,58 @@ def test_a_number_that_stops_counting_fails_the_request_by_its_place(later, got)
         stream = engine.run(PROMPTS[1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
         with pytest.raises(InvalidModelOutput, match=rf"'n'\] counts its positions .* expected 12; got {got}\."):
             stream.collect()
+
+
+class Marked(dict):
+    """A dict of another class."""
+
+
+class Shares(Sums):
+    """One array in two places; from 12 positions on in a dict of another class."""
+
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        new |= {"also": new["seen"]}
+        return logits, Marked(new) if new["seen"].shape[1] > 12 else new
+
+
+class Lies(Sums):
+    """Takes the longest row's length for each."""
+
+    def step(self, tokens, lengths, past):
+        return super().step(tokens, np.full_like(lengths, lengths.max()), past)
+
+
+class Breaks(Sums):
+    chunk_size = 20
+
+    def step(self, tokens, lengths, past):
+        if past is not None and (lengths > 20).any() and (tokens.shape[1] > 1 or len({*lengths.tolist()}) > 1):
+            raise ValueError("20 is the most")
+        return super().step(tokens, lengths, past)
+
+
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (Shares, []),
+        (Lies, ["rows of one length only share calls, as a row beside a longer one gets other outputs"]),
+        (
+            Breaks,
+            ["it failed (ValueError: 20 is the most) where several tokens cross 20", "a row beside one longer than"],
+        ),
+    ],
+)
+def test_odd_caches_are_right_and_the_log_says_what_they_cost(make, told, caplog):
+    model = make(lambda past, rows, width: {})
+    found = answers(model, "numpy", PROMPTS, together=True, max_num_batched_tokens=16)
+    assert [tokens for tokens, _ in found] == [[next_of(prompt, i) for i in range(8)] for prompt in PROMPTS]
+    assert all(words in caplog.text for words in told) and bool(told) == ("as " in caplog.text)
+
+
+def next_of(prompt, i):
+    """What comes after the prompt and i more."""
+    text = [*prompt]
+    for _ in range(i + 1):
+        text.append(sum(text) % 50)
+    return text[-1]
