@@ -115,13 +115,6 @@ class Shares(Sums):
         return logits, Marked(new) if new["seen"].shape[1] > 12 else new
 
 
-class Lies(Sums):
-    """Takes the longest row's length for each."""
-
-    def step(self, tokens, lengths, past):
-        return super().step(tokens, np.full_like(lengths, lengths.max()), past)
-
-
 class Breaks(Sums):
     chunk_size = 20
 
@@ -135,7 +128,6 @@ class Breaks(Sums):
     "make, told",
     [
         (Shares, []),
-        (Lies, ["rows of one length only share calls, as a row beside a longer one gets other outputs"]),
         (
             Breaks,
             ["it failed (ValueError: 20 is the most) where several tokens cross 20", "a row beside one longer than"],
