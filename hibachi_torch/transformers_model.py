@@ -37,6 +37,7 @@ from hibachi_torch.transformers_own import OwnModel, own
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
+NO_LIMIT = 2**20  # tokens of a model that keeps states only, as hibachi's own Mamba has it
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _PLAIN = {"use_cache": False, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -230,6 +231,9 @@ def _max_len(config: Any, wanted: int | None) -> int:
     for rope in _ropes(getattr(text, "rope_parameters", None)):
         if rope.get("rope_type") == "longrope" and trained is not None:
             trained = min(trained, rope.get("original_max_position_embeddings") or trained)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if trained is None and kinds and not kinds & _LAYERS:  # states only
+        trained = NO_LIMIT
     limit = wanted if trained is None else trained
     if limit is None:
         raise ConfigError("config.json does not say how long a sequence may be. Pass max_model_len=N.")

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from hibachi import AutoregressiveBatchInference, ConfigError, SamplingParams, UnknownArchitecture
+from hibachi import LLM, AutoregressiveBatchInference, ConfigError, SamplingParams, UnknownArchitecture
 from hibachi.errors import InvalidModelFiles, MissingExtra, ModelError
 from hibachi.model.registry import load_model
 from hibachi.tensor.numpy_backend import NumpyBackend
@@ -215,6 +215,7 @@ def test_the_longest_sequence(folder_of):
     assert load(folder_of("olmo"), max_model_len=None).max_model_len == 256
     for n in (1, 2, 3, 4, 5, 9):
         assert load(folder_of("olmo"), max_model_len=n).max_model_len == n
+    assert load(folder_of("mamba2"), max_model_len=None).max_model_len == 2**20  # states only
     for bad in (0, 257):
         with pytest.raises(ConfigError, match=r"max_model_len must be between 1 and 256.*got"):
             load(folder_of("olmo"), max_model_len=bad)
@@ -250,6 +251,19 @@ def test_what_the_paged_engine_cannot_run_runs_with_its_own_cache(folder_of, kin
     assert verdict.agrees and why in verdict.unpaged, verdict
     assert verdict.shares == "; ".join(word for word, what in listing.SHARES.items() if what in shares)
     assert caplog.text.count("runs with a cache of its own, as the paged engine cannot run it") == 1
+
+
+def test_texts_and_forms_of_a_model_with_its_own_cache(tmp_path):
+    shipped = ROOT / "hibachi" / "data" / "tiny"
+    listing.tiny("bamba", vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"]).save_pretrained(
+        tmp_path
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((shipped / name).read_bytes())
+    with LLM(tmp_path, backend="torch", deterministic=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[0-9]{3}"})
+        answers = llm.generate(["She was", "The letter was from"], params)
+    assert all(re.fullmatch("[0-9]{3}", answer.text) for answer in answers)
 
 
 @pytest.mark.parametrize(
