@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from hibachi.errors import EngineFailed as EngineFailed
     from hibachi.errors import HibachiError as HibachiError
     from hibachi.errors import InternalError as InternalError
+    from hibachi.errors import InvalidCall as InvalidCall
     from hibachi.errors import InvalidModelFiles as InvalidModelFiles
     from hibachi.errors import InvalidModelOutput as InvalidModelOutput
     from hibachi.errors import InvalidRequest as InvalidRequest
@@ -130,6 +131,7 @@ _PLACES = {
     "Health": "hibachi.engine.health",
     "HibachiError": "hibachi.errors",
     "InternalError": "hibachi.errors",
+    "InvalidCall": "hibachi.errors",
     "InvalidModelFiles": "hibachi.errors",
     "InvalidModelOutput": "hibachi.errors",
     "InvalidRequest": "hibachi.errors",

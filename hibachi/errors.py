@@ -8,6 +8,7 @@ HibachiError
 │   └── ModelError                           the model raised; the original is in __cause__
 ├── RequestError
 │   ├── InvalidRequest (ValueError)          a prompt, a parameter or a stop rule that cannot be served
+│   │   └── InvalidCall (TypeError)          a parameter that there is not, or `await` of what is iterated
 │   ├── PromptTooLong (ValueError)           prompt (plus what was asked for) exceeds the context or the cache
 │   ├── QueueFull                            too many requests wait already; try again later
 │   └── DeadlineExceeded (TimeoutError)      the request's own time is over; tokens before it stay readable
@@ -129,6 +130,10 @@ class RequestError(HibachiError):
 
 class InvalidRequest(RequestError, ValueError):
     """A prompt, a parameter or a stop rule that cannot be served."""
+
+
+class InvalidCall(InvalidRequest, TypeError):
+    """A parameter of a name that there is not, or `await` of a stream, which is iterated."""
 
 
 class PromptTooLong(RequestError, ValueError):

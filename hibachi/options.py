@@ -6,14 +6,13 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from typing import Any, TypeVar, cast
 
-from hibachi.errors import ConfigError
-from hibachi.request import SamplingParams
+from hibachi.errors import ConfigError, HibachiError, InvalidCall
 
 F = TypeVar("F", bound=Callable[..., Any])
-SAMPLED = frozenset(f.name for f in fields(SamplingParams))
+T = TypeVar("T")
+SAMPLED: set[str] = set()  # the fields of SamplingParams, which adds them itself
 
 # The names of vLLM, which came later than these did. Flags, variables and keys of TOML files are the same with dashes.
 RENAMED: dict[str, str] = {
@@ -38,6 +37,16 @@ RENAMED: dict[str, str] = {
 }
 
 
+# Names of transformers and vLLM: the one that is in their place here, if there is one, and what is to be known of it.
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "max_length": ("max_tokens", "It counts new tokens only."),
+    "stop_strings": ("stop", ""),
+    "num_return_sequences": ("n", ""),
+    "do_sample": ("temperature", "0 is greedy, and all others sample."),
+    "num_beams": ("best_of", "There is no beam search: best_of keeps the likeliest of several samples."),
+    "guidance_scale": ("", "a model may compute both rows and mix their logits itself."),
+    "gpu_memory_utilization": ("kv_cache_memory_bytes", "It takes the bytes of the cache, not a share of the memory."),
+}
 UNITS = {"cache_mib": ", in bytes: 4096M for what was 4096"}  # where a number means something else by the new name
 
 
@@ -53,12 +62,34 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return near[0] if near else None
 
 
-def spelled(init: F) -> F:
-    """Decorator for functions with keyword options: an unknown keyword raises ConfigError and names the nearest
-    option, or says that it is a field of SamplingParams.
+def meant(name: str, known: Iterable[str], *, flags: bool = False) -> str:
+    """Which of the known names was probably meant, in a question; "" means none was. flags: names are those of a
+    command line.
+    """
+    new, more = ELSEWHERE.get(name, (None, ""))
+    if new == "":
+        return more
+    if new is None or new not in known:
+        new, more = nearest(name, known), ""
+    if new is None:
+        return ""
+    shown = f"--{new.replace('_', '-')}" if flags else repr(new)
+    return f"did you mean {shown}? {more}".strip()
+
+
+def spelled_fields(cls: type[T]) -> type[T]:
+    """Decorator for dataclasses that users fill: likewise, with InvalidCall."""
+    made: Any = cls
+    made.__init__ = spelled(made.__init__, InvalidCall)
+    return cls
+
+
+def spelled(init: F, error: type[HibachiError] = ConfigError) -> F:
+    """Decorator for functions with keyword options: an unknown keyword raises the error and names the nearest option,
+    or says that it is a field of SamplingParams.
     """
     parameters = inspect.signature(init).parameters
-    known = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY] or [*parameters][1:]
     every = {*parameters}
 
     def check(args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -66,7 +97,7 @@ def spelled(init: F) -> F:
             what = init.__name__
             if "self" in every:
                 what = type(args[0]).__name__ + ("" if what == "__init__" else f".{what}")
-            raise ConfigError(_told(what, min(unknown), known))
+            raise error(_told(what, min(unknown), known))
 
     @functools.wraps(init)
     def checked(*args: Any, **options: Any) -> Any:
@@ -98,18 +129,15 @@ def check_variables(what: str, variables: Iterable[str]) -> None:
         raise ConfigError(_told(what, min(meant), []))
 
 
-def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:
-    """Check options that are passed on to another function. Raises ConfigError for an unknown name."""
+def check_options(what: str, options: Any, known: Iterable[str], error: type[HibachiError] = ConfigError) -> None:
+    """Check options that are passed on to another function. Raises the error for an unknown name."""
     if unknown := options.keys() - set(known):
-        raise ConfigError(_told(what, min(unknown), known))
+        raise error(_told(what, min(unknown), known))
 
 
-def _told(what: str, name: str, known: list[str]) -> str:
+def _told(what: str, name: str, known: Iterable[str]) -> str:
     if (new := renamed(name, known)) is not None:
         return f"{what} has no option {name!r} any more: it is called {new!r} now."
     if name in SAMPLED:
         return f"{what} has no option {name!r}: it is a field of the parameters. Pass SamplingParams({name}=...)."
-    near = nearest(name, known)
-    return f"{what} has no option {name!r}; " + (
-        f"did you mean {near!r}?" if near else f"expected one of {', '.join(known)}."
-    )
+    return f"{what} has no option {name!r}; " + (meant(name, known) or f"expected one of {', '.join(known)}.")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import InvalidCall, InvalidRequest, shown
+from hibachi.options import SAMPLED, check_options, spelled_fields
 from hibachi.structured import StructuredOutputs, as_structured
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
@@ -244,10 +245,12 @@ _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _structured: ("structured_outputs",),
     _speculation: ("num_speculative_tokens",),
 }
+SAMPLED.update(name for names in _CHECKS.values() for name in names)
 _CHECK_OF = {name: check for check, names in _CHECKS.items() for name in names}
 _values = operator.attrgetter(*_CHECK_OF)
 
 
+@spelled_fields
 @_soon_pickled
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -357,8 +360,7 @@ class SamplingParams:
         """
         own = type(self) is SamplingParams  # else a subclass, which may have fields of its own
         known = _CHECK_OF.keys() if own else {f.name for f in fields(self)}
-        if not changes.keys() <= known:
-            raise InvalidRequest(f"SamplingParams has no field {', '.join(sorted(changes.keys() - known))}.")
+        check_options("SamplingParams", changes, known, InvalidCall)
         if not own:
             return replace(self, **changes)
         copy = object.__new__(SamplingParams)
@@ -373,6 +375,7 @@ class SamplingParams:
         return copy
 
 
+@spelled_fields
 @_soon_pickled
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -429,6 +432,7 @@ def as_params(value: object, default: SamplingParams) -> SamplingParams:
     return value
 
 
+@spelled_fields
 @dataclass(frozen=True, slots=True)
 class StopRule:
     """Conditions that end a request, besides its limit of new tokens.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from hibachi.errors import InvalidRequest, shown
+from hibachi.options import spelled_fields
 
 Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar"]
 FORMS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
@@ -16,6 +17,7 @@ MOST_CHOICES = 2**15
 AT_ONCE = 2**16  # characters of a schema, which take some milliseconds to read
 
 
+@spelled_fields
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """The form that an answer must have: one of the first five fields. Names are vLLM's.

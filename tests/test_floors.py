@@ -33,12 +33,12 @@ class Rule(NamedTuple):
 
 RULES = {
     "hibachi/errors.py": Rule("", third_party=""),
-    "hibachi/structured.py": Rule("errors", third_party=""),
-    "hibachi/request.py": Rule("errors structured", third_party=""),
+    "hibachi/structured.py": Rule("errors options", third_party=""),
+    "hibachi/request.py": Rule("errors options structured", third_party=""),
     "hibachi/guide": Rule("errors structured installed guide", third_party="numpy llguidance"),
     "hibachi/draft": Rule("errors installed draft"),
     "hibachi/tools": Rule("errors structured guide tools", third_party=""),  # of guide, how schemas are written
-    "hibachi/options.py": Rule("errors request", third_party=""),
+    "hibachi/options.py": Rule("errors", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),
     "hibachi/named.py": Rule("errors", third_party=""),

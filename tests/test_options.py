@@ -49,6 +49,32 @@ def test_one_that_resembles_nothing_is_answered_with_all():
         hibachi.FeedforwardBatchInference(Model(), zz=1)
 
 
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ("max_new_tokens", "it is called 'max_tokens' now"),
+        ("tempertaure", "did you mean 'temperature'?"),
+        ("do_sample", "did you mean 'temperature'? 0 is greedy"),
+        ("num_beams", "There is no beam search"),
+        ("guidance_scale", "a model may compute both rows"),
+        ("stop_strings", "did you mean 'stop'?"),
+        ("num_return_sequences", "did you mean 'n'?"),
+        ("zz", "expected one of temperature, top_k"),
+    ],
+)
+def test_parameters_of_other_libraries_are_answered_with_ours(wrong, told):
+    for make in (hibachi.SamplingParams, hibachi.SamplingParams().with_):
+        with pytest.raises(hibachi.InvalidCall) as refused:
+            make(**{wrong: 1})
+        assert told in str(refused.value) and isinstance(refused.value, TypeError)
+
+
+@pytest.mark.parametrize("make", [hibachi.Terms, hibachi.StopRule, hibachi.StructuredOutputs])
+def test_whatever_is_filled_by_keyword_says_what_it_lacks(make):
+    with pytest.raises(TypeError, match=f"^{make.__name__} has no option 'temperature': it is a field of the param"):
+        make(temperature=0)
+
+
 def test_every_option_is_spelled_out():
     """So that help() and editors show it; and those of texts reach whatever makes them."""
     for face in (hibachi.LLM, hibachi.AutoregressiveBatchInference, hibachi.FeedforwardBatchInference):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from hibachi.errors import HibachiError, printable
 from hibachi.installed import version
-from hibachi.options import UNITS, nearest, renamed
+from hibachi.options import UNITS, meant, renamed
 from hibachi.phases import INTERRUPTED, showing_phases
 
 COMMANDS = (
@@ -43,10 +43,12 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        options = [option for action in self._actions for option in action.option_strings]
-        known = {option[2:].replace("-", "_") for option in options}
-        if message.startswith("unrecognized arguments") and (near := _nearest(self._words, options)):
-            message = f"{message} (did you mean {near}?)"
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        known, helpful = _names(self._actions), _names(shown)
+        if message.startswith("unrecognized arguments"):
+            wrong = [name for word in self._words if (name := _name(word)) and name not in known]
+            if wrong and (near := meant(wrong[0], helpful, flags=True)):
+                message = f"{message} ({near})"
         super().error(_renamed(self._words, known) or message)
 
 
@@ -98,22 +100,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _nearest(words: Sequence[str], options: Sequence[str]) -> str | None:
-    """The option that the first misspelt one was probably meant to be."""
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in options:
-            return nearest(flag, options)
-    return None
+def _name(word: str) -> str:
+    """Of the option in a word of the command line, with underscores; "" where it has none."""
+    return word.partition("=")[0][2:].replace("-", "_") if word.startswith("--") else ""
+
+
+def _names(actions: Iterable[argparse.Action]) -> set[str]:
+    return {name for action in actions for option in action.option_strings if (name := _name(option))}
 
 
 def _renamed(words: Sequence[str], known: Iterable[str]) -> str | None:
     """The message for the first option that was renamed, if there is one. known: the options, with underscores."""
     for word in words:
-        flag = word.partition("=")[0]
-        name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and name not in known and (new := renamed(name, known)) is not None:
-            return f"{flag} is called --{new.replace('_', '-')} now{UNITS.get(name, '')}"
+        if (name := _name(word)) and name not in known and (new := renamed(name, known)) is not None:
+            return f"{word.partition('=')[0]} is called --{new.replace('_', '-')} now{UNITS.get(name, '')}"
     return None
 
 

@@ -163,7 +163,7 @@ def test_what_depends_on_another_field_is_checked_with_it():
             params.with_(**change)
     with pytest.raises(InvalidRequest, match=r"^temperature"):  # the first of several, as when it is made
         SamplingParams().with_(logit_bias=3, temperature=-1)
-    with pytest.raises(InvalidRequest, match="SamplingParams has no field hot, warm"):
+    with pytest.raises(InvalidRequest, match="SamplingParams has no option 'hot'"):
         SamplingParams().with_(warm=1, seed=2, hot=1)
 
 
