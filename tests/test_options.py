@@ -9,7 +9,7 @@ import pytest
 
 import hibachi
 from hibachi.cli.main import main, parser
-from hibachi.lm.named import own_stop
+from hibachi.engine.declared import own_stop
 from hibachi.lm.options import OPTIONS
 from hibachi.lm.own import open_texts
 from hibachi.offline import settings as offline

@@ -15,6 +15,7 @@ from typing import Any
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import codebooks_of, level_of
+from hibachi.engine.declared import own_params
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.lm.named import model_named
 from hibachi.model.text.own import NoTokenizer
@@ -42,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
         "stop_token_ids": args.stop_token_id,
         "ignore_eos": args.ignore_eos,
     }
-    params = SamplingParams(**given)  # wrong values are refused before a model is loaded
+    SamplingParams(**given)  # wrong values are refused before a model is loaded
     if is_named(args.model):
-        return _own(args, params)
+        return _own(args, given)
     with open_model(args) as llm:
         prompt = _read() if args.prompt is None else args.prompt
         if isinstance(llm.tokenizer, NoTokenizer):
@@ -60,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _own(args: argparse.Namespace, params: SamplingParams) -> int:
+def _own(args: argparse.Namespace, given: dict[str, Any]) -> int:
     """A model of the user's own, which has no tokenizer. Level 0 returns tokens, so nothing is sampled there."""
     with phase(f"opening {args.model}"):
         model = model_named(args.model, args.backend)
     prompt = _ids(_read() if args.prompt is None else args.prompt)
     samples = level_of(model) > 0 and getattr(model, "vocab_size", None) is not None
-    declared = declared_by(model)
+    declared, params = declared_by(model), own_params(model).with_(**given)
     if declared.inputs or codebooks_of(model):
         raise ConfigError(
             f"{args.model} takes more than ids in a line: serve it (`hibachi serve --model {args.model}`) and send "

@@ -35,11 +35,12 @@ from hibachi.engine.build import (
     limit_of,
     returns_ids,
 )
+from hibachi.engine.declared import own_params, own_stop, own_tokens
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.promise import Promise
-from hibachi.engine.prompts import HostPrompts, padding_checked
+from hibachi.engine.prompts import HostPrompts
 from hibachi.engine.waits import Waits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.guide.protocol import Vocabulary
@@ -76,13 +77,14 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
     `forward` (level 0, `Autoregressive`); the highest level it has is used.
-    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`.
+    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`. None
+    means the model's attribute of the same name, as it does for stop_rule, token and padding_token.
     stop_rule: a further stop rule for every request, as `run(stop_rule=)` takes it; with a tolerance of its own.
     token: one of the kind (shape and dtype) that all tokens have, a number or an array (*tok). None means each request
     has its own kind; requests of different kinds share no call.
-    padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None means only rows of
-    equal length share a forward pass, and nothing is padded. A request whose tokens do not fit stop_token or
-    padding_token is refused.
+    padding_token: (*tok) or (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None means
+    only rows of equal length share a forward pass, and nothing is padded. A request whose tokens do not fit stop_token
+    or padding_token is refused.
     max_num_seqs: requests that run at once.
     max_model_len: most tokens of a request, prompt included; None means the model's own `max_model_len`, else, with a
     stop_token or stop_rule, 2**20.
@@ -195,11 +197,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 type(model).__name__,
                 ", ".join(layers),
             )
+        given = {"token": token, "stop_token": stop_token, "padding_token": padding_token}
+        tokens = own_tokens(model) | {name: one for name, one in given.items() if one is not None}
+        if stop_rule is None:
+            stop_rule = own_stop(model, eos=not self._level or getattr(model, "vocab_size", None) is None)
         limit = max_model_len if max_model_len is not None else limit_of(model)
-        if limit is None and stop_token is None and stop_rule is None:
+        if limit is None and tokens["stop_token"] is None and stop_rule is None:
             raise ConfigError(
-                "Every request must end somewhere: expected max_model_len= (or stop_token=, or stop_rule=, or an "
-                "attribute max_model_len of the model); got none. Pass max_model_len=N, most tokens of a request."
+                "Every request must end somewhere: expected max_model_len= (or stop_token=, or stop_rule=, or one of "
+                "these as an attribute of the model); got none. Pass max_model_len=N, most tokens of a request."
             )
         _check_least(
             1,
@@ -231,11 +237,11 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             draft=draftmodels.share(self._speculation),
         )
         self._policy = policy_of(scheduling_policy)
-        self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop_rule}
-        self._backend = backend_of(backend, model, token, stop_token, padding_token)
+        self._params = None if self._plan.vocab_size is None else own_params(model)  # of a request without any
+        self._tokens = {**tokens, "stop": stop_rule}
+        self._backend = backend_of(backend, model, *tokens.values())
         self._promise = Promise(self._decide(deterministic), asked=bool(deterministic), config=self._speculation)
         self._built: Built | None = None
-        padding_checked(self._backend, padding_token)
         if returns_ids(model):
             self.forms.vocabulary = partial(_vocabulary, model)
         if self._backend is not None:
@@ -315,9 +321,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         inputs: {name: array}, what the model declares in its attribute `inputs`; the arrays stay with the request.
         prediction: token ids of what the output may be. They save time where the engine speculates and the output
         follows them, and change nothing else.
-        params: how to sample (levels 1 and 2); None means SamplingParams(). Fields that need a tokenizer (stop,
-        bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them. Models that return tokens
-        take a seed and max_tokens, if they declare `draws`.
+        params: how to sample (levels 1 and 2); None means the model's `default_params`, else SamplingParams(). Fields
+        that need a tokenizer (stop, bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them.
+        Models that return tokens take a seed and max_tokens, if they declare `draws`.
         max_tokens: the limit of new tokens, which takes precedence over params.max_tokens. None in both means up to the
         end of the context.
         stop_rule: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's stop_token.
@@ -328,6 +334,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         Level 0 streams yield native arrays (*tok); with sampling they yield ints. Raises InvalidRequest, PromptTooLong,
         QueueFull, EngineClosed or EngineFailed; after any of them, nothing was queued.
         """
+        params = self._params if params is None else params
         if isinstance(params, SamplingParams):
             for name in ("stop", "bad_words"):
                 if got := getattr(params, name):

@@ -131,7 +131,7 @@ def build(
     vocab = plan.vocab_size
     prompts = HostPrompts(backend, vocab_size=vocab, codebooks=plan.codebooks, **tokens)
     tables = Tables(plan.rows, prompts.kind)
-    sampler = None if vocab is None else _sampler(backend, plan.rows, vocab, plan.codebooks, tables)
+    sampler = None if vocab is None else _sampler(backend, plan, vocab, tables)
     beside = _beside(plan, backend)
     runner: Runner
     remarks: list[str] = []
@@ -289,13 +289,11 @@ def returns_ids(model: Any) -> bool:
     return bool(level_of(model)) and getattr(model, "vocab_size", None) is not None and codebooks_of(model) is None
 
 
-def _sampler(
-    backend: ArrayBackend, rows: int, vocab: int, codebooks: int | None, tables: Tables
-) -> RowSampler | FrameSampler:
-    table = tables.of(kind_of_ids(codebooks))
-    if codebooks is None:
-        return RowSampler(backend, rows, vocab, table)
-    return FrameSampler(backend, rows, vocab, codebooks, table)
+def _sampler(backend: ArrayBackend, plan: Plan, vocab: int, tables: Tables) -> RowSampler | FrameSampler:
+    table, name = tables.of(kind_of_ids(plan.codebooks)), type(plan.model).__name__
+    if plan.codebooks is None:
+        return RowSampler(backend, plan.rows, vocab, table, name)
+    return FrameSampler(backend, plan.rows, vocab, plan.codebooks, table, name)
 
 
 def eos_ids_of(model: Any, vocab: int | None, codebooks: int | None = None) -> tuple[int, ...]:
@@ -440,7 +438,7 @@ def level_of(model: Any) -> int:
         return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
 
     if has("step") and has("cache_spec"):
-        _check_takes(model, "step", "params", "cache", "x")
+        check_takes(model, "step", "params", "cache", "x")
         return 2
     if has_own_cache(model):
         if not _has_vocabulary(model) and getattr(model, "vocab_size", 0) is not None:
@@ -448,15 +446,20 @@ def level_of(model: Any) -> int:
                 f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1, or None: then "
                 f"`step` returns the next tokens."
             )
-        _check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
+        check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
         return 1
     if has("logits"):
         if not _has_vocabulary(model):
             raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer >= 1.")
-        _check_takes(model, "logits", "tokens", "lengths")
+        check_takes(model, "logits", "tokens", "lengths")
         return 1
     if has("forward"):
-        _check_takes(model, "forward", "tokens")
+        check_takes(model, "forward", "tokens")
+        if str(getattr(model.forward, "__module__", "")).startswith("transformers"):
+            raise ConfigError(
+                f"{type(model).__name__} is a model of the library transformers: expected the class of docs/models.md, "
+                f'"a cache of the model\'s own", around it, with `past` and `step`; or hibachi.LLM(folder).'
+            )
         return 0
     raise ConfigError(
         f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)`, `step(tokens, lengths, past)` with an "
@@ -495,18 +498,22 @@ def level_told(model: Any) -> str:
     )
 
 
-def _check_takes(model: Any, name: str, *arguments: str) -> None:
+def check_takes(model: Any, name: str, *arguments: str) -> None:
     """Raise ConfigError if the method cannot be called with these arguments, by their places."""
     try:
         signature = inspect.signature(getattr(model, name))
     except (TypeError, ValueError):  # compiled code need not tell
         return
-    named = {} if "cache" in arguments else dict.fromkeys(wanted(getattr(model, name), declared_by(model)))
+    named = {} if arguments[-1] == "x" else dict.fromkeys(wanted(getattr(model, name), declared_by(model)))
     if name == "forward" and "lengths" in signature.parameters:
         named["lengths"] = None
     try:
         signature.bind(*arguments, **named)
     except TypeError as e:
+        if isinstance(model, type):
+            raise ConfigError(
+                f"A model is an object; got the class {model.__name__} itself. Make one of it: {model.__name__}()."
+            ) from None
         raise ConfigError(
             f"{type(model).__name__}.{name} is called as `{name}({', '.join(arguments)})`; got a method "
             f"`{name}{signature}`: {e}. Add what is missing, or give defaults to what hibachi does not pass."

@@ -55,6 +55,19 @@ class Prompts(Protocol):
         ...
 
 
+def dtype_of(given: Any, host: HostArray, backend: ArrayBackend) -> Any:
+    """The dtype of numbers that a caller gave, as NumPy says it; of Python's floats and lists of them, what the library
+    makes of these by default. host: the same on the host.
+    """
+    first = given
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if host.dtype != np.float64 or type(first) not in (float, int, bool):
+        return host.dtype
+    name = str(backend.xp.asarray([0.5]).dtype).rpartition(".")[2]  # NumPy lacks some, such as bfloat16
+    return np.dtype(name) if name in ("float32", "float16") else host.dtype
+
+
 def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
     """Check that a prompt consists of tokens of this kind. Raises InvalidRequest.
 
@@ -78,7 +91,7 @@ def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
             of = f"token ids, integers of shape {own.shape}, one of each codebook"
         raise InvalidRequest(
             f"This engine takes prompts of {of}; got tokens of shape {host.shape[1:]} and {host.dtype}. A prompt "
-            f"is one sequence, (sequence, *token), without a dimension for the batch."
+            f"is one sequence, (sequence, *token), without a dimension for the batch: call `run` once for each."
         )
     if vocab is not None:
         check_ids(host, vocab)
@@ -119,7 +132,7 @@ class HostPrompts:
             one = self.host(token)
             if one.dtype.kind not in "iufb":
                 raise ConfigError(f"token must be one token, a number or an array of numbers; got {shown(token)}.")
-            self.kind = Kind(one.shape, self._kept(one.dtype))
+            self.kind = Kind(one.shape, self._kept(dtype_of(token, one, backend)))
         if self.kind is not None:
             self.fitted(self.kind)
 
@@ -128,7 +141,7 @@ class HostPrompts:
         check_tokens(host, self.kind, self._vocab)
         own = self.kind
         if own is None:
-            own = Kind(host.shape[1:], self._kept(host.dtype))
+            own = Kind(host.shape[1:], self._kept(dtype_of(prompt, host, self._backend)))
         if self._vocab is not None:
             tokens = host.astype(own.dtype)  # a copy: the caller's may change
         else:
@@ -162,7 +175,8 @@ class HostPrompts:
             return np.asarray(value)
         except ValueError as e:
             raise InvalidRequest(
-                f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e})."
+                f"A prompt must be an array or a list of equal rows; got a {type(value).__name__} whose rows differ. "
+                f"If these are several prompts, call `run` once for each."
             ) from e
 
     def fitted(self, kind: Kind) -> Fitted:
@@ -321,17 +335,3 @@ class NinePrompts:
 def _dtype(array: Any) -> str:
     """By name; "" where arrays do not tell theirs."""
     return str(getattr(array, "dtype", ""))
-
-
-def padding_checked(backend: ArrayBackend | NineBackend | None, given: Any) -> None:
-    """Check a padding token. Raises ConfigError for one that fits no kind of token."""
-    if given is None or isinstance(given, (int, float)):
-        return  # a plain number stands for a scalar token
-    try:
-        shape = tuple(backend.ops.shape(given)) if isinstance(backend, NineBackend) else np.shape(given)
-    except Exception as e:
-        raise ConfigError(f"The padding token must be an array; got {shown(given)} ({text_of(e)}).") from e
-    if not shape:
-        raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
-    if shape[0] != 1:
-        raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {shape}.")

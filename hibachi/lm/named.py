@@ -1,12 +1,13 @@
 """A user's own model by name: `package.module:Name`, or `path/to/file.py:Name`, and what it says of itself.
 
-Opened by name (`hibachi serve`, `hibachi run-batch`), a model is asked for these attributes; it need have none of them.
+A model is asked for these attributes; it need have none of them. Engines read all down to max_model_len
+(`hibachi.engine.declared`); the others belong to models that are opened by name (`hibachi serve`, `hibachi run-batch`).
 
     token           one token, or of feed-forward one input, a number or an array: all others have its shape and dtype
     stop_token      ends every request; a number or an array (*tok)
     stop_rule       ends every request too: a StopRule, a predicate (also as a method), a token or a list of them
     eos_ids         tokens that end every request; of text: where it does not say ignore_eos
-    padding_token   (1, *tok): rows of different lengths share calls
+    padding_token   (*tok): rows of different lengths share calls
     default_params  a SamplingParams, of a model that returns logits, for requests that bring none
     max_model_len   most tokens of a request, prompt included
     feedforward     True: `forward` takes single inputs; without it `forward` returns the next token (level 0)
@@ -19,19 +20,14 @@ Opened by name (`hibachi serve`, `hibachi run-batch`), a model is asked for thes
 from __future__ import annotations
 
 import inspect
-import logging
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hibachi.engine.build import level_of
-from hibachi.errors import ConfigError, InvalidRequest, text_of
+from hibachi.errors import ConfigError, text_of
 from hibachi.named import object_named
-from hibachi.request import SamplingParams, StopRule, as_params, as_rule
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
-
-log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
@@ -48,33 +44,6 @@ def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
         found = _make(spec, found, backend)
     level_of(found)
     return found
-
-
-def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
-    """The stop rules of a model: its attributes `stop_rule` and, with eos, `eos_ids`; None means it has neither.
-
-    Raises ConfigError.
-    """
-    ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop_rule", None)
-    if stop is None and getattr(model, "stop", None) is not None:
-        log.warning("%s.stop is not read: the attribute is called stop_rule now", type(model).__name__)
-    try:
-        found = None if stop is None and ids is None else as_rule(stop)
-        return found and replace(found, tokens=(*found.tokens, *(() if ids is None else ids)))
-    except (InvalidRequest, TypeError) as e:
-        raise ConfigError(
-            f"{type(model).__name__}: stop_rule and eos_ids must be tokens or rules: {text_of(e)}."
-        ) from e
-
-
-def own_params(model: Any) -> SamplingParams:
-    """The sampling parameters of requests that bring none: the model's attribute `default_params`. Raises
-    ConfigError.
-    """
-    try:
-        return as_params(getattr(model, "default_params", None), SamplingParams())
-    except InvalidRequest as e:
-        raise ConfigError(f"{type(model).__name__}.default_{e}") from e
 
 
 def _make(spec: str, make: Any, backend: str | ArrayBackend | None) -> Any:

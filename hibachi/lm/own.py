@@ -9,13 +9,14 @@ from typing import Any, Unpack
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import UNSTATED, codebooks_of, level_of, limit_of, returns_ids
+from hibachi.engine.declared import own_params
 from hibachi.engine.draftmodels import own_vocabulary
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
 from hibachi.lm.drafts import resolved
 from hibachi.lm.llm import LLM
-from hibachi.lm.named import model_named, own_params, own_stop
+from hibachi.lm.named import model_named
 from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
@@ -31,7 +32,6 @@ from hibachi.tensor.whose import backend_of
 log: logging.Logger = logging.getLogger("hibachi.engine")
 _OF_FILES = ("device", "quantization", "gguf_unpack", "autotune", "kernels", "numerics")
 _FORWARD = ("max_num_queued_reqs", "restart", "stall_after", "record")  # options that have a meaning there, too
-_KIND = ("token", "stop_token", "padding_token")  # attributes of a model that its engine is given
 
 
 def open_model(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
@@ -101,7 +101,7 @@ class OwnTexts(Texts):
             raise ConfigError(no_text(model, "has tokens of several codebooks"))
         own = getattr(made, "tokenizer", None)
         self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
-        engine = _engine(made, options, max_model_len=options.get("max_model_len"), stop_rule=own_stop(made, eos=False))
+        engine = _engine(made, options, max_model_len=options.get("max_model_len"))
         super().__init__(
             engine,
             self.portable_tokenizer,
@@ -133,15 +133,12 @@ def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInferen
     longest = options.get("max_model_len")
     if longest is None and limit_of(made) is None:
         longest = UNSTATED
-    return _engine(made, options, max_model_len=longest, stop_rule=own_stop(made))
+    return _engine(made, options, max_model_len=longest)
 
 
-def _engine(
-    made: Any, options: TextOptions, *, max_model_len: int | None, stop_rule: Any
-) -> AutoregressiveBatchInference[Any, Any]:
+def _engine(made: Any, options: TextOptions, *, max_model_len: int | None) -> AutoregressiveBatchInference[Any, Any]:
     others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
-    others |= {name: getattr(made, name, None) for name in _KIND}
-    others |= {"max_model_len": max_model_len, "stop_rule": stop_rule, "deterministic": options.get("deterministic")}
+    others |= {"max_model_len": max_model_len, "deterministic": options.get("deterministic")}
     library = _library(made, options)
     others["speculative_config"] = resolved(
         options.get("speculative_config"), library, options.get("dtype"), partial(own_vocabulary, made)
@@ -156,9 +153,7 @@ def _forward_engine(made: Any, options: TextOptions) -> FeedforwardBatchInferenc
     others: Any = {name: value for name, value in options.items() if name in _FORWARD}
     if "max_num_seqs" in options:
         others["max_batch_size"] = options["max_num_seqs"]
-    return FeedforwardBatchInference(
-        made, backend=_library(made, options), token=getattr(made, "token", None), **others
-    )
+    return FeedforwardBatchInference(made, backend=_library(made, options), **others)
 
 
 def _library(made: Any, options: TextOptions) -> Any:

@@ -23,9 +23,11 @@ class FrameSampler:
     vocab_size: int
     shape: tuple[int, ...]
 
-    def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, codebooks: int, table: TokenTable) -> None:
+    def __init__(
+        self, backend: ArrayBackend, rows: int, vocab_size: int, codebooks: int, table: TokenTable, model: str = ""
+    ) -> None:
         self.backend, self.vocab_size, self.shape = backend, vocab_size, (codebooks, vocab_size)
-        self._n, self._each = codebooks, RowSampler(backend, rows * codebooks, vocab_size, table)
+        self._n, self._each = codebooks, RowSampler(backend, rows * codebooks, vocab_size, table, model)
 
     def admit(self, job: Job) -> None:
         first, params = job.seq.row * self._n, job.sampling

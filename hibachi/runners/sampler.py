@@ -6,6 +6,7 @@ differ in rounding, and a request must get the same tokens whatever shares the b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode import sampling
-from hibachi.decode.logprobs import Likely, likely, logprobs, named
+from hibachi.decode.logprobs import Likely, likely, logprobs, named, probabilities
 from hibachi.decode.uniforms import uniforms
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import SamplingParams
@@ -22,11 +23,14 @@ from hibachi.runners.rowedits import RowEdits
 from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
+log: logging.Logger = logging.getLogger("hibachi.engine")
 # How a row is drawn: one of these, and two flags. The near ones are right for most rows; the others go one further.
 PLAIN, NEAR, FAR, FULL = range(4)
 MASS, TYPICAL = 4, 8
 CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
 WORTH = 4  # below this ratio of vocabulary to candidates, sorting the whole row takes no longer
+LOGITS = "The engine takes the softmax itself: leave it out, or return the log of the probabilities."
+LOOKS, SURE = 8, 3  # calls of an engine that are looked at, until so many of their rows are probabilities
 LIKELY = (16, 128)  # sizes of the list of most likely tokens for log-probabilities; for longer ones, the whole row
 
 
@@ -48,7 +52,9 @@ class RowSampler:
     shape: tuple[int, ...]
     """Of the logits of one token."""
 
-    def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable) -> None:
+    def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable, model: str = "") -> None:
+        """model: its name, to be told if what it returns are no logits; "" means it is known to return these."""
+        self._model, self._looks, self._alike = model, LOOKS if model and vocab_size > 2 else 0, 0
         self.backend, self.vocab_size, self.shape = backend, vocab_size, (vocab_size,)
         self._edits = RowEdits(backend, rows, vocab_size, table)
         self._path = np.zeros(rows, np.int32)
@@ -180,6 +186,14 @@ class RowSampler:
         """Length of the list of most likely tokens for a row that asks for this many; 0 means none."""
         return min(next((s for s in LIKELY if wanted < s), LIKELY[-1]), self.vocab_size) if wanted else 0
 
+    def _look(self, logits: HostArray) -> None:
+        """Warn once if the first logits of an engine are probabilities."""
+        found = probabilities(logits)
+        self._alike += found
+        self._looks = 0 if found < 0 or self._alike >= SURE else self._looks - 1
+        if found > 0 and self._alike >= SURE:
+            log.warning("%s returns probabilities (never negative, sum 1). %s", self._model, LOGITS)
+
     # ---- which program -----------------------------------------------------------------------------------------
 
     def _choose_changed(
@@ -198,6 +212,8 @@ class RowSampler:
     def choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
         """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]."""
         n = len(rows)
+        if self._looks:
+            self._look(self.backend.get(self.backend.float32(logits))[:n])
         if not np.count_nonzero(self._temperature[rows]):
             return self._best(logits, n)
         paths = self._path[rows]

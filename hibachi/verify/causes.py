@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.decode.logprobs import probabilities
+from hibachi.runners.sampler import LOGITS
 from hibachi.tensor.whose import training
 from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import CachedDriver, Outputs, Span, WholeDriver
@@ -200,6 +202,7 @@ SLACK = _cause(
     "Padding tokens in a step change the output (they stand at block 0, and rows of padding at the end)",
     "Count rows by x.kv_len or x.cu_q: tokens from x.cu_q[-1] on are padding, as are rows without tokens.",
 )
+PROBABLE = _cause("probabilities", "It returns probabilities: never negative, with the sum 1", LOGITS)
 ROUNDING = _cause(
     "rounding",
     "Bits depend on the batch, by no more than rounding",
@@ -247,6 +250,9 @@ def diagnose(s: Subject, results: dict[str, Result]) -> list[Cause]:
     """What is wrong, the root first. Trials whose failure follows from another fault are not named again."""
     bad = {key for key, r in results.items() if r.wrong}
     if not bad:
+        vocab = s.vocab or 0
+        if vocab > 2 and probabilities(np.stack([*s.base.values()]).reshape(-1, vocab)) > 0:
+            return [PROBABLE]
         return [ROUNDING] if any(r.faulty for r in results.values()) else []
     if "alone" in bad:
         return [_alone(s, results["alone"])]

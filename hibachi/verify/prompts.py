@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.engine.prompts import dtype_of
 from hibachi.errors import ConfigError
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 
@@ -28,6 +29,7 @@ def given(examples: Iterable[Any], backend: ArrayBackend, how: str) -> list[Host
     found: list[HostArray] = []
     for example in examples:
         host = np.asarray(backend.get(example) if backend.owns(example) else example)
+        host = host.astype(dtype_of(example, host, backend), copy=False)
         if host.dtype.kind not in "iufb" or not host.ndim or not len(host):
             raise ConfigError(f"An example is an array or list of numbers, one at least; got {example!r:.80}. {how}.")
         if not any(same(host, other) for other in found):

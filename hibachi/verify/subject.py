@@ -15,6 +15,7 @@ import numpy as np
 
 from hibachi.engine.build import codebooks_of, has_own_cache, level_of
 from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.runners.beside import check_taken, declared_by
 from hibachi.runners.stops import as_token
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import resolve
@@ -148,6 +149,9 @@ class Subject:
         if self.rung == 1 and has_own_cache(model):
             self.rung = OWN
         self.backend: ArrayBackend = subject_backend(backend, model)
+        if self.rung is not None:
+            methods = {0: ("forward",), 1: ("logits",), OWN: ("step", "encode"), 2: ()}[self.rung]
+            check_taken(model, declared_by(model), *methods, fields=self.rung == 2)
         self.sizes, self.chunks = tuple(sizes), tuple(chunks)
         if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
             raise ConfigError(f"Batch sizes must be >= 2 and chunks >= 1; got {list(sizes)} and {list(chunks)}.")

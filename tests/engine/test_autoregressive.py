@@ -59,15 +59,22 @@ def collect(streams):
 
 
 def test_padding_token_of_rank_0():
-    """H-21: padding token rank 0 → error "rank 1 or higher". (A plain Python number stands for a scalar token.)"""
-    with pytest.raises(ConfigError, match="rank 1 or higher"):
-        AutoregressiveBatchInference(Next(), stop_token=STOP, padding_token=np.array(0))
+    """H-21: padding token rank 0 is a scalar token, and fits no other."""
+    with AutoregressiveBatchInference(Next(), stop_token=STOP, padding_token=np.array(0)) as engine:
+        assert ints(engine.run([7])) == [8, 9]
+        with pytest.raises(InvalidRequest, match=r"The padding token .*\(2,\) or \(1, 2\); got \(\)"):
+            engine.run([[1, 2]])
 
 
 def test_padding_token_with_two_rows():
-    """H-22: padding shape (2, 10) → error "first dimension … must be 1"."""
-    with pytest.raises(ConfigError, match="first dimension of the padding token must be 1"):
-        AutoregressiveBatchInference(Next(), stop_token=STOP, padding_token=np.zeros((2, 10)))
+    """H-22: padding shape (2, 10) is a token of that shape: it fits no prompt of another, with or without a dimension
+    for the batch."""
+    engine = AutoregressiveBatchInference(Next(), stop_token=STOP, padding_token=np.zeros((2, 10)))
+    with engine, pytest.raises(InvalidRequest, match=r"The padding token .*\(\) or \(1,\); got \(2, 10\)"):
+        engine.run([1, 2])
+    for padding in ([0] * 10, [[0] * 10]):
+        with AutoregressiveBatchInference(Next(), padding_token=padding, max_model_len=9) as engine:
+            assert len(engine.run(np.ones((2, 10), int), max_tokens=2).collect()) == 2
 
 
 def test_stop_token_of_another_rank(crate):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi import AutoregressiveBatchInference, ConfigError, InvalidRequest, SamplingParams
+from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, InvalidRequest, SamplingParams
+from hibachi.verify import Subject
 
 from .models import ints
 
@@ -30,6 +31,31 @@ def test_real_numbers_before_integers_harm_nobody(engine):
     assert [float(t) for t in one.run([1.0, 2.5], max_tokens=2).collect()] == [3.5, 4.5]
     assert ints(one.run([1, 2], max_tokens=2).collect()) == [3, 4]
     assert {dtype for _, dtype in one.model.shown} == {np.dtype(float), np.dtype(int)}
+
+
+class Notes(Next):
+    example_prompts = example_inputs = ([1.0, 2.0], [3, 0.5])
+
+
+@pytest.mark.parametrize("name, dtype", [("numpy", "float64"), ("torch", "float32"), ("jax", "float32")])
+def test_lists_of_floats_are_of_the_default_dtype_of_their_library(serve, name, dtype):
+    model = Notes()
+    for given in ([1.0, 2.5], (1, 2.5), [[1.0], [2.5]], [[[1, 2.5]]]):
+        serve(model, backend=name).run(given, max_tokens=1).collect()
+        FeedforwardBatchInference(model, backend=name).run(given).result()
+    FeedforwardBatchInference(model, backend=name, token=[0.0, 0.0]).run([1.0, 2.0]).result()
+    assert {str(kind).rpartition(".")[2] for _, kind in model.shown} == {dtype}
+    assert serve(Notes(), backend=name, token=0.5).facts.token == ((), dtype)
+    for feedforward in (False, True):
+        subject = Subject(Notes(), hibachi.load_backend(name), feedforward=feedforward)
+        assert subject.driver.tokens["a"].dtype == dtype
+        subject.close()
+    if dtype == "float32":
+        with pytest.raises(InvalidRequest, match=r"float32.* cannot hold 1e\+300"):
+            serve(Notes(), backend=name).run([1e300])
+    arrays = Notes()
+    serve(arrays, backend=name).run(np.ones(2, np.float16), max_tokens=1).collect()
+    assert str(arrays.shown[0][1]).endswith("float16")  # an array has a dtype of its own
 
 
 def test_requests_of_several_kinds_never_share_a_call(engine):

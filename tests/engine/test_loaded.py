@@ -13,6 +13,7 @@ from hibachi import (
     load_backend,
     load_model,
 )
+from hibachi.cli.main import main
 
 from .models import ints
 
@@ -154,7 +155,7 @@ def test_wrong_ends_are_refused(base, ends):
 class Next:
     """Level 0."""
 
-    max_model_len, eos_ids = 64, "not read"
+    max_model_len, eos_ids = 64, (5,)
 
     def forward(self, tokens):
         return tokens[:, -1] + 1
@@ -163,16 +164,16 @@ class Next:
 class CachedTokens(Cached):
     """Level 2 that returns tokens."""
 
-    vocab_size, eos_ids = None, "not read"
+    vocab_size, eos_ids = None, (5,)
 
     def step(self, params, cache, x):
         return np.asarray(x.tok)[x.last] + 1, cache
 
 
 @pytest.mark.parametrize("base", [Next, CachedTokens])
-def test_a_model_that_returns_tokens_is_not_asked(serve, base):
+def test_those_of_a_model_that_returns_tokens_are_stop_tokens(serve, base):
     with serve(base(), backend=NumpyBackend()) as engine:
-        assert engine.facts.eos_ids == () and ints(engine.run([2], max_tokens=4)) == [3, 4, 5, 6]
+        assert engine.facts.eos_ids == () and ints(engine.run([2], max_tokens=4)) == [3, 4, 5]
 
 
 # ---- what `run(p)` means ---------------------------------------------------------------------------------------------
@@ -205,3 +206,48 @@ def test_include_stop_means_one_thing(serve, way, of_run, of_params):
         stream = engine.run([2], params, include_stop=of_run, **rule)
         assert stream.collect() == ([3, 4] if delivered is False else [3, 4, 5])
         assert (stream.finish_reason, stream.stop_token) == ("stop", 5)
+
+
+# ---- what a class says of its requests -------------------------------------------------------------------------------
+
+
+class Frames:
+    """Level 0: the next frame is the last one more. Requests end at 5s; rows of all lengths share a call."""
+
+    token, stop_token, padding_token, max_model_len = np.zeros(2, np.int16), (5, 5), (0, 0), 64
+    rows = 0
+
+    def forward(self, tokens, lengths):
+        assert tokens.dtype == np.int16
+        self.rows = max(self.rows, len(tokens))
+        return tokens[:, -1] + 1
+
+
+class Ruled(Next):
+    eos_ids = (7,)
+
+    def stop_rule(self, now):
+        return now >= 5
+
+
+class Greedy(Count):
+    max_model_len, default_params = 64, SamplingParams(temperature=0, max_tokens=3)
+
+
+def test_what_a_class_says_of_its_requests_holds_and_what_the_caller_says_goes_before(serve):
+    engine = serve(Frames(), max_num_seqs=4)
+    streams = [engine.run(np.full((n, 2), n)) for n in (1, 2, 3)]
+    assert [[int(frame[0]) for frame in stream] for stream in streams] == [[2, 3, 4, 5], [3, 4, 5], [4, 5]]
+    assert engine.model.rows > 1 and engine.facts.token == ((2,), "int16")
+    assert len(serve(Frames(), stop_token=[4, 4]).run([[1, 1]]).collect()) == 3
+    assert ints(serve(Ruled()).run([2])) == [3, 4, 5] and ints(serve(Ruled(), stop_rule=[4]).run([2])) == [3, 4]
+    assert serve(Greedy()).run([2]).collect() == [3, 4, 5]
+    assert serve(Greedy()).run([2], GREEDY.with_(max_tokens=5)).collect() == [3, 4, 5, 6, 7]
+    layers = type("Layers", (Frames,), {"stop_token": np.sin})()  # a layer may have such a name, and is no token
+    assert len(serve(layers, stop_rule=[[4, 4]]).run([[1, 1]]).collect()) == 3
+
+
+def test_the_command_reads_it_too(capsys):
+    for name, n in (("Ruled", "9"), ("Greedy", "4")):
+        assert main(["generate", "--model", f"{__name__}:{name}", "--prompt", "2", "--max-tokens", n]) == 0
+    assert capsys.readouterr().out.split() == ["3", "4", "5", "3", "4", "5", "6"]

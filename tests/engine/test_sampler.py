@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hibachi import InvalidRequest, NumpyBackend, SamplingParams
 from hibachi.decode.uniforms import uniforms
 from hibachi.runners.sampler import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
+from hibachi.verify import Subject, verify
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 
@@ -456,3 +457,41 @@ def test_log_probabilities_are_those_of_the_raw_logits(library):
     assert drawn.tokens[1:].tolist() == [1, 2] and sorted(drawn.logprobs) == [1, 2]
     assert list(drawn.logprobs[1]) == [2, 8, 1] and list(drawn.logprobs[2])[:3] == [2, 8, 5]
     assert len(drawn.logprobs[2]) == 9
+
+
+# ---- probabilities in the place of logits ----------------------------------------------------------------------------
+
+
+class Outputs:
+    """Level 1: these rows, one after another."""
+
+    max_model_len = 64
+
+    def __init__(self, rows):
+        self.rows, self.vocab_size = np.asarray(rows), len(rows[0])
+
+    def logits(self, tokens, lengths):
+        return self.rows[(lengths - 1) % len(self.rows)]
+
+
+SHARES = [[0.5, 0.25, 0.25], [0.125, 0.0, 0.875], [1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        (SHARES, True),
+        (np.float16(SHARES) * np.float16(1.004), True),
+        (np.log(np.array(SHARES) + 1e-9), False),
+        ([SHARES[0], [2.0, 1.0, 0.5]], False),
+        ([[0.25, 0.75]], False),  # two numbers say too little
+        (np.eye(5), False),  # a rule's
+        (np.full((1, 4), 0.25), False),
+    ],
+)
+def test_probabilities_are_told_of_once(serve, caplog, rows, told):
+    engine = serve(Outputs(rows), max_num_seqs=4)
+    for stream in [engine.run([0] * n, SamplingParams(max_tokens=20)) for n in (1, 2, 3, 4, 5)]:
+        stream.collect()
+    assert caplog.text.count("Outputs returns probabilities") == told
+    assert [c.key for c in verify(Subject(Outputs(rows), NUMPY)).causes] == ["probabilities"] * told
