@@ -27,6 +27,7 @@ from hibachi.errors import (
 )
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for
+from hibachi.tensor.whose import mapped
 
 ANSWER = 10.0  # longest time of a conversion in seconds, the wait for its turn included
 AT_ONCE = 4  # conversions of one engine that run at once
@@ -56,6 +57,12 @@ def to_host(item: Any) -> HostArray:
     if (backend := _backends.get(type(item))) is None:
         backend = _backends[type(item)] = backend_for(item)
     return backend.get(item)
+
+
+def output_row(item: Any) -> Any:
+    """Convert a place in an output of a feed-forward model, an array or several, to its row, when it is read."""
+    out, i = item
+    return mapped(lambda _, array: array[i, ...], out)
 
 
 _backends: WeakKeyDictionary[type, ArrayBackend] = WeakKeyDictionary()

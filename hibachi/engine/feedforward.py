@@ -13,9 +13,11 @@ from typing_extensions import TypeVar
 
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.conversions import said_by
+from hibachi.engine.build import check_takes
+from hibachi.engine.conversions import output_row, said_by
+from hibachi.engine.declared import own_tokens
 from hibachi.engine.health import STALL_AFTER
-from hibachi.engine.prompts import NinePrompts
+from hibachi.engine.prompts import NinePrompts, dtype_of
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.model.ladder import Feedforward
 from hibachi.options import spelled
@@ -29,7 +31,7 @@ from hibachi.runners.runner import Runner
 from hibachi.runners.tokentable import Kind, misfits
 from hibachi.runners.uncached import FeedforwardRunner
 from hibachi.streams.channel import Channel
-from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
+from hibachi.streams.stream import Item, ItemStream, as_it_is
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.nine import NineBackend
 from hibachi.tensor.protocol import Backend
@@ -45,7 +47,8 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     There is no waiting time: a batch is what arrived while the one before was computed. Inputs of different shape or
     dtype are never stacked; each kind gets its own forward pass.
 
-    token: one input; all others must have its shape and are cast to its dtype. None means any shape and dtype.
+    token: one input; all others must have its shape and are cast to its dtype. None means the model's attribute of that
+    name, else any shape and dtype.
     max_num_queued_reqs, restart, stall_after, record: see `AutoregressiveBatchInference`.
     """
 
@@ -64,6 +67,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     ) -> None:
         if not callable(getattr(model, "forward", None)):
             raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
+        check_takes(model, "forward", "x")
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
             raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
         super().__init__(
@@ -75,8 +79,11 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
             record=record,
         )
         self.model = model
+        token = own_tokens(model)["token"] if token is None else token
         self._token = None if token is None else np.asarray(token)
         self._backend = backend_of(backend, model)
+        if self._token is not None and isinstance(self._backend, ArrayBackend):
+            self._token = self._token.astype(dtype_of(token, self._token, self._backend))
         self._facts: Facts | None = None
 
     def run(self, item: T | Sequence[Any] | HostArray, *, terms: Terms | None = None) -> Item[T]:
@@ -146,7 +153,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
     def reader(self, job: Job) -> Callable[[Any], Any]:
         """The function that converts an item of a request's channel to the output."""
-        return as_it_is if isinstance(self._backend, NineBackend) else native_row
+        return as_it_is if isinstance(self._backend, NineBackend) else output_row
 
     def _start(self, backend: ArrayBackend | NineBackend) -> None:
         with self._building:
@@ -199,7 +206,10 @@ def _on_host(backend: ArrayBackend, item: Any, token: HostArray | None) -> tuple
         host = np.asarray(backend.get(item) if backend.owns(item) else item)
     except ValueError as e:
         raise InvalidRequest(
-            f"An input must be an array or a list of equal rows; got {type(item).__name__} ({e})."
+            f"An input must be an array or a list of equal rows; got {type(item).__name__} ({e}). Call `run` once for "
+            f"each input."
         ) from e
+    if token is None and (dtype := dtype_of(item, host, backend)) != host.dtype:
+        token = np.empty(host.shape, dtype)
     host = fitting(host, None if token is None else (token.shape, token.dtype))
     return host, Kind(host.shape, host.dtype)

@@ -14,6 +14,7 @@ from hibachi.lm.holding import Holding
 from hibachi.request import Request, SamplingParams, Terms, as_params, as_terms
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.whose import mapped
 
 MOST_BYTES = 2**28  # of a prompt or an input
 
@@ -73,10 +74,12 @@ class Tokens(Holding):
         )
         return self.engine.submit(self.engine.check(request))
 
-    def host(self, item: Any) -> HostArray:
-        """An item of a stream as an array on the host: [*token], or an output. Raises ModelError if it is no array."""
+    def host(self, item: Any) -> Any:
+        """An item of a stream as an array on the host: [*token], or an output, which may be several. Raises ModelError
+        if it is no array.
+        """
         try:
-            return to_host(item)
+            return mapped(lambda _, array: to_host(array), item)
         except HibachiError as e:
             raise ModelError(f"What {self.model} returned is no array: {text_of(e)}.") from e
 

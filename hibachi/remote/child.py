@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.conversions import to_host
+from hibachi.engine.conversions import output_row, to_host
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.lm.own import open_model
 from hibachi.phases import showing_phases
@@ -41,6 +41,7 @@ from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from hibachi.streams.stream import native_row
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.whose import mapped
 
 MOST_LOGGED = 20_000  # characters of a message or a traceback
 BEAT = 0.25  # seconds from one sign of life to the next
@@ -122,13 +123,16 @@ class OutChannel(Channel[Any]):
             self._outbox.starts += self._opening()
         wakeups.add(self._outbox)  # type: ignore[arg-type]  # woken as a waiter is
         scores = self.logprobs.pop() if self.logprobs else None
-        if self.read is None:
+        read = self.read
+        if read is None and isinstance(item[0], (tuple, list, dict)):  # several arrays, of a feed-forward model
+            read = _outputs
+        if read is None:
             if scores is not None:
                 self._outbox.tokens.append((self._number, None, scores))
             self._outbox.rows.add(self._number, *item)
             return
         try:
-            token = self.read(item)
+            token = read(item)
         except Exception as e:  # an array of the model's own; no other request's step may fail for it
             self._outbox.drop(self._number)
             self.end(Finish.ERROR, no_array(e), wakeups)
@@ -211,7 +215,7 @@ def _pickled(tokenizer: Any) -> bytes | None:
     except Exception as e:
         raise ConfigError(
             f"The model's tokenizer cannot go to the process that reads prompts: {type(e).__name__}: {e}. Make it one "
-            f"that pickle takes, or run the engine in the same process (engine=own)."
+            f"that pickle takes, or run the engine in the same process (--engine own)."
         ) from e
 
 
@@ -221,6 +225,10 @@ def sendable(item: Any) -> HostArray:
     if found.dtype.hasobject:
         raise TypeError(f"expected an array of numbers; got the dtype {found.dtype}")
     return found
+
+
+def _outputs(item: Any) -> Any:
+    return mapped(lambda _, array: sendable(array), output_row(item))
 
 
 def no_array(error: BaseException) -> ModelError:
@@ -279,7 +287,7 @@ class Child:
         channel = OutChannel(number, self._outbox, self._forget)
         try:
             job = self._engine.check(_unpacked(contents), channel)
-            if (read := self._engine.reader(job)) is native_row:
+            if (read := self._engine.reader(job)) in (native_row, output_row):
                 channel.read = None
             elif job.pooling is not None:
                 channel.read = read

@@ -38,6 +38,7 @@ from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import Tables
 from hibachi.runners.trial import Trials, telling
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.whose import leaves, mapped
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
@@ -318,18 +319,24 @@ class FeedforwardRunner(BaseRunner):
         batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
         shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
         self.tally.call(len(idx), len(idx), shapes)
+
+        def kept(name: str, array: Any) -> Array:
+            """A copy of the array, as the memory is the model's, which may write its next output there."""
+            shape = len(idx), *(None,) * (len(getattr(array, "shape", ())) - 1)
+            return self.backend.copy(check_output(array, self.backend, shape, name))
+
         with self.backend.guard():
             x = self.backend.put(batch)
             with self.tally, self.theirs:
                 out = self.wait(self.model.forward(x))
-            check_output(out, self.backend, (len(idx), *(None,) * (len(getattr(out, "shape", ())) - 1)), self.name)
-            out = self.backend.copy(out)  # the memory is the model's, which may write its next output there
+            out = mapped(kept, out, self.name)
+            arrays = leaves(out) or [kept(self.name, out)]  # which is refused, as there is none in it
             with self.tally:
-                self.backend.settle([out])
-        bad = None
-        if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
-            xp = self.backend.xp
-            bad = ~self.backend.get(xp.all(xp.reshape(xp.isfinite(out), (len(idx), -1)), axis=1))
+                self.backend.settle(arrays)
+        bad, xp = np.zeros(len(idx), bool), self.backend.xp
+        for array in arrays:
+            if xp.isdtype(array.dtype, ("real floating", "complex floating")):
+                bad |= ~self.backend.get(xp.all(xp.reshape(xp.isfinite(array), (len(idx), -1)), axis=1))
         return Part(idx, None, out, np.ones(len(idx), bool), bad)
 
     @override

@@ -46,6 +46,7 @@ from hibachi.serve.served import Served
 from hibachi.streams.merge import await_any
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.whose import leaves, mapped
 from hibachi.web.comments import Comments
 from hibachi.web.exchange import Exchange
 
@@ -199,6 +200,30 @@ class _Answer:
 
     async def whole(self, accept: Accept, form: str | None) -> None:
         """Send one answer. form: of WHOLE; None means what the model's own `write` makes."""
+        if self._served.what.engine.facts.feedforward:
+            end, (found, size) = None, await self._output()
+        else:
+            found, size = await self._tokens()
+            end = self._end()
+        more = None if end is None else about(end)
+        if form is None:
+            data, kind = await self._served.convert(partial(self._written, found), self._x.tenant)
+            if accept.quality(media_type(kind.encode("latin-1"))):
+                await self._x.answer(data, kind.encode("latin-1"), 200, more)
+                return
+            form = accept.best(WHOLE)
+            if form is None:
+                raise refused((media_type(kind.encode("latin-1")), *WHOLE))
+        write = (
+            partial(self._writer.output, found, form)
+            if end is None
+            else partial(self._writer.whole, found, form, end, self._scores(len(found), 0))
+        )
+        data = write() if size < ASIDE else await self._served.arrays.aside(write, self._x.tenant)
+        await self._x.answer(data, form.encode(), 200, more if form == NPY else None)
+
+    async def _tokens(self) -> tuple[HostArray, int]:
+        """All tokens [n, *token], and their bytes."""
         parts, size = list[HostArray](), 0
         while not self._over:
             tokens = await self._some()
@@ -210,37 +235,24 @@ class _Answer:
                     param="max_tokens",
                     code="answer_too_large",
                 )
-        found = parts[0]
-        if len(parts) > 1:
-            join = partial(np.concatenate, parts)
-            found = join() if size < ASIDE else await self._served.arrays.aside(join, self._x.tenant)
-            parts.clear()
-        end, single = None, self._served.what.engine.facts.feedforward
-        if not single:
-            end = self._end()
-        elif len(found) != 1:
+        if len(parts) == 1:
+            return parts[0], size
+        join = partial(np.concatenate, parts)
+        return join() if size < ASIDE else await self._served.arrays.aside(join, self._x.tenant), size
+
+    async def _output(self) -> tuple[Any, int]:
+        """The one output of a feed-forward model, an array, or several in a list, tuple or dict, and its bytes."""
+        items = await self._stream.acollect()
+        self._record.got(len(items))
+        if len(items) != 1:
             reason_of(self._stream.finish_reason)
             raise ModelError("A feed-forward model must return one output for each input; got none.")
-        more = None if end is None else about(end)
-        if form is None:
-            written = partial(self._written, found[0] if end is None else found)
-            data, kind = await self._served.convert(written, self._x.tenant)
-            if accept.quality(media_type(kind.encode("latin-1"))):
-                await self._x.answer(data, kind.encode("latin-1"), 200, more)
-                return
-            form = accept.best(WHOLE)
-            if form is None:
-                raise refused((media_type(kind.encode("latin-1")), *WHOLE))
-        write = (
-            partial(self._writer.output, found[0], form)
-            if end is None
-            else partial(self._writer.whole, found, form, end, self._scores(len(found), 0))
-        )
-        data = write() if size < ASIDE else await self._served.arrays.aside(write, self._x.tenant)
-        await self._x.answer(data, form.encode(), 200, more if form == NPY else None)
+        found = self._host(items[0])
+        return found, sum(array.nbytes for array in leaves(found))
 
-    def _written(self, made: HostArray) -> tuple[bytes, str]:
-        return self._served.what.engine.write(made.copy())  # the model may write there, and we go on with ours
+    def _written(self, made: Any) -> tuple[bytes, str]:
+        copies = mapped(lambda _, array: array.copy(), made)  # the model may write there, and we go on with ours
+        return self._served.what.engine.write(copies)
 
     async def _some(self) -> HostArray:
         """The tokens that have come since the last call, [n, *token]; none at the end only. Raises what the stream

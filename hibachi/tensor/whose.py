@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import MethodType, ModuleType
 from typing import Any
@@ -122,6 +122,16 @@ def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, (list, tuple)):
         return [leaf for v in tree for leaf in leaves(v)]
     return [tree]
+
+
+def mapped(make: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
+    """The same lists, tuples and dictionaries, however deep, of what `make(name, leaf)` returns. name: says where."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(make, value, f"{name}[{key!r}]") for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        found = [mapped(make, value, f"{name}[{i}]") for i, value in enumerate(tree)]
+        return found if isinstance(tree, list) else tuple(found)
+    return make(name, tree)
 
 
 def training(model: Any) -> list[str]:

@@ -16,7 +16,7 @@ from hibachi.runners.runner import check_output
 from hibachi.shapes import CallShapes, fixed
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.verify.spy import takes_lengths
+from hibachi.verify.spy import one_array, takes_lengths
 
 PROMPT = 8  # tokens of each prompt, as models are told that ask
 BLOCK = 4  # positions in a cache block: few, so that short rows have several
@@ -173,7 +173,7 @@ class FeedforwardDriver(Driver):
         batch = np.stack([self.of(p.row) for p in pieces])
         with self.backend.guard():
             native = self.put(batch)
-            out = self._wait(self.model.forward(native))
+            out = one_array(self.backend, self._wait(self.model.forward(native)))
             shape = (None,) * max(getattr(out, "ndim", 1) - 1, 0)
             check_output(out, self.backend, (len(batch), *shape), self.name)
             self.check_untouched("x", native, batch)

@@ -280,7 +280,7 @@ def shapes(s: Subject) -> Iterator[Variant]:
     ways: dict[str, Callable[[SpiedCall, Any], Any]] = {
         "a row too few": lambda call, out: out[:-1, ...],
         "a dimension too many": lambda call, out: out[None, ...][:0, ...],
-        "a tuple": lambda call, out: (out,),
+        "a tuple": lambda call, out: (out, None),
     }
     for name, spoil in ways.items():
         yield _variant(name, partial(fail, name, spoil))

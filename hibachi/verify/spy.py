@@ -1,8 +1,8 @@
 """Stands between an engine and a model: sees every call of the model, and may hold it, make it fail or spoil it.
 
-The engine is given `spy.model` and `spy.backend`. A model with a cache is left as it is, because its step is compiled:
-by the engine's backend, so a copy of the backend is what sees the step's arguments and results. Other models are
-wrapped.
+The engine is given `spy.model` and `spy.backend`. The calls of a model with a cache are left as they are, because its
+step is compiled: by the engine's backend, so a copy of the backend is what sees the step's arguments and results. Other
+models are wrapped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from hibachi.runners.awaiter import is_awaited
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
+from hibachi.tensor.whose import leaves
 
 OWN = 1.5  # between levels 1 and 2: a cache of the model's own
 _DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "draws", "inputs", "encode")
@@ -52,6 +53,7 @@ class Spy:
         self.backend: ArrayBackend = copy.copy(backend)
         self.model: Any = model
         if rung == 2:
+            self.model = _unstopped(model)
             self.backend.compile = self._compile  # type: ignore[method-assign]  # of this copy
         else:
             self.model = self._wrapped(model, rung)
@@ -126,7 +128,9 @@ class Spy:
             call = SpiedCall(inner, (tokens, *args), options, rows)
             self._see(call)
             out = inner(*call.args, **options)
-            return self._later(call, out) if is_awaited(out, self._plain.owns) else self.after(call, out)
+            if is_awaited(out, self._plain.owns):
+                return self._later(call, out)
+            return self.after(call, one_array(self._plain, out))
 
         return _like(model, run, "logits" if rung == 1 else "forward")
 
@@ -142,7 +146,7 @@ class Spy:
         return _like(model, run, "step")
 
     async def _later(self, call: SpiedCall, out: Awaitable[Any]) -> Any:
-        return self.after(call, await out)
+        return self.after(call, one_array(self._plain, await out))
 
     # ---- calls that were recorded ------------------------------------------------------------------------------
 
@@ -168,6 +172,22 @@ def _like(model: Any, run: Callable[..., Any], name: str) -> Any:
         run.__signature__ = inspect.signature(getattr(model, name))  # type: ignore[attr-defined]  # read by `inspect`
     said = {key: getattr(model, key) for key in _DECLARED if hasattr(model, key)} | {"spied": model}
     return type(type(model).__name__, (), {name: staticmethod(run), **said})()
+
+
+def one_array(backend: ArrayBackend, out: Any) -> Any:
+    """Several arrays of a feed-forward model as one, the numbers of each row one after another."""
+    if not isinstance(out, (tuple, list, dict)) or not (arrays := leaves(out)):
+        return out
+    return backend.xp.concat([backend.xp.reshape(backend.float32(a), (a.shape[0], -1)) for a in arrays], axis=1)
+
+
+def _unstopped(model: Any) -> Any:
+    """The model, whose requests end only where a trial wants it."""
+
+    def of(_: Any, name: str) -> Any:
+        return None if name in ("stop_token", "stop_rule") else getattr(model, name)
+
+    return type(type(model).__name__, (), {"__getattr__": of})()
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:

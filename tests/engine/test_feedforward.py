@@ -15,6 +15,7 @@ from hibachi import (
     NonFiniteOutput,
 )
 from hibachi.errors import RequestError
+from hibachi.verify import Subject, verify
 
 from .models import PATIENCE, Background, Turnstile, until
 
@@ -220,7 +221,13 @@ def test_nan(together):
         (lambda x: x[:0], r"Bad.forward must return shape \(1, any\); got \(0, 2\)"),
         (lambda x: np.asarray(x.sum()), r"must return shape \(1,\); got \(\)"),
         (lambda x: None, "must return an array of numpy"),
-        (lambda x: (x, x), "must return an array of numpy; got builtins.tuple"),
+        (lambda x: (), r"Bad.forward must return an array of numpy; got builtins.tuple"),
+        (lambda x: (x, x.sum()), r"Bad.forward\[1\] must return shape \(1,\); got \(\)"),
+        (
+            lambda x: {"a": x, "b": [np.zeros((3, 2))]},
+            r"Bad.forward\['b'\]\[0\] must return shape \(1, any\); got \(3,",
+        ),
+        (lambda x: {"a": x, "b": 1}, r"Bad.forward\['b'\] must return an array of numpy; got builtins.int"),
     ],
 )
 def test_wrong_outputs(serve, output, why):
@@ -230,6 +237,24 @@ def test_wrong_outputs(serve, output, why):
 
     with pytest.raises(InvalidModelOutput, match=why):
         serve(Bad()).run(np.ones(2)).result(PATIENCE)
+
+
+class Several:
+    async def forward(self, x):
+        return {"sum": x.sum(axis=1), "both": (x, [np.where(x == 6, np.nan, x)])}
+
+
+def test_several_outputs(serve):
+    engine = serve(type("Layers", (Several,), {"inputs": [1]})(), backend="numpy")  # an attribute of some library's
+    items = [engine.run([float(i), 1.0]) for i in range(8)]
+    with pytest.raises(NonFiniteOutput):
+        items.pop(6).result(PATIENCE)
+    for i, item in zip([0, 1, 2, 3, 4, 5, 7], items, strict=True):
+        out = item.result(PATIENCE)
+        assert out["sum"] == i + 1 and isinstance(out["both"], tuple) and isinstance(out["both"][1], list)
+        assert out["both"][0].tolist() == out["both"][1][0].tolist() == [i, 1]
+    report = verify(Subject(Several(), examples=[[1.0, 2.0], [3.0, 4.0]], feedforward=True))
+    assert report.good, report.lines()
 
 
 def test_an_async_model(serve):

@@ -96,6 +96,11 @@ class Sums:
         return np.stack([x.sum(-1), (x**2).sum(-1)], -1)
 
 
+class Apart(Sums):
+    def forward(self, x):
+        return {"sum": x.sum(-1), "both": (x, x**2)}
+
+
 class Kinds(Sums):
     labels = "sum", "squares"
 

@@ -194,6 +194,11 @@ def test_features_are_one_input_of_floats(runs, where):
     assert all(w in rows[i]["error"] for w, i in zip(words, (2, 3, 4, 6), strict=True))
 
 
+def test_several_outputs(runs):
+    rows = runs.of([{"a": 1, "b": 2}], *own("Apart"), *FORWARD)
+    assert outputs(rows) == [{"sum": 3.0, "both": [[1.0, 2.0], [1.0, 4.0]]}]
+
+
 def test_inputs_that_are_lists(runs):
     given = [{"v": [1, 2]}, {"v": [1.5, 2]}, {"v": [[1, 2], [3, 5]]}, {"v": 3}, {"v": "[4, 6]"}]
     rows = runs.of(given, *own("Mean"), "--task", "forward", "--tokens-column", "v")

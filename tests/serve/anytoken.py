@@ -54,6 +54,15 @@ class Classifier:
         return self.labels[int(output.argmax())].encode(), "text/plain"
 
 
+class Several:
+    """Feed-forward: three arrays for each input."""
+
+    feedforward, token = True, np.zeros(3, np.float32)
+
+    def forward(self, x):
+        return {"ids": x.argsort(axis=1), "scores": (np.sort(x, axis=1), x[:, 0])}
+
+
 class Next:
     """Level 1: token ids, of which 9 is the last."""
 

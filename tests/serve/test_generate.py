@@ -329,6 +329,18 @@ def test_a_feed_forward_model_gives_one_output(classifier):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_outputs_are_an_object_of_them(engine):
+    with opened("Several", engine) as here:
+        told = here.post(PATH, {"input": [3, 1, 2]}).json()
+        assert told["output"] == {"ids": [1, 2, 0], "scores": [[1, 2, 3], 3]}
+        assert told["shape"] == {"ids": [3], "scores": [[3], []]} and told["dtype"]["scores"] == ["float32"] * 2
+        told = msgspec.msgpack.decode(here.post(PATH, {"input": [3, 1, 2]}, headers={"Accept": MSGPACK}).content)
+        assert np.frombuffer(told["output"]["scores"][0], "<f4").tolist() == [1, 2, 3]
+        answer = here.post(PATH, {"input": [3, 1, 2]}, headers={"Accept": NPY})
+        assert answer.status_code == 406 and "of several arrays" in answer.json()["error"]["message"]
+
+
 def test_no_numbers_are_blamed_on_who_sent_them(classifier):
     answer = classifier.post(PATH, {"input": [1, "NaN", 3]})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "not_finite"

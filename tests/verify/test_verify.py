@@ -2,11 +2,12 @@
 
 import json
 import re
+import types
 
 import numpy as np
 import pytest
 
-from hibachi import ConfigError, load_backend, load_model
+from hibachi import ConfigError, Input, load_backend, load_model
 from hibachi.tensor.whose import training
 from hibachi.testing import toys
 from hibachi.verify import Subject, verify
@@ -245,6 +246,21 @@ def test_what_a_model_keeps_is_named_when_it_changes():
     assert changed(before, kept(model, NUMPY)) == names
 
 
+class Sourced(toys.SumLogits):
+    inputs = types.MappingProxyType({"src": Input((None,))})
+
+    def logits(self, tokens, lengths, src):
+        return super().logits(tokens, lengths)
+
+
+class StopsEarly(toys.SumPaged):
+    stop_token, stop_rule = 4, (3,)
+
+
+def test_what_a_class_stops_at_ends_no_trial():
+    assert judged(StopsEarly(NUMPY)).good
+
+
 # ---- what it is given ------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +275,7 @@ def test_what_a_model_keeps_is_named_when_it_changes():
         (toys.SumLogits(NUMPY), {"chunks": ()}, "chunks >= 1"),
         (toys.SumTokens(NUMPY), {"examples": FRAMES, "padding_token": [1, 2]}, "padding token must have the shape"),
         (object(), {}, "A model needs one of"),
+        (Sourced(NUMPY), {}, "expected a method `encode` beside `past`, which alone takes it; got logits"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(model, options, message):

@@ -14,10 +14,12 @@ from hibachi.api import answers
 from hibachi.api.answers import Usage
 from hibachi.api.dialects import Dialect
 from hibachi.api.errors import body_of
+from hibachi.api.tokens.accept import refused
 from hibachi.api.tokens.arrays import DTYPES, as_lists, as_npy, plain
 from hibachi.api.tokens.bodies import JSON, MSGPACK, NPY
 from hibachi.errors import ModelError
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.whose import mapped
 
 TOKENS = Dialect("tokens", body_of)
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
@@ -54,8 +56,8 @@ class Opening(Struct, omit_defaults=True):
     object: str
     created: int
     model: str
-    dtype: str
-    shape: list[int]
+    dtype: str | list[Any] | dict[str, Any]
+    shape: list[Any] | dict[str, Any]
     encoding: str | None = None
 
 
@@ -85,7 +87,7 @@ class Whole(Opening, omit_defaults=True, kw_only=True):
 
 
 class Output(Opening, omit_defaults=True, kw_only=True):
-    """Of a feed-forward model. dtype, shape: of the output."""
+    """Of a feed-forward model. dtype, shape: of the output, a list or an object as it is, where that is several."""
 
     output: Any
 
@@ -100,7 +102,9 @@ class TokenWriter:
 
     def __init__(self, name: str, kind: tuple[tuple[int, ...], str] | None, *, base64: bool, id: str) -> None:
         shape, dtype = kind or ((), "float32")
-        self._name, self._shape, self._dtype = name, shape, dtype if dtype in DTYPES else "float32"
+        self._name = name
+        self._shape: Any = shape  # and dtype: of a token, or of an output, which may be several arrays
+        self._dtype: Any = dtype if dtype in DTYPES else "float32"
         self._to = None if kind is None else DTYPES[self._dtype]
         self._base64 = base64
         self._id, self._created = f"gen-{id}", int(time.time())
@@ -143,12 +147,18 @@ class TokenWriter:
         )
         return _packed(found) if raw else answers.encode(found)
 
-    def output(self, output: HostArray, kind: str) -> bytes:
-        output = self.made(output[None])[0]
+    def output(self, output: Any, kind: str) -> bytes:
+        """output: an array, or a list, tuple or dict of them. Raises Refused."""
+        output = mapped(lambda _, array: plain(array), output)
         if kind == NPY:
+            if isinstance(output, (list, tuple, dict)):
+                raise refused((JSON, MSGPACK), " of several arrays")
             return as_npy(output)
         raw = kind == MSGPACK
-        found = Output(*self._about("output", raw), output=self._data(output, raw))
+        self._dtype = mapped(lambda _, array: array.dtype.name, output)
+        self._shape = mapped(lambda _, array: array.shape, output)
+        data = mapped(lambda _, array: self._data(array, raw), output)
+        found = Output(*self._about("output", raw), output=data)
         return _packed(found) if raw else answers.encode(found)
 
     def none(self) -> HostArray:
@@ -157,7 +167,7 @@ class TokenWriter:
 
     def _about(self, object: str, raw: bool) -> tuple[Any, ...]:
         encoding = "base64" if self._base64 and not raw else None
-        return self._id, object, self._created, self._name, self._dtype, list(self._shape), encoding
+        return self._id, object, self._created, self._name, self._dtype, self._shape, encoding
 
     def _data(self, tokens: HostArray, raw: bool) -> Any:
         return tokens.tobytes() if raw or self._base64 else as_lists(tokens)

@@ -22,6 +22,7 @@ from hibachi.remote.opening import about
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.whose import mapped
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "codebooks")
 
@@ -98,7 +99,7 @@ class _OwnWork(Watching[Tokens]):
         stream, n = started
         self._watched.drop(number)
         with judged():
-            return [host(item).tolist() for item in stream.collect()], n
+            return [mapped(lambda _, array: host(array).tolist(), item) for item in stream.collect()], n
 
 
 class TokenWork(_OwnWork):
