@@ -88,5 +88,5 @@ def _unpickled(tokenizer: bytes, model: str) -> Any:
         raise ConfigError(
             f"The tokenizer of {model} comes from the engine's process, and cannot be made here: {type(e).__name__}: "
             f"{e}. Define its class where both processes can import it, such as beside the model, or run the engine in "
-            f"the same process (engine=own)."
+            f"the same process (--engine own)."
         ) from e

@@ -42,9 +42,18 @@ class Theirs:
         self.raised = error
 
 
-def mend_shape(call: str, expected: tuple[int | None, ...], shape: tuple[int, ...]) -> str:
-    """How to mend an output of this shape, in a sentence."""
-    if call.endswith(".forward") and len(expected) == 1 and len(shape) > 1 and shape[0] == expected[0]:
+def mend_shape(call: str, expected: tuple[int | None, ...], shape: tuple[int, ...], *, logits: bool = False) -> str:
+    """How to mend an output of this shape, in a sentence. logits: of tokens that the engine draws."""
+    rows, step = shape[:1] == expected[:1], call.endswith(".step")
+    if logits and rows and len(shape) == len(expected) + 1 and shape[2:] == expected[1:]:
+        more = "; over the engine's cache, of the tokens `x.last`" if step else ""
+        return f"It has an axis of time too many: return the logits of each row's last token, `logits[:, -1]`{more}."
+    if logits and shape == expected[:-1]:
+        how = "set `vocab_size = None`: `step` returns tokens then" if step else "name the method `forward(tokens)`"
+        return f"If these are token ids, {how}."
+    if logits and len(shape) > 1 and shape[:-1] == expected[:-1]:
+        return f"`vocab_size` says {expected[-1]} ids, and the model gives {shape[-1]} numbers: make both the same."
+    if call.endswith(".forward") and len(expected) == 1 and len(shape) > 1 and rows:
         return (
             "If these are logits, call the method `logits(self, tokens, lengths)` and set `vocab_size`: then the "
             "engine draws the token. `forward` returns the next token of each row."

@@ -352,7 +352,7 @@ def check_output(
             )
         raise InvalidModelOutput(
             f"{call} must return an array of {backend.name}; got {got}. "
-            f"Return the bare array (no tuple, no output object), or pass backend=."
+            f"Return the bare array (no {'tuple, no ' if kind else ''}output object), or pass backend=."
         )
     shape = tuple(out.shape)
     if shape != expected and (
@@ -364,7 +364,8 @@ def check_output(
             + ("," if len(expected) == 1 else "")
             + ")"
         )
-        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. {mend_shape(call, expected, shape)}")
+        mend = mend_shape(call, expected, shape, logits=kind == "logits")
+        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. {mend}")
     words, wanted = _KINDS[kind]
     usual = kind == "logits" and out.dtype == backend.xp.float32  # the library's own answer takes far longer
     if not usual and not _is_kind(backend.xp, out.dtype, wanted):

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from itertools import islice, repeat
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
-from hibachi.errors import EngineClosed, InvalidRequest, RequestError, shown
+from hibachi.errors import EngineClosed, InvalidCall, InvalidRequest, RequestError, shown
 from hibachi.request import Finish
 from hibachi.streams.channel import Channel, T
 from hibachi.streams.closeable import Closing
@@ -227,6 +227,13 @@ class ItemStream(Closing, Generic[T]):
         except BaseException:  # Ctrl-C: nothing is lost; of a request that ended, nothing can be read again
             channel.buffer.extendleft(reversed(items))
             raise
+
+    if not TYPE_CHECKING:  # to type checkers it cannot be awaited at all
+
+        def __await__(self):
+            raise InvalidCall(
+                "A stream is not awaited: expected `await stream.acollect()`, or `async for x in stream`."
+            )
 
     async def acollect(self) -> list[T]:
         """`collect` for a task. Cancelling it cancels the request."""

@@ -6,6 +6,7 @@ import logging
 import os
 import ssl
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Files(NamedTuple):
         try:
             made.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
-            raise ConfigError(f"--ssl-certfile {self.cert}, --ssl-keyfile {self.key}: {e}.") from e
+            raise ConfigError(f"--ssl-certfile {self.cert}, --ssl-keyfile {self.key}: {self._why(e)}.") from e
         if self.authorities is not None:
             made.verify_mode = ssl.CERT_REQUIRED
             try:
@@ -49,6 +50,13 @@ class Files(NamedTuple):
             except (OSError, ValueError) as e:
                 raise ConfigError(f"--ssl-ca-certs {self.authorities}: {e}.") from e
         return made
+
+    def _why(self, e: Exception) -> object:
+        """What is wrong with the files, in words: TLS libraries say no more than "PEM lib" of what is missing."""
+        for file, what in ((self.cert, "CERTIFICATE"), (self.key or self.cert, "PRIVATE KEY")):
+            if isinstance(e, ssl.SSLError) and f"{what}-----".encode() not in Path(file).read_bytes():
+                return f"expected a {what.lower()} in PEM; {file} holds none. Name the file that does"
+        return e
 
 
 class Certificate(ssl.SSLContext):
@@ -94,7 +102,7 @@ class Certificate(ssl.SSLContext):
         self._read = self._seen
         try:
             self._context = self._files.context()
-        except ConfigError as e:
+        except (ConfigError, OSError) as e:  # the latter of a file that is gone meanwhile
             if str(e) != self._complaint:
                 log.error("the certificate was not read again, and the one before is kept: %s", e)
             self._complaint = str(e)

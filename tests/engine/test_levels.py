@@ -1,5 +1,6 @@
 """Every rung of the ladder gives the tokens of a solo run, whoever shares the batch. Toys: the sum of all, plus 1."""
 
+import asyncio
 from functools import partial
 
 import numpy as np
@@ -9,9 +10,12 @@ from hibachi import (
     ArrayBackend,
     AutoregressiveBatchInference,
     ConfigError,
+    FeedforwardBatchInference,
     Finish,
+    InvalidModelOutput,
     InvalidRequest,
     NumpyBackend,
+    OwnCache,
     PromptTooLong,
     SamplingParams,
     StopRule,
@@ -398,3 +402,59 @@ def test_training_mode_is_told(caplog):
             net.eval()
     [told] = [r.getMessage() for r in caplog.records if "mode" in r.getMessage()]
     assert told.startswith("Net is in training mode (Dropout), in which outputs may be others in every call.")
+
+
+# ---- what a beginner writes ------------------------------------------------------------------------------------------
+
+
+class Wrong:
+    vocab_size, max_model_len = 20, 30
+
+    def __init__(self, out):
+        self.logits = lambda tokens, lengths: out(tokens)
+
+
+class WrongStep(Wrong):
+    past = OwnCache()
+
+    def step(self, tokens, lengths, past):
+        return self.logits(tokens, lengths), tokens
+
+
+@pytest.mark.parametrize("model", [Wrong, WrongStep])
+@pytest.mark.parametrize(
+    "out, told",
+    [
+        (lambda t: np.zeros((*t.shape, 20)), r"axis of time too many.*`logits\[:, -1\]`"),
+        (lambda t: t[:, -1], "If these are token ids, (name the method `forward|set `vocab_size = None`)"),
+        (lambda t: np.zeros((len(t), 9)), "`vocab_size` says 20 ids, and .* gives 9"),
+        (lambda t: np.zeros((len(t) + 1, 20)), "Return one row for each input row"),
+    ],
+)
+def test_logits_of_a_wrong_shape(serve, model, out, told):
+    with pytest.raises((InvalidModelOutput, ConfigError), match=told):  # the latter of a cache, which is tried at once
+        serve(model(out)).run([1, 2, 3]).collect()
+
+
+def test_a_class_for_an_object_and_a_model_of_transformers():
+    engines = {model: AutoregressiveBatchInference for model in (SumLogits, SumOwn, SumPaged)}
+    for model, engine in (engines | {SumTokens: FeedforwardBatchInference}).items():
+        with pytest.raises(ConfigError, match=rf"got the class {model.__name__} itself.*: {model.__name__}\(\)"):
+            engine(model)
+    hf = pytest.importorskip("transformers")
+    tiny = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).eval()
+    with pytest.raises(ConfigError, match=r"of the library transformers.*`past` and `step`"):
+        AutoregressiveBatchInference(tiny, max_model_len=9)
+
+
+def test_several_prompts_in_one_call_and_a_stream_that_is_awaited(serve):
+    engine = serve(SumLogits(NUMPY))
+    for prompts in ([[1, 2], [3, 4, 5]], [[1, 2], [3, 4]]):
+        with pytest.raises(InvalidRequest, match="call `run` once for each"):
+            engine.run(prompts)
+
+    async def main():
+        await engine.run([1], GREEDY)
+
+    with pytest.raises(TypeError, match=r"expected `await stream.acollect\(\)`"):
+        asyncio.run(main())

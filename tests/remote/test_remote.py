@@ -304,7 +304,7 @@ def test_a_tokenizer_that_cannot_be_made_here_is_told_by_name(own, tmp_path):
         "from letters import Letters\nclass Spelled(Letters):\n    tokenizer = Spells()\n"
     )
     with pytest.raises(
-        ConfigError, match=r"tokenizer of .*:Spelled .* ModuleNotFoundError: .*'hidden_away'.*engine=own"
+        ConfigError, match=r"tokenizer of .*:Spelled .* ModuleNotFoundError: .*'hidden_away'.*--engine own"
     ):
         RemoteLLM(f"{tmp_path}/spelled.py:Spelled")
 
