@@ -428,7 +428,6 @@ class WrongStep(Wrong):
         (lambda t: np.zeros((*t.shape, 20)), r"axis of time too many.*`logits\[:, -1\]`"),
         (lambda t: t[:, -1], "If these are token ids, (name the method `forward|set `vocab_size = None`)"),
         (lambda t: np.zeros((len(t), 9)), "`vocab_size` says 20 ids, and .* gives 9"),
-        (lambda t: np.zeros((len(t) + 1, 20)), "Return one row for each input row"),
     ],
 )
 def test_logits_of_a_wrong_shape(serve, model, out, told):
@@ -437,10 +436,9 @@ def test_logits_of_a_wrong_shape(serve, model, out, told):
 
 
 def test_a_class_for_an_object_and_a_model_of_transformers():
-    engines = {model: AutoregressiveBatchInference for model in (SumLogits, SumOwn, SumPaged)}
-    for model, engine in (engines | {SumTokens: FeedforwardBatchInference}).items():
-        with pytest.raises(ConfigError, match=rf"got the class {model.__name__} itself.*: {model.__name__}\(\)"):
-            engine(model)
+    for make, engine in ((SumOwn, AutoregressiveBatchInference), (SumTokens, FeedforwardBatchInference)):
+        with pytest.raises(ConfigError, match=rf"got the class {make.__name__} itself.*: {make.__name__}\(\)"):
+            engine(make)
     hf = pytest.importorskip("transformers")
     tiny = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).eval()
     with pytest.raises(ConfigError, match=r"of the library transformers.*`past` and `step`"):

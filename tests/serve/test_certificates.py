@@ -265,19 +265,12 @@ def test_files_are_looked_at_once_a_second(place, monkeypatch):
     assert len(looked) == 1 + 3
 
 
-@pytest.mark.parametrize(
-    "cert, key, told",
-    [
-        ("one", None, "a private key in PEM; .* holds none"),
-        ("text", "one's", "a certificate in PEM; .* holds none"),
-        ("one", "text", "a private key in PEM; .* holds none"),
-    ],
-)
-def test_what_the_files_lack_is_said(pems, tmp_path, cert, key, told):
-    (tmp_path / "text").write_text("hello")
-    files = {"text": tmp_path / "text", "one": pems("one")[0], "one's": pems("one")[1], None: ""}
-    with pytest.raises(ConfigError, match=told):
-        Files(str(files[cert]), str(files[key]) or None, None).context()
+def test_what_the_files_lack_is_said(pems, tmp_path):
+    (text := tmp_path / "text").write_text("hello")
+    cert, key = pems("one")
+    for files, told in (((cert, None), "private key"), ((text, key), "certificate"), ((cert, text), "private key")):
+        with pytest.raises(ConfigError, match=f"expected a {told} in PEM; .* holds none"):
+            Files(*(file and str(file) for file in files), None).context()
 
 
 def test_a_link_that_leads_elsewhere_is_a_change(place, pems, quick, tmp_path):
