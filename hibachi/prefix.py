@@ -523,14 +523,14 @@ def _engine(
             raise InvalidRequest(f"{type(model).__name__} has its backend; got backend={backend!r}. Leave it out.")
         yield _own_engine(model), model.eos_ids if isinstance(model, Texts) else model.facts.eos_ids
         return
-    level, name = level_of(model), type(model).__name__
     arrays = [half for layer in layers for half in layer if not isinstance(half, np.ndarray)]
     library: Any = backend_of(backend, model, *arrays) or resolve("numpy")
+    if isinstance(library, ArrayBackend) and (lent := library.lent_model(model, max(longest or 2, 2))):
+        with lent as model, _engine(model, library, layers, rows, longest, False) as found:
+            yield found
+        return
+    level, name = level_of(model), type(model).__name__
     if level < 2:
-        if isinstance(library, ArrayBackend) and (lent := library.lent_model(model, max(longest or 2, 2))):
-            with lent as model, _engine(model, library, layers, rows, longest, False) as found:
-                yield found
-            return
         raise UnsupportedOperation(
             f"Keys and values need a model with a cache (level 2); {name} is of level {level}. Give it `cache_spec` "
             f"and `step`."
