@@ -89,6 +89,7 @@ def test_a_second_identical_prompt_computes_its_end_only(own, new_only):
     engine = own(model)
     assert answer(engine, ids(21)) == (expected(ids(21), 8), 0) and computed(model) == 21 + 7
     assert answer(engine, ids(21)) == (expected(ids(21), 8), 20) and computed(model) == 1 + 7
+    until(lambda: engine.stats().running == 0)
     stats = engine.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (42, 20) and stats.free_blocks == stats.blocks
     assert stats.cached_blocks == len(runner_of(engine)._prefixes) == 7  # of 28 positions, computed and full
