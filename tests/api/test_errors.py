@@ -14,6 +14,7 @@ from hibachi.errors import EngineFailed, HibachiError, InvalidRequest, InvalidTe
 
 ANSWERS = {  # class: status, type, code, and whether trying again may help
     "InvalidRequest": (400, "invalid_request_error", None, False),
+    "InvalidCall": (400, "invalid_request_error", None, False),
     "PromptTooLong": (400, "invalid_request_error", "context_length_exceeded", False),
     "RequestError": (400, "invalid_request_error", None, False),
     "QueueFull": (429, "rate_limit_error", "queue_full", True),
