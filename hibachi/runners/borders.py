@@ -24,8 +24,15 @@ def _named(of: Any, deep: int) -> Iterator[tuple[int, bool]]:
     for name, value in own.items():
         if type(value) is int and value > 0 and any(part in str(name).lower() for part in NAMES):
             yield value, ORIGINAL in str(name) and "longrope" in (own.get("rope_type"), own.get("type"))
-        elif deep and (isinstance(value, Mapping) or hasattr(value, "config") or name in ("config", "spied")):
+        elif deep and (isinstance(value, Mapping) or name in ("config", "spied") or _has_config(value)):
             yield from _named(value, deep - 1)
+
+
+def _has_config(value: Any) -> bool:
+    try:
+        return hasattr(value, "config")
+    except Exception:  # a property of its own may raise what it likes
+        return False
 
 
 def _attributes(of: Any) -> Mapping[Any, Any]:

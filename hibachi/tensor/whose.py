@@ -141,8 +141,11 @@ def training(model: Any) -> list[str]:
     """
     found: dict[str, None] = {}
     for root in (model, *getattr(model, "__dict__", {}).values()):
-        modules = getattr(root, "modules", None)
-        if isinstance(root, type) or not callable(modules) or not isinstance(getattr(root, "training", None), bool):
+        try:
+            modules, mode = getattr(root, "modules", None), getattr(root, "training", None)
+        except Exception:  # an attribute of its own may raise what it likes
+            continue
+        if isinstance(root, type) or not callable(modules) or not isinstance(mode, bool):
             continue
         layers = [m for m in modules() if getattr(m, "training", False) and not list(m.children())]
         kinds = [type(m).__name__ for m in layers]
