@@ -26,7 +26,8 @@ def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
     Raises ConfigError.
     """
     ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop_rule", None)
-    if stop is None and getattr(model, "stop", None) is not None:
+    old = getattr(model, "stop", None)
+    if stop is None and old is not None and not callable(old):  # a method of such a name ends something else
         log.warning("%s.stop is not read: the attribute is called stop_rule now", type(model).__name__)
     try:
         found = None if stop is None and ids is None else as_rule(stop)

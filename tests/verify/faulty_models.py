@@ -353,6 +353,13 @@ class LooksAtTheLongest(OwnPast):
         return logits[:, None] * (1 + (lengths.max() > self.window)), past
 
 
+class WritesIntoItsLengths(OwnPast):
+    def step(self, tokens, lengths, past):
+        found = super().step(tokens, lengths, past)
+        lengths += 1
+        return found
+
+
 class ShowsThePadding(OwnPast):
     def step(self, tokens, lengths, past):
         width = tokens.shape[1] + (0 if past is None else past["k"].shape[1])
@@ -434,6 +441,7 @@ FAULTY = [
     Faulty(ForgetsItsPast, "past-not-continued", "decode"),
     Faulty(ForgetsWhereAChunkFollows, "chunk-not-continued", "chunks", "", "Of the prompt: chunks of 3"),
     Faulty(LooksAtTheLongest, "long-neighbour", "borders", "32", "rows of one length only share calls"),
+    Faulty(WritesIntoItsLengths, "writes-input", "inputs", "", "a call has written into lengths"),
     Faulty(ShowsThePadding, "past-padding", "ragged", "^beside a longer prompt: row a, new token 2"),
     Faulty(TurnsItsRows, "row-order", "neighbours"),
     Faulty(TurnsItsPast, "rows-mixed", "neighbours"),
