@@ -71,7 +71,7 @@ def describe(path: Path) -> Description:
             canonical(files, found, arch)  # raises if the weights do not fit
     except HibachiError as e:
         problem = str(e)
-    context = files.config.get("max_position_embeddings") or files.config.get("n_positions")
+    context = arch.max_positions if arch else files.config.get("max_position_embeddings")
     return Description(
         path=files.path,
         files=_kind(files),
@@ -82,7 +82,7 @@ def describe(path: Path) -> Description:
         stored=dict(stored.most_common()),
         arch=arch,
         context=context if isinstance(context, int) else None,
-        vocab_size=files.config.get("vocab_size"),
+        vocab_size=arch.vocab_size if arch else files.config.get("vocab_size"),
         token=2 * arch.kv_heads * arch.head_dim * len(arch.layers) if arch else 0,
         template=_template(files),
     )

@@ -15,8 +15,9 @@ import numpy as np
 
 from hibachi.errors import UnknownArchitecture
 from hibachi.model.arch import Arch, Experts, Layer
+from hibachi.model.defaults import filled, saying_what_is_left_out
 from hibachi.model.fields import Config, Fields, contradiction
-from hibachi.model.rope import HostArray, read_rope
+from hibachi.model.rope import HostArray, kind_of, read_rope, stretching
 
 WEIGHTS: Mapping[str, str | None] = {
     "embed": "embed_tokens",
@@ -64,21 +65,25 @@ class Family:
         Raises UnknownArchitecture for a variant that we do not compute, InvalidModelFiles for a field that is missing,
         of the wrong type or in contradiction to another.
         """
-        c = Fields(config)
+        with saying_what_is_left_out(self.model_type, config):
+            return self._read(config)
+
+    def _read(self, config: Config) -> Arch:
         if config.get("quantization_config"):
-            method = c.inside("quantization_config").get("quant_method", default="unknown")
+            method = Fields(config).inside("quantization_config").get("quant_method", default="unknown")
             raise UnknownArchitecture(
                 f"config.json: the weights are quantized (quant_method {method!r}); expected float32, float16 or "
                 f"bfloat16 weights. Use the original, unquantized model."
             )
-        for name, only in self.refused.items():
+        c = Fields(filled(self.model_type, config))
+        for name, only in {"is_causal": True, "use_bidirectional_attention": False, **self.refused}.items():
             if (found := c.get(name, default=only)) != only:
                 raise c.unknown(name, found, [only])
         return _arch(c, self.fields)
 
     def names(self, config: Config) -> dict[str, str]:
         """Canonical name -> name in the file, without those that the file does not have."""
-        own = self.weights(Fields(config)) if callable(self.weights) else self.weights
+        own = self.weights(Fields(filled(self.model_type, config))) if callable(self.weights) else self.weights
         return {ours: name for ours, name in {**WEIGHTS, **own}.items() if name is not None}
 
 
@@ -88,9 +93,8 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
 }
 
 
@@ -139,14 +143,11 @@ def layers_of(c: Fields) -> int:
 
 
 def activation(c: Fields) -> str:
-    found = c.get("hidden_activation", "hidden_act", "activation_function", "activation", default="silu")
+    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    found = c.get(*names, default="silu")
     if not isinstance(found, str) or found not in _ACTIVATIONS:
-        raise c.unknown("hidden_act", found, sorted(_ACTIVATIONS))
+        raise c.unknown(next(n for n in names if n in c.config), found, sorted(_ACTIVATIONS))
     return _ACTIVATIONS[found]
-
-
-def tied_unless_told(c: Fields) -> bool:
-    return c.flag("tie_word_embeddings", default=True) is True
 
 
 # ---- layers --------------------------------------------------------------------------------------------------------
@@ -170,9 +171,9 @@ def sliding(c: Fields) -> tuple[Layer, ...]:
 
 def sliding_if_used(c: Fields) -> tuple[Layer, ...]:
     """Qwen: a window only with use_sliding_window, and by default not in the first max_window_layers."""
-    if not c.flag("use_sliding_window"):
-        return (Layer(),) * layers_of(c)
     first = c.get("max_window_layers", default=0)
+    if not c.flag("use_sliding_window"):
+        c = Fields({**c.config, "sliding_window": None})
     return tuple(Layer(window=w) for w in windowed(c, slides=lambda i: i >= first))
 
 
@@ -181,26 +182,37 @@ def _gemma2_layers(c: Fields) -> tuple[Layer, ...]:
 
 
 def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
-    every = c.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    every = c.count("sliding_window_pattern", default=6)
     windows = windowed(c, slides=lambda i: (i + 1) % every != 0)
     return tuple(Layer(window=w, rope=0 if w is None else 1) for w in windows)
 
 
 def _gemma3_ropes(c: Fields) -> tuple[Any, ...]:
     """The global frequencies and those of layers with a window, which are never stretched."""
-    head_dim = c.count("head_dim")
-    theta = c.number("rope_local_base_freq", default=10000.0)
-    if "sliding_attention" in c.inside("rope_parameters").config:
-        local = read_rope(c, head_dim, theta=theta, layer_type="sliding_attention")
-    else:
-        local = read_rope(Fields({"rope_theta": theta}), head_dim)
-    return read_rope(c, head_dim, theta=1e6, layer_type="full_attention"), local
+    head_dim, new = c.count("head_dim"), c.inside("rope_parameters")
+    local = {"rope_theta": c.number("rope_local_base_freq", default=10000.0)}
+    everywhere = {**new.inside("full_attention").config, **c.inside("rope_scaling").config}
+    return (
+        read_rope(c, head_dim, theta=1e6, given=Fields(everywhere, "rope_parameters.full_attention.")),
+        read_rope(Fields({**c.config, **local}), head_dim, given=new.inside("sliding_attention")),
+    )
+
+
+def _phi3_ropes(c: Fields) -> tuple[Any, ...]:
+    """Phi-3 has LongRoPE, which its first files call yarn, or none."""
+    p = stretching(c)
+    kind = kind_of(p)
+    if kind not in ("default", "longrope", "su", "yarn"):
+        raise p.unknown("rope_type", kind, ["default", "longrope"])
+    named = Fields({**p.config, "rope_type": "default" if kind == "default" else "longrope"}, p.where)
+    head_dim = c.count("head_dim", default=c.count("hidden_size") // c.count("num_attention_heads"))
+    return (read_rope(c, head_dim, given=named),)
 
 
 def _smollm3_layers(c: Fields) -> tuple[Layer, ...]:
     n, every = layers_of(c), c.count("no_rope_layer_interval", default=4)
     turns = c.each("no_rope_layers", n, (0, 1)) or [int((i + 1) % every != 0) for i in range(n)]
-    windows = windowed(c) if c.flag("use_sliding_window") else [None] * n
+    windows = windowed(c, slides=lambda i: bool(c.flag("use_sliding_window")) and not turns[i])
     return tuple(Layer(window=w, rope=0 if t else None) for w, t in zip(windows, turns, strict=True))
 
 
@@ -281,7 +293,18 @@ def _falcon_kv_heads(c: Fields) -> int:
     heads = c.count("num_attention_heads", "n_head")
     if c.flag("new_decoder_architecture"):
         return c.count("num_kv_heads", "n_head_kv", default=heads)
-    return 1 if c.flag("multi_query", default=True) else heads
+    if c.flag("multi_query", default=True):
+        return 1
+    if (kv_heads := c.count("num_kv_heads", default=heads)) != heads:
+        raise contradiction(f"num_kv_heads ({kv_heads}) must be num_attention_heads ({heads}) without multi_query")
+    return heads
+
+
+def _falcon_parallel(c: Fields) -> bool:
+    new, parallel = c.flag("new_decoder_architecture"), c.flag("parallel_attn", default=True)
+    if new and not parallel:
+        raise contradiction("new_decoder_architecture is true, which needs parallel_attn")
+    return bool(parallel)
 
 
 # ---- the list ------------------------------------------------------------------------------------------------------
@@ -289,7 +312,6 @@ def _falcon_kv_heads(c: Fields) -> int:
 _GEMMA = dict(
     norm_plus_one=True,
     embed_scale=lambda c: math.sqrt(c.count("hidden_size")),
-    tied=tied_unless_told,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -316,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         ),
         weights={**_QK_NORM, **_EXPERTS},
     ),
-    "GemmaForCausalLM": Family("gemma", fields=dict(**_GEMMA, activation="gelu_tanh")),  # whatever hidden_act says
+    "GemmaForCausalLM": Family("gemma", fields=_GEMMA),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         fields=dict(
@@ -328,7 +350,6 @@ FAMILIES: dict[str, Family] = {
             logit_softcap=lambda c: c.optional_number("final_logit_softcapping"),
         ),
         weights=_FOUR_NORMS,
-        refused={"use_bidirectional_attention": False},
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
@@ -343,11 +364,10 @@ FAMILIES: dict[str, Family] = {
             logit_softcap=lambda c: c.optional_number("final_logit_softcapping"),
         ),
         weights={**_FOUR_NORMS, **_QK_NORM},
-        refused={"use_bidirectional_attention": False},
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
-        fields=dict(layers=sliding),
+        fields=dict(layers=sliding, ropes=_phi3_ropes),
         weights={
             **_FUSED_QKV,
             **_UNGATED,
@@ -376,18 +396,13 @@ FAMILIES: dict[str, Family] = {
             logit_divisor=lambda c: c.number("logits_scaling", default=1.0),
         ),
     ),
-    "SmolLM3ForCausalLM": Family("smollm3", fields=dict(layers=_smollm3_layers, tied=tied_unless_told)),
+    "SmolLM3ForCausalLM": Family("smollm3", fields=dict(layers=_smollm3_layers)),
     "GPTNeoXForCausalLM": Family(
         "gpt_neox",
         fields=dict(
             norm="layer",
             gated=False,
             parallel=lambda c: c.flag("use_parallel_residual", default=True) is True,
-            ropes=lambda c: (
-                read_rope(
-                    Fields({"rotary_pct": 0.25, **c.config}), c.count("hidden_size") // c.count("num_attention_heads")
-                ),
-            ),
         ),
         prefix="gpt_neox.",
         weights={
@@ -413,8 +428,6 @@ FAMILIES: dict[str, Family] = {
             ropes=(),
             layers=lambda c: (Layer(rope=None),) * layers_of(c),
             intermediate=lambda c: c.count("n_inner", default=4 * c.count("n_embd")),
-            activation=lambda c: activation(Fields({"activation_function": "gelu_new", **c.config})),
-            tied=tied_unless_told,
         ),
         prefix="transformer.",
         weights={
@@ -441,10 +454,8 @@ FAMILIES: dict[str, Family] = {
             layers=sliding,
             norm="layer",
             gated=False,
-            activation=lambda c: activation(Fields({"hidden_act": "gelu_pytorch_tanh", **c.config})),
             attention_bias=lambda c: c.flag("use_bias", default=True),
             mlp_bias=lambda c: c.flag("use_bias", default=True),
-            tied=tied_unless_told,
         ),
         weights={**_UNGATED, "up": "mlp.c_fc", "down": "mlp.c_proj"},
     ),
@@ -454,12 +465,10 @@ FAMILIES: dict[str, Family] = {
             norm="layer",
             gated=False,
             kv_heads=_falcon_kv_heads,
-            parallel=lambda c: bool(c.flag("new_decoder_architecture") or c.flag("parallel_attn", default=True)),
+            parallel=_falcon_parallel,
             intermediate=lambda c: c.count("ffn_hidden_size", default=4 * c.count("hidden_size")),
-            activation=lambda c: activation(Fields({"activation": "gelu", **c.config})),
             attention_bias=lambda c: c.flag("bias", default=False),
             mlp_bias=lambda c: c.flag("bias", default=False),
-            tied=tied_unless_told,
         ),
         prefix="transformer.",
         weights=_falcon_weights,

@@ -122,8 +122,9 @@ class Fields:
         return Fields(value, f"{self.where}{name}.")
 
     def wrong(self, names: Sequence[str], expected: str, got: Any) -> InvalidModelFiles:
-        name = next((n for n in names if self.config.get(n) is not None), names[0])
-        got = "no such field" if got is None else f"{got!r:.200}"
+        said = sorted((n for n in names if n in self.config), key=lambda n: self.config[n] is None)
+        name = said[0] if said else names[0]
+        got = "null" if got is None and said else "no such field" if got is None else f"{got!r:.200}"
         return InvalidModelFiles(
             f"config.json: {self.where}{name} must be {expected}; got {got}. "
             f"Take the config.json that came with these weights."

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.model.decoder import Params, checked, matrices_of
+from hibachi.model.defaults import filled, saying_what_is_left_out
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
@@ -58,14 +59,16 @@ class MambaArch:
 
 def read_arch(config: Config) -> MambaArch:
     """The description in a config.json. Raises UnknownArchitecture, InvalidModelFiles."""
-    c = Fields(config)
+    c, width = Fields(filled("mamba", config)), ("intermediate_size", "d_inner")
     if (act := c.get("hidden_act", default="silu")) != "silu":
         raise c.unknown("hidden_act", act, ["silu"])
     hidden, vocab_size = c.count("hidden_size", "d_model"), c.count("vocab_size")
     rank = c.get("time_step_rank", default="auto")
     return MambaArch(
         hidden_size=hidden,
-        inner=c.count("intermediate_size", "d_inner", default=c.count("expand", default=2) * hidden),
+        inner=Fields(config).count(
+            *width, default=None if width[0] in config else c.count("expand", default=2) * hidden
+        ),
         state_size=c.count("state_size", default=16),
         kernel=c.count("conv_kernel", default=4),
         rank=-(-hidden // 16) if rank == "auto" else c.count("time_step_rank"),
@@ -119,7 +122,8 @@ class Mamba:
         arch = read_arch(files.config)
         dtype, max_model_len = checked(backend, dtype, max_model_len, _NO_LIMIT)
         names, tensors = (_NAMES, files.checkpoint()) if files.gguf is None else (_CANONICAL, files.gguf)
-        tensors.check(*_shapes(arch, names))
+        with saying_what_is_left_out("mamba", files.config):
+            tensors.check(*_shapes(arch, names))
         return cls(
             arch, _params(arch, tensors, names, backend, dtype), backend, dtype=dtype, max_model_len=max_model_len
         )

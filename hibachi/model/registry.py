@@ -13,6 +13,7 @@ from hibachi.errors import ConfigError, UnknownArchitecture
 from hibachi.installed import entry_points
 from hibachi.model.arch import Arch, shapes
 from hibachi.model.decoder import Decoder
+from hibachi.model.defaults import saying_what_is_left_out
 from hibachi.model.families import FAMILIES, Family
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles, locate, open_files
@@ -173,7 +174,8 @@ def load_family(
 def canonical(files: ModelFiles, family: Family, arch: Arch) -> Mapping[str, HostArray]:
     """The model's tensors by canonical name. Raises InvalidModelFiles if they are not those that the arch implies."""
     if files.gguf is None:
-        return Canonical(files.checkpoint(), family, files.config, arch)
+        with saying_what_is_left_out(family.model_type, files.config):
+            return Canonical(files.checkpoint(), family, files.config, arch)
     fused = [name for name in ("qkv", "gate_up") if f"layers.0.{name}.weight" in files.gguf]
     files.gguf.check(*shapes(arch, fused))
     return files.gguf

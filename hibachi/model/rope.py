@@ -31,7 +31,7 @@ class Llama3:
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original_context: int
+    original_context: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Yarn:
     factor: float
     beta_fast: float
     beta_slow: float
-    original_context: int
+    original_context: float
     magnitude: float
     whole: bool
     """The ends of the ramp are rounded to whole frequencies."""
@@ -56,7 +56,7 @@ class LongRope:
 
     short: tuple[float, ...]
     long: tuple[float, ...]
-    original_context: int
+    original_context: float
     magnitude: float
 
 
@@ -70,7 +70,7 @@ class Rope:
     theta: float
     """Base of the frequencies: number i of dims / 2 is theta ** (-2 i / dims)."""
     dims: int
-    """How many dimensions of a head turn, from the first; even."""
+    """How many dimensions of a head turn, from the first. Of an odd number the last one turns with the next."""
     scaling: Scaling | None = None
     """How the frequencies are stretched beyond the context that the model was first trained with."""
 
@@ -96,7 +96,7 @@ def tables(rope: Rope, length: int, *, start: int = 0, longest: int | None = Non
     pairs = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
     frequencies = _stretched(rope, rope.theta**-pairs, longest or length).astype(np.float32)
     magnitude = np.float32(getattr(rope.scaling, "magnitude", 1.0))
-    cos, sin = (np.empty((length - start, rope.dims // 2), np.float32) for _ in range(2))
+    cos, sin = (np.empty((length - start, len(pairs)), np.float32) for _ in range(2))
     for at in range(start // _PIECE * _PIECE, length, _PIECE):  # whole pieces, so that a position's place is the same
         # In float32, although float64 would be closer to the formula: models are trained with float32 angles.
         angles = np.outer(np.arange(at, at + _PIECE).astype(np.float32), frequencies)
@@ -128,7 +128,7 @@ def _stretched(rope: Rope, f: HostArray, length: int) -> HostArray:
     return stretched
 
 
-def _place(rope: Rope, context: int, turns: float) -> float:
+def _place(rope: Rope, context: float, turns: float) -> float:
     """The (fractional) index of the frequency that turns this many times within a context."""
     return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -139,27 +139,27 @@ def _place(rope: Rope, context: int, turns: float) -> float:
 # `rope_parameters` (transformers 5), which for some models holds one such object for each type of layer.
 
 
-def read_rope(c: Fields, head_dim: int, *, theta: float = 10000.0, layer_type: str | None = None) -> Rope:
-    """The rotary frequencies that a config describes. theta: the default; layer_type: of the object to read."""
-    new, old = c.inside("rope_parameters"), c.inside("rope_scaling")
-    if layer_type and (layer_type in new.config):
-        new, old = new.inside(layer_type), Fields({})
-    base = c.number("rope_theta", "rotary_emb_base", default=theta)
-    if "rope_theta" in new.config:
-        base = new.number("rope_theta")
-        if layer_type is None and c.get("rope_theta") not in (None, base):
-            raise contradiction(f"rope_theta ({c.get('rope_theta')}) differs from rope_parameters.rope_theta ({base})")
-    share = new.get("partial_rotary_factor")
-    share = c.number("partial_rotary_factor", "rotary_pct", default=1.0) if share is None else share
-    if not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise c.wrong(("partial_rotary_factor", "rotary_pct"), "a number in (0, 1]", share)
+def read_rope(c: Fields, head_dim: int, *, theta: float = 10000.0, given: Fields | None = None) -> Rope:
+    """The rotary frequencies that a config describes. theta: the default; given: the object that says how they
+    are stretched; None means `stretching(c)`.
+
+    What is inside that object goes before what is beside it.
+    """
+    p = given or stretching(c)
+    if given is None and (nested := [name for name, value in p.config.items() if isinstance(value, dict)]):
+        raise p.unknown(nested[0], "an object for one type of layer", ["one set of frequencies for all layers"])
+    where = p if "rope_theta" in p.config else c
+    names = ("rope_theta", "rotary_emb_base")
+    base = where.number(*names, default=None if any(n in where.config for n in names) else theta)
+    parts = ("partial_rotary_factor", "rotary_pct")
+    where = p if parts[0] in p.config else c
+    share = where.number(*parts, default=None if any(n in where.config for n in parts) else 1.0)
+    if share > 1:
+        raise where.wrong(parts, "a number in (0, 1]", share)
     dims = int(head_dim * share)
-    if dims % 2:
+    if dims + dims % 2 > head_dim:
         raise contradiction(f"rotary embeddings pair dimensions, so their number in a head ({dims}) must be even")
-    scalings = [s for p in (new, old) if (s := _scaling(c, p, dims)) is not None]
-    if len(set(scalings)) > 1:
-        raise contradiction(f"rope_parameters ({scalings[0]}) differs from rope_scaling ({scalings[1]})")
-    rope = Rope(base, dims, scalings[0] if scalings else None)
+    rope = Rope(base, dims, _scaling(c, p, dims))
     _check(rope)
     return rope
 
@@ -179,22 +179,36 @@ def _check(rope: Rope) -> None:
         raise contradiction(f"its rotary frequencies, of base {rope.theta} and {rope.scaling!r:.200}, give no angles")
 
 
+def kind_of(p: Fields) -> Any:
+    """How frequencies are stretched, by its name; `type` is the older spelling."""
+    return next((p.config[name] for name in ("rope_type", "type") if name in p.config), "default")
+
+
+def stretching(c: Fields) -> Fields:
+    """The object that says how, of a config with one set of frequencies: `rope_scaling` wins, as in transformers."""
+    return next((p for name in ("rope_scaling", "rope_parameters") if (p := c.inside(name)).config), Fields({}))
+
+
 def _scaling(c: Fields, p: Fields, dims: int) -> Scaling | None:
-    kind = p.get("rope_type", "type", default="default")  # `type` is the older spelling
-    original = ("original_max_position_embeddings",)
+    kind = kind_of(p)
     if kind == "default":
         return None
     if kind == "linear":
         return Linear(p.number("factor"))
+    if kind not in ("llama3", "yarn", "longrope", "su"):
+        raise p.unknown("rope_type", kind, ["default", "linear", "llama3", "yarn", "longrope"])
+    original, longest = ("original_max_position_embeddings",), c.count("max_position_embeddings")
+    beside = c.get(*original) is not None
+    context = (c if beside else p).number(*original, default=None if original[0] in p.config else float(longest))
     if kind == "llama3":
         low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
         if low >= high:
             raise contradiction(f"{p.where}low_freq_factor ({low}) must be below {p.where}high_freq_factor ({high})")
-        return Llama3(p.number("factor"), low, high, p.count(*original))
+        return Llama3(p.number("factor"), low, high, context)
+    # A factor that is null is the ratio of the lengths; one that is left out is an error for YaRN alone.
+    implied = longest / context if "factor" in p.config or kind != "yarn" else None
+    factor, magnitude = p.number("factor", default=implied), p.optional_number("attention_factor")
     if kind == "yarn":
-        factor = p.number("factor")
-        context = p.count(*original, default=c.count("max_position_embeddings"))
-        magnitude = p.optional_number("attention_factor")
         if magnitude is None and p.get("mscale") and p.get("mscale_all_dim"):
             magnitude = _yarn_magnitude(factor, p.number("mscale")) / _yarn_magnitude(
                 factor, p.number("mscale_all_dim")
@@ -205,15 +219,11 @@ def _scaling(c: Fields, p: Fields, dims: int) -> Scaling | None:
             beta_slow=p.number("beta_slow", default=1.0),
             original_context=context,
             magnitude=_yarn_magnitude(factor, 1.0) if magnitude is None else magnitude,
-            whole=bool(p.flag("truncate", default=True)),
+            whole=bool(p.flag("truncate", default="truncate" not in p.config)),
         )
-    if kind in ("longrope", "su"):
-        context, longest = (p if p.get(*original) else c).count(*original), c.count("max_position_embeddings")
-        factor, magnitude = longest / context, p.optional_number("attention_factor")
-        if magnitude is None:
-            magnitude = math.sqrt(1 + math.log(factor) / math.log(context)) if min(factor, context) > 1 else 1.0
-        return LongRope(p.numbers("short_factor", dims // 2), p.numbers("long_factor", dims // 2), context, magnitude)
-    raise p.unknown("rope_type", kind, ["default", "linear", "llama3", "yarn", "longrope"])
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(context)) if min(factor, context) > 1 else 1.0
+    return LongRope(p.numbers("short_factor", dims // 2), p.numbers("long_factor", dims // 2), context, magnitude)
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:

@@ -54,7 +54,10 @@ def test_tables_are_those_of_transformers(name, length):
     [
         (dict(short_factor=[1.0] * 3), "short_factor must be a list of 16 numbers > 0"),
         (dict(long_factor=[0.0] * 16), "long_factor must be a list of 16 numbers > 0"),
-        (dict(original_max_position_embeddings=None), "original_max_position_embeddings must be an integer >= 1"),
+        (
+            dict(original_max_position_embeddings=None),
+            "original_max_position_embeddings must be a number > 0; got null",
+        ),
     ],
 )
 def test_a_stretching_that_makes_no_sense_is_refused(change, says):

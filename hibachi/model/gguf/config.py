@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
+from hibachi.model.defaults import Derived
 from hibachi.model.gguf.file import Blocks, Metadata
 from hibachi.model.gguf.tokenizer import end_ids, special_id
 
@@ -169,7 +170,7 @@ def read_config(source: Source) -> Config:
             f"tensors belong to {len(blocks)}. Convert or download it again."
         )
     config = own | _common(source) | architecture.base(source) | architecture.config(source)
-    return {name: value for name, value in config.items() if value is not None}
+    return Derived({name: value for name, value in config.items() if value is not None})
 
 
 def _common(s: Source) -> Config:
