@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy.typing as npt
 from typing_extensions import override
 
-from hibachi.errors import InvalidModelFiles
+from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.tensor.packing import Rows
-from hibachi.tensor.stored import AGAIN, PLAIN, HostArray, Stored
+from hibachi.tensor.stored import AGAIN, PLAIN, HostArray, Stored, equal
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -114,40 +118,44 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class Checkpoint(Tensors):
     """The tensors of a folder by their names in its safetensors files.
 
-    Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. float16, float32 and float64
-    come as they are, bfloat16 as float32 (exact). Raises InvalidModelFiles for a missing or damaged file.
+    Reads `model.safetensors`, or of the shards what `model.safetensors.index.json` assigns to them. float16, float32
+    and float64 come as they are, bfloat16 as float32 (exact). Raises InvalidModelFiles for a missing or damaged file.
+
+    entries: the tensors by name. Whoever loads them may rename, cut, and take out what is not to be read.
     """
+
+    entries: dict[str, Stored]
 
     readable = frozenset(PLAIN)
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._entries: dict[str, Stored] = {}
+        self.entries = {}
         single, index = self.path / _SINGLE, self.path / _INDEX
         if single.is_file():  # not exists(): opening a named pipe would wait for ever
-            self._entries = _read_header(single)
+            self.entries = _read_header(single)
         elif index.is_file():
             self._read_shards(index)
         else:
             raise InvalidModelFiles(self._nothing())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self.entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
+        return self.entries[name].shape
 
     def dtype(self, name: str) -> str:
-        return self._entries[name].dtype
+        return self.entries[name].dtype
 
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
-        e = self._entries[name]
+        e = self.entries[name]
         if e.dtype not in PLAIN:
             raise InvalidModelFiles(
                 f"{e.file}: {name} is stored as {e.dtype}, expected one of {', '.join(PLAIN)}. Use a model that is "
@@ -156,7 +164,7 @@ class Checkpoint(Tensors):
         return e.read(dtype)
 
     def stored(self, name: str) -> Stored | None:
-        return self._entries[name]
+        return self.entries[name]
 
     def _read_shards(self, index: Path) -> None:
         names = _read_object(index, 0, _size(index, _MOST_INDEX)).get("weight_map")
@@ -164,20 +172,22 @@ class Checkpoint(Tensors):
             raise InvalidModelFiles(
                 f"{index}: expected a weight_map from tensor names to names of files beside it. {AGAIN}."
             )
-        files = sorted(set(names.values()))
-        if missing := [f for f in files if not (self.path / f).is_file()]:
+        assigned: dict[str, list[str]] = {file: [] for file in sorted(set(names.values()))}
+        for name, file in names.items():
+            assigned[file].append(name)
+        if missing := [f for f in assigned if not (self.path / f).is_file()]:
             raise InvalidModelFiles(
-                f"{index.name} names {len(files)} shards; missing in {self.path}: {_listed(missing)}. Download them."
+                f"{index.name} names {len(assigned)} shards; missing in {self.path}: {_listed(missing)}. Download them."
             )
-        for file in files:
-            entries = _read_header(self.path / file)
-            if twice := sorted(entries.keys() & self._entries.keys()):
-                raise InvalidModelFiles(f"{self.path}: more than one shard holds {_listed(twice)}. {AGAIN}.")
-            self._entries |= entries
-        if lost := sorted(names.keys() - self._entries.keys()):
+        lost = []
+        for file, promised in assigned.items():
+            held = _read_header(self.path / file)
+            self.entries |= {name: held[name] for name in promised if name in held}
+            lost += [f"{name} in {file}" for name in promised if name not in held]
+        if lost:
             raise InvalidModelFiles(
-                f"{index.name} promises tensors that no shard holds: {_listed(lost)}. {AGAIN}, index and shards "
-                f"together."
+                f"{index.name} promises tensors that their shard does not hold: {_listed(lost)}. {AGAIN}, index and "
+                f"shards together."
             )
 
     def _nothing(self) -> str:
@@ -192,6 +202,55 @@ class Checkpoint(Tensors):
             f"No weights in {self.path}: expected {_SINGLE}, or {_INDEX} and its shards. Download them, or convert "
             f"other formats with transformers' save_pretrained."
         )
+
+
+def refuse_quantized(files: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Raise UnknownArchitecture for weights that the config calls quantized, unless they are plain numbers after all:
+    what merges and dequantizes models often leaves the quantization_config in the file.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return
+    method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else settings
+    odd = [f"{n} is {e.dtype}" for n, e in files.entries.items() if e.dtype not in PLAIN or n.endswith(_OF_QUANTIZED)]
+    if method in _ROUNDED_LATER:
+        odd.append("its layers round plain weights when they compute")
+    if odd:
+        raise UnknownArchitecture(
+            f"config.json: the weights are quantized (quant_method {method!r}: {odd[0]}); expected float32, float16 or "
+            f"bfloat16 weights. Use the original, unquantized model."
+        )
+
+
+def settle_vocabulary(files: Checkpoint, embed: str, head: str, vocab_size: int, *, tied: bool) -> bool:
+    """Whether the head is the embedding by what the files hold; a copy of it in them counts as none.
+
+    embed, head: names in the files. tied: what config.json says. Rows of both beyond vocab_size are left out. The log
+    says where the files differ from the config.
+    """
+    entries = files.entries
+    tall = [n for n in (embed, head) if n in entries and (*entries[n].shape, 0)[0] > vocab_size]
+    for name in tall:
+        entries[name] = replace(entries[name], shape=(vocab_size, *entries[name].shape[1:]))
+    if tall:
+        log.warning("%s: more rows than vocab_size (%d), those beyond are not used", " and ".join(tall), vocab_size)
+    if not tied or head not in entries:
+        return tied
+    if embed not in entries:
+        entries[embed] = entries.pop(head)
+    elif not {entries[embed].dtype, entries[head].dtype} <= PLAIN.keys():
+        return tied  # whoever checks the dtypes will say so
+    elif equal(entries[embed], entries[head]):
+        del entries[head]
+    else:
+        log.warning(OWN_HEAD, head)
+        return False
+    return True
+
+
+OWN_HEAD = "config.json says tie_word_embeddings, but %s holds other numbers than the embeddings: it is the head"
+_OF_QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "SCB", "absmax")
+_ROUNDED_LATER = ("bitnet",)
 
 
 def _read_header(file: Path) -> dict[str, Stored]:

@@ -45,7 +45,7 @@ class Stored:
 
     @property
     def row_bytes(self) -> int:
-        numbers, size = BLOCKS[self.dtype]
+        numbers, size = BLOCKS.get(self.dtype, (1, 8))  # F64, which kernels do not take; no other is read
         return self.shape[-1] // numbers * size
 
     def __iter__(self) -> Iterator[Self]:
@@ -80,6 +80,22 @@ class Stored:
         few = max(1, WINDOW // (multiple * size)) * multiple if self.order is None else n
         for _, part in windows(self.file, self.offset, np.dtype(np.uint8), n * size, few * size):
             yield part.reshape(-1, size)
+
+
+def equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors of `PLAIN` dtypes are the same numbers in one shape; a few megabytes are mapped at a time.
+
+    Raises InvalidModelFiles as `Stored.read` does.
+    """
+    return a.shape == b.shape and all(map(np.array_equal, _numbers(a), _numbers(b)))
+
+
+def _numbers(t: Stored) -> Iterator[HostArray]:
+    """As many at a time for every dtype."""
+    for _, part in windows(t.file, t.offset, np.dtype(PLAIN[t.dtype]), math.prod(t.shape), WINDOW // 8):
+        if t.dtype == "BF16":
+            widen(part, wide := np.empty(part.shape, np.float32))
+        yield wide if t.dtype == "BF16" else part
 
 
 def windows(file: Path, offset: int, stored: np.dtype[Any], count: int, step: int) -> Iterator[tuple[int, HostArray]]:
