@@ -19,7 +19,7 @@ import torch
 from hibachi.errors import ConfigError, HibachiError, InvalidModelFiles, UnknownArchitecture
 from hibachi.model.extras import need
 from hibachi.model.fields import Fields, read_json
-from hibachi.model.weights import Checkpoint
+from hibachi.model.weights import OWN_HEAD, Checkpoint, refuse_quantized
 from hibachi.tensor.array_backend import ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, StepInputs
 from hibachi_torch.transformers_attention import (
@@ -155,11 +155,13 @@ def load(
     _check_config(contents, cls.__name__)
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
+    files = Checkpoint(path)  # checks the files, so that transformers meets none that is damaged or lies elsewhere
+    refuse_quantized(files, contents)
     with _quiet():
         config = _config(make, contents)
         max_model_len = _max_len(config, max_model_len)
         eos_ids, bos_ids = (_ids(path, contents, name, config) for name in ("eos_token_id", "bos_token_id"))
-        module = _module(cls, config, path, backend.dtype(dtype)).to(backend.device)
+        module = _module(cls, config, files, backend.dtype(dtype)).to(backend.device)
         facts: Any = {"dtype": dtype, "max_model_len": max_model_len, "eos_ids": eos_ids, "bos_ids": bos_ids}
         with backend.guard():
             try:
@@ -193,15 +195,10 @@ def _check_config(contents: Mapping[str, Any], name: str) -> None:
             f"config.json: architectures is {classes!r}; supported for this model_type: {[name]!r}. Use the variant "
             f"that generates text."
         )
-    if quantized := contents.get("quantization_config"):
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, Mapping) else quantized
-        raise UnknownArchitecture(
-            f"config.json: the weights are quantized (quant_method {method!r}); expected float32, float16 or bfloat16 "
-            f"weights. Use the original, unquantized model."
-        )
 
 
-_OURS_TO_SAY = ("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config")
+_OURS_TO_SAY = {"auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"}
+_OURS_TO_SAY |= {"quantization_config"}  # a left-over here: `refuse_quantized` has seen the weights
 
 
 def _config(make: Any, contents: Mapping[str, Any]) -> Any:
@@ -249,16 +246,13 @@ def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
     return [parameters, *(p for p in parameters.values() if isinstance(p, Mapping))]
 
 
-def _module(cls: Any, config: Any, path: Path, dtype: Any) -> Any:
+def _module(cls: Any, config: Any, files: Checkpoint, dtype: Any) -> Any:
     """The module with its weights. Raises one InvalidModelFiles for all that are missing, superfluous or misshapen."""
-    Checkpoint(path)  # checks the files, so that transformers meets none that is damaged or lies elsewhere
-    names = ["model.safetensors"]
-    if not (path / names[0]).exists():
-        names = sorted(set(read_json(path / f"{names[0]}.index.json")["weight_map"].values()))
-    safetensors = need("safetensors", "Reading weights")
-    with ExitStack() as files:
-        opened = [files.enter_context(safetensors.safe_open(str(path / n), framework="pt")) for n in names]
-        tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+    safetensors, entries = need("safetensors", "Reading weights"), files.entries
+    with ExitStack() as stack:
+        shards = {e.file for e in entries.values()}
+        opened = {f: stack.enter_context(safetensors.safe_open(str(f), framework="pt")) for f in shards}
+        tensors = {name: opened[e.file].get_slice(name) for name, e in entries.items()}
         try:
             module, report = cls.from_pretrained(
                 None,
@@ -273,8 +267,8 @@ def _module(cls: Any, config: Any, path: Path, dtype: Any) -> Any:
             raise
         except Exception as e:
             raise InvalidModelFiles(
-                f"The weights in {path} do not load into transformers' {cls.__name__} ({type(e).__name__}: {e}). Take "
-                f"config.json and the weights from one download."
+                f"The weights in {files.path} do not load into transformers' {cls.__name__} ({type(e).__name__}: {e}). "
+                f"Take config.json and the weights from one download."
             ) from e
     faults = [
         f"{what}: {', '.join(map(str, sorted(report[kind])))}"
@@ -283,9 +277,13 @@ def _module(cls: Any, config: Any, path: Path, dtype: Any) -> Any:
     ]
     if faults:
         raise InvalidModelFiles(
-            f"The weights in {path} do not fit its config.json:\n  " + "\n  ".join(faults) + "\n"
+            f"The weights in {files.path} do not fit its config.json:\n  " + "\n  ".join(faults) + "\n"
             "Take config.json and the weights from one download."
         )
+    find = module.get_parameter_or_buffer
+    tied = module.get_expanded_tied_weights_keys(all_submodels=True).items()
+    for name in [name for name, source in tied if find(name) is not find(source)]:
+        log.warning(OWN_HEAD, name)  # transformers' own warning is silenced
     return module.eval()
 
 

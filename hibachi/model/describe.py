@@ -14,6 +14,7 @@ from hibachi.model.arch import Arch
 from hibachi.model.families import Family
 from hibachi.model.files import ModelFiles, open_files
 from hibachi.model.registry import architectures, canonical, find
+from hibachi.model.tensors import Canonical
 
 _TEMPLATES = {  # what a template writes that no other does -> its name
     "<|im_start|>": "ChatML",
@@ -33,9 +34,9 @@ class Description:
 
     path, files: where the model is, and in what kind of files. architecture: as the files name it. mapping: what loads
     it, with the name of the package that brings it; None means nothing that is registered. problem: None, or why it
-    would not load. parameters: how many. stored: what they are stored as -> how many of them. arch: the description
-    that the decoder is built from. context: most tokens that it was trained for; None means unknown. token: numbers
-    that the cache keeps for each token. template: the name of the chat template.
+    would not load. parameters: how many are used. stored: what they are stored as -> how many of them. arch: the
+    description that the decoder is built from. context: most tokens that it was trained for; None means unknown.
+    token: numbers that the cache keeps for each token. template: the name of the chat template.
     """
 
     path: Path
@@ -56,10 +57,6 @@ def describe(path: Path) -> Description:
     """Describe the model in a folder or a GGUF file. Raises InvalidModelFiles, UnknownArchitecture, MissingExtra."""
     files = open_files(path)
     tensors = files.tensors()
-    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
-    stored: Counter[str] = Counter()
-    for name, size in sizes.items():
-        stored[tensors.dtype(name)] += size
     named = files.config.get("architectures") or [files.config.get("model_type")]
     architecture, mapping, arch, problem = str(named[0]), None, None, None
     try:
@@ -68,9 +65,13 @@ def describe(path: Path) -> Description:
         mapping = f"{by}: {'the decoder' if isinstance(found, Family) else getattr(found, '__name__', repr(found))}"
         if isinstance(found, Family):
             arch = found.read(files.config)
-            canonical(files, found, arch)  # raises if the weights do not fit
+            arch, known = canonical(files, found)  # raises if the weights do not fit
+            tensors = known.files if isinstance(known, Canonical) else tensors
     except HibachiError as e:
         problem = str(e)
+    stored: Counter[str] = Counter()
+    for name in tensors:
+        stored[tensors.dtype(name)] += math.prod(tensors.shape(name))
     context = arch.max_positions if arch else files.config.get("max_position_embeddings")
     return Description(
         path=files.path,
@@ -78,7 +79,7 @@ def describe(path: Path) -> Description:
         architecture=architecture,
         mapping=mapping,
         problem=problem,
-        parameters=sum(sizes.values()),
+        parameters=stored.total(),
         stored=dict(stored.most_common()),
         arch=arch,
         context=context if isinstance(context, int) else None,

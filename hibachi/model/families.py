@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from hibachi.errors import UnknownArchitecture
 from hibachi.model.arch import Arch, Experts, Layer
 from hibachi.model.defaults import filled, saying_what_is_left_out
 from hibachi.model.fields import Config, Fields, contradiction
@@ -47,7 +46,9 @@ class Family:
     prefix: of all names but those with a slash; files of the bare model go without it.
     transposed: canonical names of matrices stored as [in, out]. reordered: canonical name -> function of (array, Arch)
     that gives the array in the canonical order. skipped: the ends of names of tensors that we have no use for.
-    refused: config field -> its only value that we support.
+    refused: config field -> its only value that we support. respelled: parts of names in the file that some write
+    otherwise -> the usual ones. within: what config.json calls a model of several media, of which only the text model
+    is read; model_type is then that of its text_config.
     """
 
     model_type: str
@@ -58,6 +59,8 @@ class Family:
     reordered: Mapping[str, Callable[[HostArray, Arch], HostArray]] = field(default_factory=dict)
     skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
     refused: Mapping[str, Any] = field(default_factory=dict)
+    respelled: Mapping[str, str] = field(default_factory=dict)
+    within: str | None = None
 
     def read(self, config: Config) -> Arch:
         """The description in the contents of a config.json.
@@ -69,12 +72,9 @@ class Family:
             return self._read(config)
 
     def _read(self, config: Config) -> Arch:
-        if config.get("quantization_config"):
-            method = Fields(config).inside("quantization_config").get("quant_method", default="unknown")
-            raise UnknownArchitecture(
-                f"config.json: the weights are quantized (quant_method {method!r}); expected float32, float16 or "
-                f"bfloat16 weights. Use the original, unquantized model."
-            )
+        said = Fields(config)
+        if self.within and (kind := said.inside("text_config").get("model_type")) not in (None, self.model_type):
+            raise said.unknown("text_config.model_type", kind, [self.model_type])
         c = Fields(filled(self.model_type, config))
         for name, only in {"is_causal": True, "use_bidirectional_attention": False, **self.refused}.items():
             if (found := c.get(name, default=only)) != only:
@@ -326,6 +326,7 @@ FAMILIES: dict[str, Family] = {
             "experts.up": "block_sparse_moe.experts.{}.w3",
             "experts.down": "block_sparse_moe.experts.{}.w2",
         },
+        respelled={".mlp.": ".block_sparse_moe."},
     ),
     "Qwen2ForCausalLM": Family("qwen2", fields=dict(layers=sliding_if_used)),
     "Qwen3ForCausalLM": Family("qwen3", fields=dict(layers=sliding_if_used, qk_norm="head"), weights=_QK_NORM),
@@ -477,3 +478,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """Class in `architectures` of config.json -> its family."""
+
+FAMILIES |= {
+    "Gemma3ForConditionalGeneration": replace(FAMILIES["Gemma3ForCausalLM"], within="gemma3"),
+    "Mistral3ForConditionalGeneration": replace(FAMILIES["MistralForCausalLM"], within="mistral3"),
+}

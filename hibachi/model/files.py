@@ -19,6 +19,8 @@ from hibachi.model.text.tokenizer import NAMES, has_tokenizer
 from hibachi.model.weights import Checkpoint, Tensors
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_OF_THE_WHOLE = {"architectures": None, "model_type": None, "tie_word_embeddings": True}
+"""What a text_config does not say, and what it means if config.json does not say it either."""
 TINY = Path(__file__).parent.parent / "data" / "tiny"
 SHIPPED = {"tiny": TINY, "tiny-draft": TINY.with_name("tiny-draft")}
 
@@ -27,9 +29,9 @@ SHIPPED = {"tiny": TINY, "tiny-draft": TINY.with_name("tiny-draft")}
 class ModelFiles:
     """What a loader is given.
 
-    path: the folder, or the GGUF file. config: the contents of config.json, with the bos and eos ids of
-    generation_config.json, which win as in transformers: chat models name the end of a turn there. For a GGUF file the
-    same in the terms of config.json.
+    path: the folder, or the GGUF file. config: the contents of config.json, with the fields of its text_config, if it
+    has one, as if they were its own, and with the bos and eos ids of generation_config.json, which win as in
+    transformers: chat models name the end of a turn there. For a GGUF file the same in the terms of config.json.
     """
 
     path: Path
@@ -113,6 +115,9 @@ def open_files(path: str | Path, *, gguf_unpack: bool = False) -> ModelFiles:
     if not path.is_dir():
         raise InvalidModelFiles(f"{path} is no model: expected a folder in Hugging Face layout, or a .gguf file.")
     config: dict[str, Any] = read_json(path / "config.json")
+    if isinstance(text := config.get("text_config"), dict):
+        ids = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+        config = config | text | ids | {k: config.get(k, usual) for k, usual in _OF_THE_WHOLE.items()}
     if (path / "generation_config.json").exists():
         generation = read_json(path / "generation_config.json")
         config |= {k: generation[k] for k in ("bos_token_id", "eos_token_id") if generation.get(k) is not None}

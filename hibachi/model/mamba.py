@@ -7,7 +7,7 @@ the new ones; a request costs the same memory however long it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hibachi.model.defaults import filled, saying_what_is_left_out
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
+from hibachi.model.weights import Checkpoint, refuse_quantized, settle_vocabulary
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, State, StepInputs
 from hibachi.tensor.library import PORTABLE
@@ -122,6 +123,10 @@ class Mamba:
         arch = read_arch(files.config)
         dtype, max_model_len = checked(backend, dtype, max_model_len, _NO_LIMIT)
         names, tensors = (_NAMES, files.checkpoint()) if files.gguf is None else (_CANONICAL, files.gguf)
+        if isinstance(tensors, Checkpoint):
+            refuse_quantized(tensors, files.config)
+            embed, head = (f"{names[name]}.weight" for name in ("embed", "head"))
+            arch = replace(arch, tied=settle_vocabulary(tensors, embed, head, arch.vocab_size, tied=arch.tied))
         with saying_what_is_left_out("mamba", files.config):
             tensors.check(*_shapes(arch, names))
         return cls(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -18,8 +17,8 @@ from hibachi.model.families import FAMILIES, Family
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles, locate, open_files
 from hibachi.model.ladder import LanguageModel
-from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
+from hibachi.model.weights import Weights
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.discover import resolve_or_best
 
@@ -87,8 +86,9 @@ def find(config: Config) -> tuple[str, Family | Loader]:
                 return name, _resolved(name)
     elif kind is not None:
         for name in known:
-            if getattr(_resolved(name), "model_type", None) == kind:
-                return name, _resolved(name)
+            model = _resolved(name)
+            if kind == (getattr(model, "within", None) or getattr(model, "model_type", None)):
+                return name, model
     found = f"architectures {classes}" if classes else f"model_type {kind!r} and no architectures"
     near = difflib.get_close_matches(classes[0] if classes else str(kind), known, n=4, cutoff=0.5)
     raise UnknownArchitecture(
@@ -129,9 +129,8 @@ def load_model(
             return load_family(found, files, backend, dtype=dtype, max_model_len=max_model_len)
         return found.load(files, backend, dtype=dtype, max_model_len=max_model_len)
     except UnknownArchitecture:
-        quantized = files.config.get("quantization_config")
         foreign: LanguageModel[Any] | None = None
-        if files.gguf is None and not quantized:
+        if files.gguf is None:
             foreign = backend.foreign_model(files.path, dtype=dtype or "float32", max_model_len=max_model_len)
         if foreign is None:
             raise
@@ -167,18 +166,22 @@ def is_portable(files: ModelFiles) -> bool:
 def load_family(
     family: Family, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None, max_model_len: int | None
 ) -> Decoder:
+    arch, tensors = canonical(files, family)
+    return Decoder.build(arch, tensors, backend, dtype=dtype, max_model_len=max_model_len)
+
+
+def canonical(files: ModelFiles, family: Family) -> tuple[Arch, Weights]:
+    """The model's description and its tensors by canonical name. Raises InvalidModelFiles if they do not fit each
+    other, UnknownArchitecture.
+    """
     arch = family.read(files.config)
-    return Decoder.build(arch, canonical(files, family, arch), backend, dtype=dtype, max_model_len=max_model_len)
-
-
-def canonical(files: ModelFiles, family: Family, arch: Arch) -> Mapping[str, HostArray]:
-    """The model's tensors by canonical name. Raises InvalidModelFiles if they are not those that the arch implies."""
     if files.gguf is None:
         with saying_what_is_left_out(family.model_type, files.config):
-            return Canonical(files.checkpoint(), family, files.config, arch)
+            known = Canonical(files.checkpoint(), family, files.config, arch)
+        return known.arch, known
     fused = [name for name in ("qkv", "gate_up") if f"layers.0.{name}.weight" in files.gguf]
     files.gguf.check(*shapes(arch, fused))
-    return files.gguf
+    return arch, files.gguf
 
 
 def _resolved(name: str) -> Family | Loader:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +30,8 @@ from hibachi import (
 from hibachi.cli.main import main
 from hibachi.kernels.library import NUMERICS, SWITCH, possible
 from hibachi.lm import llm as module
+from hibachi.model.describe import describe
+from hibachi.model.files import TINY
 
 from ..engine.models import GatedNumpy, until
 
@@ -78,6 +82,24 @@ def small(llm):
 def expected(llm):
     """What greedy decoding gives for each prompt."""
     return llm.generate(PROMPTS, greedy())
+
+
+def test_the_text_model_within_one_of_images_writes_what_it_writes_alone(tmp_path, expected):
+    """Its tensors have a prefix, those of other media are not even of a dtype that is read."""
+    numbers = pytest.importorskip("safetensors.numpy")
+    folder = shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("generation_config.json"))
+    text = json.loads((TINY / "config.json").read_text()) | {"model_type": "mistral", "eos_token_id": 7}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    tensors = {f"language_model.{name}": t for name, t in numbers.load_file(TINY / "model.safetensors").items()}
+    tensors["vision_tower.patch_conv.weight"] = np.zeros((2, 3), np.int8)
+    numbers.save_file(tensors, folder / "model.safetensors")
+    for ids_of_all, eos in ({}, (7,)), ({"eos_token_id": [8, 9]}, (8, 9)):
+        (folder / "config.json").write_text(json.dumps(whole | ids_of_all))
+        with LLM(folder) as llm:
+            assert llm.eos_ids == eos and ids(llm.generate(PROMPTS, greedy())) == ids(expected)
+    d, alone = describe(folder), describe(TINY)
+    assert d.problem is None and (d.architecture, d.parameters) == (whole["architectures"][0], alone.parameters)
+    assert (d.context, d.vocab_size, d.arch) == (CONTEXT, VOCAB, replace(alone.arch, eos_ids=(8, 9)))
 
 
 # ---- prompts and results ---------------------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Every architecture on every library against transformers: chunks of prompts mixed with decode, greedy tokens."""
 
+import json
 from functools import cache
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.errors import UnknownArchitecture
 from hibachi.model.registry import load_model
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi_jax import JaxBackend
@@ -101,19 +104,20 @@ PROMPTS = [np.random.default_rng(1).integers(3, 97, n) for n in (5, 43, 9, 3)]
 NEW = 32
 
 
-def make(name, folder):
-    """A random model in transformers, saved in `folder`."""
-    kind, settings = CASES[name]
+def make(name, folder, **saved):
+    """A random model in transformers, saved in `folder`. saved: options of save_pretrained."""
+    kind, settings = (CASES | WITH_IMAGES)[name]
     config = getattr(transformers, f"{kind}Config")(**settings)
+    auto = transformers.AutoModelForImageTextToText if name in WITH_IMAGES else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter, p in model.named_parameters():  # the default is too small to tell errors from noise
             if p.ndim == 1 and "norm" in parameter and parameter.endswith("weight"):
                 p.normal_(0.0 if name.startswith("Gemma") else 1.0, 0.3)
             elif "A_log" not in parameter:
                 p.normal_(0.0, 0.2 if p.ndim == 1 else 0.12)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **saved)
     return model
 
 
@@ -146,12 +150,115 @@ def run(folder, backend):
         return tokens, [np.array([[step[i] for i in range(97)] for step in s.logprobs]) for s in streams]
 
 
-@pytest.mark.parametrize("name, library", EACH)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case, name, library):
+def agree(reference, folder, backend, atol):
     """Every one of our tokens is the most likely one after those before it, so they are those of a greedy run."""
-    reference, folder = case(name)
-    for prompt, tokens, ours in zip(PROMPTS, *run(folder, LIBRARIES[library]()), strict=True):
+    for prompt, tokens, ours in zip(PROMPTS, *run(folder, backend), strict=True):
         with torch.no_grad():
             logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == tokens
-        np.testing.assert_allclose(ours, logits.double().log_softmax(-1).numpy(), atol=1e-4, rtol=0)
+        np.testing.assert_allclose(ours, logits.double().log_softmax(-1).numpy(), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("name, library", EACH)
+def test_logits_and_greedy_tokens_are_those_of_transformers(case, name, library):
+    reference, folder = case(name)
+    agree(reference, folder, LIBRARIES[library](), 1e-4)
+
+
+# ---- files that say more or less, or say it otherwise ----------------------------------------------------------------
+
+_IMAGES = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+_IMAGES |= dict(image_size=28, patch_size=14)
+WITH_IMAGES = {
+    "Gemma3, images": (
+        "Gemma3",
+        dict(text_config=CASES["Gemma3"][1], vision_config=_IMAGES | dict(model_type="siglip_vision_model")),
+    ),
+    "Mistral3": (
+        "Mistral3",
+        dict(
+            text_config=BASE | dict(model_type="mistral", head_dim=12, sliding_window=7),
+            vision_config=_IMAGES | dict(model_type="pixtral", head_dim=8),
+        ),
+    ),
+}
+IN_ONE = dict(save_original_format=False)  # as transformers 5 has them in memory: experts in one array, other prefixes
+HEAD = "lm_head.weight"
+
+
+def embedding(tensors):
+    return next(name for name, t in tensors.items() if len(t) == 97 and name != HEAD)
+
+
+def own_head(tensors, config, name=HEAD):
+    t = tensors[embedding(tensors)]
+    tensors[name] = t + 0.1 * torch.randn(t.shape)
+    config["tie_word_embeddings"] = True
+
+
+def own_head_of_text(tensors, config):
+    """It is the class that says they are tied, whatever text_config says."""
+    own_head(tensors, config, f"language_model.{HEAD}")
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = False
+
+
+def renamed(find, old, new):
+    def change(tensors, config):
+        for name in [n for n in tensors if find in n]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def masks(tensors, config):
+    """Buffers that old files hold and nobody needs, of no dtype of weights."""
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+
+
+FILES = {  # name -> model, options of save_pretrained, what changes the tensors and config.json in place
+    "a head of its own": ("Llama 3.1", {}, own_head),
+    "GPT-2, a head of its own": ("GPT-2", {}, own_head),
+    "Mamba, a head of its own": ("Mamba", {}, own_head),
+    "the head alone": ("Llama 3.1", {}, lambda t, c: t.update({HEAD: t.pop(embedding(t))})),
+    "the head below the prefix": ("Llama 2", {}, renamed(HEAD, HEAD, f"model.{HEAD}")),
+    "GPT-2, masks": ("GPT-2", {}, masks),
+    "Mixtral, one array": ("Mixtral", IN_ONE, None),
+    "Mixtral, one array, older names": ("Mixtral", IN_ONE, renamed(".mlp.", ".mlp.", ".block_sparse_moe.")),
+    "Qwen3-MoE, one array": ("Qwen3-MoE", IN_ONE, None),
+    "Gemma3, images": ("Gemma3, images", {}, None),
+    "Gemma3, images, in memory": ("Gemma3, images", IN_ONE, None),
+    "Mistral3": ("Mistral3", {}, None),
+    "Mistral3, a head of its own": ("Mistral3", {}, own_head_of_text),
+}
+EVERYWHERE = "Mixtral, one array", "Gemma3, images"
+
+
+def rewrite(folder, change):
+    """The files of a folder after change(tensors, config)."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "name, library", [(name, lib) for name in FILES for lib in (LIBRARIES if name in EVERYWHERE else ["numpy"])]
+)
+def test_what_the_files_hold_counts_as_in_transformers(tmp_path, caplog, name, library):
+    model, saved, change = FILES[name]
+    make(model, tmp_path, **saved)
+    if change is not None:
+        rewrite(tmp_path, change)
+    cls = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    reference = getattr(transformers, cls).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    agree(reference, tmp_path, LIBRARIES[library](), 2e-5)
+    assert caplog.text.count("holds other numbers than the embeddings") == (change in (own_head, own_head_of_text))
+
+
+def test_a_text_model_of_another_kind_within_one_of_images_is_named(tmp_path):
+    make("Mistral3", tmp_path)
+    rewrite(tmp_path, lambda tensors, config: config["text_config"].update(model_type="ministral3"))
+    with pytest.raises(UnknownArchitecture, match=r"text_config\.model_type is 'ministral3'; supported: 'mistral'"):
+        load_model(tmp_path, TorchBackend("cpu"))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from hibachi.errors import ConfigError, InvalidModelFiles, UnsupportedOperation
+from hibachi.errors import ConfigError, InvalidModelFiles, UnknownArchitecture, UnsupportedOperation
 from hibachi.model.registry import load_model
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.layout import StepInputs
@@ -177,9 +178,68 @@ def plain(tmp_path_factory):
     return save("plain", tmp_path_factory.mktemp("plain"))[1]
 
 
-def test_a_tied_head_is_the_embedding_itself(tmp_path):
-    model = load_model(save("tied, wide heads", tmp_path)[1], TorchBackend("cpu"))
-    assert model.params["head"] is model.params["embed"]
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def changed(folder, tensors=None, **fields):
+    """The folder with other tensors, and other fields in config.json."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    save_file(load_file(file) | (tensors or {}), file)
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def test_a_tied_head_is_the_embedding_itself_also_where_the_files_hold_a_copy(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hibachi.tensor.stored.WINDOW", 1 << 10)  # of several windows
+    folder = save("tied, wide heads", tmp_path)[1]
+    rounded = load_file(folder / "model.safetensors")[EMBED].bfloat16()
+    last = rounded.clone()
+    last[-1, -1] += 1
+    for copy in ({}, {EMBED: rounded, HEAD: rounded.clone()}, {EMBED: rounded, HEAD: rounded.float()}):
+        model = load_model(changed(folder, copy), TorchBackend("cpu"))
+        assert model.params["head"] is model.params["embed"] and model.arch.tied
+    assert not caplog.text
+    model = load_model(changed(folder, {EMBED: rounded, HEAD: last}), TorchBackend("cpu"))
+    assert model.params["head"] is not model.params["embed"] and not model.arch.tied
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("taller", [[EMBED], [HEAD], [EMBED, HEAD]])
+def test_rows_beyond_the_vocabulary_are_not_used(tmp_path, caplog, taller, quantization):
+    folder, logits = save("plain", tmp_path)[1], []
+    tensors = load_file(folder / "model.safetensors")
+    for more in ({}, {name: torch.cat([tensors[name], torch.ones(32, 32)]) for name in taller}):
+        b = NumpyBackend()
+        b = b if quantization == "none" else b.quantized(quantization)
+        model = load_model(changed(folder, more), b)
+        logits.append(b.get(model.step(model.params, cache_of(model), pack(b, [(0, 0, np.arange(9))]))[0]))
+    assert logits[0].shape == (1, SHAPES["vocab_size"])
+    np.testing.assert_array_equal(*logits)
+    assert caplog.text.count("more rows than vocab_size (96)") == 1 and " and ".join(taller) in caplog.text
+    with pytest.raises(InvalidModelFiles, match=r"has shape \(90, 32\), expected \(96, 32\)"):
+        load_model(changed(folder, {name: tensors[name][:90].clone() for name in taller}), b)
+
+
+LEFT_OVER = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+
+def test_settings_of_a_quantization_that_is_undone_are_passed_over(tmp_path):
+    folder = save("plain", tmp_path)[1]
+    assert load_model(changed(folder, **LEFT_OVER), NumpyBackend()).quantization == "none"
+
+
+@pytest.mark.parametrize(
+    "tensors, method, why",
+    [
+        ({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, "gptq", "model.norm.weight is F8_E4M3"),
+        ({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(3)}, "gptq", "up_proj.weight_scale is F32"),
+        ({}, "bitnet", "its layers round plain weights when they compute"),
+    ],
+)
+def test_quantized_weights_are_refused_by_the_name_of_the_method(tmp_path, tensors, method, why):
+    folder = changed(save("plain", tmp_path)[1], tensors, quantization_config={"quant_method": method})
+    with pytest.raises(UnknownArchitecture, match=rf"quantized \(quant_method '{method}': .*{why}\).*unquantized"):
+        load_model(folder, NumpyBackend())
 
 
 def test_the_step_is_pure(plain):
