@@ -203,6 +203,11 @@ def own_head_of_text(tensors, config):
     config["text_config"]["tie_word_embeddings"] = False
 
 
+def left_out(tensors, config):
+    for name in ("layer_types", "query_pre_attn_scalar", "rope_parameters", "sliding_window", "hidden_activation"):
+        del config["text_config"][name]
+
+
 def renamed(find, old, new):
     def change(tensors, config):
         for name in [n for n in tensors if find in n]:
@@ -227,7 +232,7 @@ FILES = {  # name -> model, options of save_pretrained, what changes the tensors
     "Mixtral, one array, older names": ("Mixtral", IN_ONE, renamed(".mlp.", ".mlp.", ".block_sparse_moe.")),
     "Qwen3-MoE, one array": ("Qwen3-MoE", IN_ONE, None),
     "Gemma3, images": ("Gemma3, images", {}, None),
-    "Gemma3, images, in memory": ("Gemma3, images", IN_ONE, None),
+    "Gemma3, images, in memory": ("Gemma3, images", IN_ONE, left_out),
     "Mistral3": ("Mistral3", {}, None),
     "Mistral3, a head of its own": ("Mistral3", {}, own_head_of_text),
 }

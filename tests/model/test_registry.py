@@ -81,7 +81,7 @@ def test_a_place_that_is_not_there_is_an_error_when_it_is_needed(place):
         find({"architectures": ["A"]})
 
 
-@pytest.mark.parametrize("kind", sorted({f.model_type for f in FAMILIES.values()} | {"mamba"}))
+@pytest.mark.parametrize("kind", sorted({f.within or f.model_type for f in FAMILIES.values()} | {"mamba"}))
 def test_every_model_type_is_enough_where_the_architecture_is_not_named(kind):
     name, model = find({"model_type": kind})
-    assert model.model_type == kind and architectures()[name] == "hibachi"
+    assert kind in (model.model_type, getattr(model, "within", None)) and architectures()[name] == "hibachi"
