@@ -195,6 +195,8 @@ def _check_config(contents: Mapping[str, Any], name: str) -> None:
             f"config.json: architectures is {classes!r}; supported for this model_type: {[name]!r}. Use the variant "
             f"that generates text."
         )
+    if contents.get("is_causal") is False:  # its layers would see tokens that are not there yet
+        raise Fields(contents).unknown("is_causal", False, [True])
 
 
 _OURS_TO_SAY = {"auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"}

@@ -15,7 +15,7 @@ import numpy as np
 
 from hibachi.model.arch import Arch, Experts, Layer
 from hibachi.model.defaults import filled, saying_what_is_left_out
-from hibachi.model.fields import Config, Fields, contradiction
+from hibachi.model.fields import Config, Fields, contradiction, is_int
 from hibachi.model.rope import HostArray, kind_of, read_rope, stretching
 
 WEIGHTS: Mapping[str, str | None] = {
@@ -171,7 +171,8 @@ def sliding(c: Fields) -> tuple[Layer, ...]:
 
 def sliding_if_used(c: Fields) -> tuple[Layer, ...]:
     """Qwen: a window only with use_sliding_window, and by default not in the first max_window_layers."""
-    first = c.get("max_window_layers", default=0)
+    if not is_int(first := c.get("max_window_layers", default=0)):
+        raise c.wrong(("max_window_layers",), "an integer", first)
     if not c.flag("use_sliding_window"):
         c = Fields({**c.config, "sliding_window": None})
     return tuple(Layer(window=w) for w in windowed(c, slides=lambda i: i >= first))

@@ -357,6 +357,7 @@ def test_weights_of_another_shape_and_damaged_files(damaged):
     "change, error, match",
     [
         (dict(architectures=["OlmoForSequenceClassification"]), UnknownArchitecture, "the variant that generates"),
+        (dict(is_causal=False), UnknownArchitecture, "is_causal is False; supported: True"),
         (dict(num_attention_heads=5), InvalidModelFiles, "Take config.json"),
         (dict(hidden_size="wide"), InvalidModelFiles, r"config\.json: transformers' OlmoConfig refuses it"),
     ],

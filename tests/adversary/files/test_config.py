@@ -132,6 +132,8 @@ def read(config):
 def test_whatever_a_field_holds_it_is_read_or_refused(name):
     rng, began = random.Random(name), time.perf_counter()
     for kind, scaling in ROPES.items():
+        if name == "Phi3ForCausalLM" and kind != "longrope":  # which it does not have
+            continue
         scaling = {"rope_scaling": {"rope_type": kind, **scaling}} if name != "GPTNeoXForCausalLM" else {}
         config = BASE | scaling | {"architectures": [name]}
         names = []
