@@ -69,7 +69,8 @@ class OwnTokenizer:
         return [(i, 0, 0) for i in self.encode(text)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._own.decode([int(i) for i in ids]))
+        ids = [int(i) for i in ids]
+        return str(self._own.decode(ids)) if ids else ""
 
     def is_silent(self, token: int) -> bool:
         return False
@@ -134,6 +135,8 @@ class NoTokenizer:
     chat_templates: Mapping[str, str] = {}
     chat_template = None
     longest_token = None
+
+    eos_id = None
 
     def fewest_tokens(self, text: str) -> int:
         return 0

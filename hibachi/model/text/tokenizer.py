@@ -32,8 +32,10 @@ class Tokenizer:
     It gives the ids and texts that transformers 5 gives, special tokens included, with one exception:
     clean_up_tokenization_spaces is not followed. It is false by default and ignored for BPE there, as it corrupts text.
 
-    raw: a `tokenizers.Tokenizer`. special: texts such as bos_token and eos_token, for chat templates. chat_template:
-    Jinja source, several by name, or None. whole: a pre-tokenizer that is written in Python leaves out no text.
+    raw: a `tokenizers.Tokenizer`; what it has from training is switched off: truncation, padding, and drawing one of
+    several ways to cut a text. special: texts such as bos_token and eos_token, for chat templates. chat_template: Jinja
+    source, several by name, or None. whole: a pre-tokenizer that is written in Python leaves out no text. rowless: id
+    -> text of tokens for which the model has no row; a text with one is refused.
     """
 
     special: dict[str, str]
@@ -45,16 +47,21 @@ class Tokenizer:
         special: Mapping[str, str] | None = None,
         chat_template: str | Mapping[str, str] | None = None,
         whole: bool = False,
+        rowless: Mapping[int, str] | None = None,
     ) -> None:
         raw.no_truncation()  # some files carry settings from training
         raw.no_padding()
-        self._raw, self.special, self._whole = raw, dict(special or {}), whole
+        for name in ("dropout", "alpha", "nbest_size"):  # of BPE and of Unigram: ids that are drawn
+            if getattr(raw.model, name, None) is not None:
+                setattr(raw.model, name, None)
+        self._raw, self.special, self._whole, self._rowless = raw, dict(special or {}), whole, dict(rowless or {})
         named = chat_template if isinstance(chat_template, Mapping) else {"default": chat_template}
         self.chat_templates: dict[str, str] = {name: source for name, source in named.items() if source is not None}
-        # Tokens are special by their text, so asking is the only way.
-        added = raw.get_added_tokens_decoder()
         self._showing: dict[frozenset[int], Callable[[Sequence[int]], Text]] = {}
-        self._special = {i for i in added if self.decode([i], skip_special_tokens=False) and not self.decode([i])}
+        # Tokens are special by their text, so asking is the only way; without the decoder, as some fail on no text.
+        decoder, raw.decoder = raw.decoder, None
+        self._special = {i for i in raw.get_added_tokens_decoder() if not raw.decode([i])}
+        raw.decoder = decoder
 
     @classmethod
     def load(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
@@ -62,7 +69,8 @@ class Tokenizer:
 
         The first that is there: tokenizer.json; GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe; a
         SentencePiece model, tokenizer.model.
-        vocab_size: of the model; every id of the tokenizer must be below it. Raises InvalidModelFiles, MissingExtra.
+        vocab_size: of the model. Added tokens may have ids beyond it, as published files have: they cannot come. Raises
+        InvalidModelFiles, also for other tokens beyond it; MissingExtra.
         """
         path = Path(path)
         config_file = path / "tokenizer_config.json"
@@ -72,16 +80,21 @@ class Tokenizer:
             raw, file, defaults, whole = _read(path, config)
             flags = file.name != "tokenizer.json"
             special = add_special_tokens(raw, path, {**defaults, **config}, rows=vocab_size, flags=flags)
-            tokenizer = cls(raw, special=special, chat_template=read_templates(path, config), whole=whole)
-            around = tokenizer.encode("")
+            around = raw.encode("").ids
+            tokens = raw.get_vocab(with_added_tokens=True)
+            beyond = {} if vocab_size is None else {i: t for t, i in tokens.items() if i >= vocab_size}
+            templates = read_templates(path, config)
+            tokenizer = cls(raw, special=special, chat_template=templates, whole=whole, rowless=beyond)
         except BaseException as e:
             if not (panicked(e) or isinstance(e, InvalidRequest) or type(e) is Exception):  # which the library raises
                 raise
             raise InvalidModelFiles(f"{file} cannot be used: {e}. Copy or download the file again.") from e
-        if vocab_size is not None and (largest := max([tokenizer.vocab_size - 1, *around])) >= vocab_size:
+        needed = (beyond.keys() - raw.get_added_tokens_decoder().keys()) | (beyond.keys() & set(around))
+        if needed:
             raise InvalidModelFiles(
-                f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}; got ids "
-                f"up to {largest}. Take both from one download."
+                f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}, but for "
+                f"added tokens that stand around no text; got {max(needed)} for {beyond[max(needed)]!r:.80}. Take both "
+                f"from one download."
             )
         return tokenizer
 
@@ -91,6 +104,12 @@ class Tokenizer:
         return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
+    def eos_id(self) -> int | None:
+        """The id of the eos_token that the files name; None if there is none that the model can give."""
+        i: int | None = self._raw.token_to_id(self.special.get("eos_token", ""))
+        return None if i in self._rowless else i
+
+    @property
     def chat_template(self) -> str | None:
         """The template for a conversation without tools; None if there is none."""
         return self.chat_templates.get("default")
@@ -98,7 +117,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. Special tokens are added as the file says; not for a rendered chat, which has its own.
 
-        Raises InvalidRequest for what is no text, and for one that the tokenizer's own rules cannot be applied to.
+        Raises InvalidRequest for what is no text, for one that the tokenizer's own rules cannot be applied to, and for
+        one with a token that the model has no row for.
         """
         ids: list[int] = self._encoded(text, add_special_tokens).ids
         return ids
@@ -112,6 +132,15 @@ class Tokenizer:
         return [(i, begin, end) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)]
 
     def _encoded(self, text: str, special: bool) -> Any:
+        found = self._cut(text, special)
+        if self._rowless and (odd := next((i for i in found.ids if i in self._rowless), None)) is not None:
+            raise InvalidRequest(
+                f"The text holds {self._rowless[odd]!r:.80}, which is token {odd} of the tokenizer; the model has no "
+                f"row for that one. Leave it out."
+            )
+        return found
+
+    def _cut(self, text: str, special: bool) -> Any:
         try:
             if len(text) <= AT_ONCE:
                 return self._raw.encode(text, add_special_tokens=special)
@@ -132,8 +161,12 @@ class Tokenizer:
 
         Raises InvalidModelFiles for a tokenizer whose own rules fail on them.
         """
+        hidden = self._special if skip_special_tokens else ()
+        said = [i for i in map(int, ids) if i not in hidden and self._raw.id_to_token(i) is not None]
+        if not said:  # the library fails on nothing where its decoder strips the end of a text
+            return ""
         try:
-            text: str = self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+            text: str = self._raw.decode(said, skip_special_tokens=skip_special_tokens)
             return text
         except BaseException as e:
             if not panicked(e):
@@ -224,7 +257,7 @@ class Tokenizer:
     @cached_property
     def _special_names(self) -> tuple[re.Pattern[str], dict[str, int]] | None:
         """What finds them, the longest first as the library does, and their ids."""
-        ids = {name: i for i in self._special if (name := self._raw.id_to_token(i))}
+        ids = {name: i for i in self._special - self._rowless.keys() if (name := self._raw.id_to_token(i))}
         if not ids:
             return None
         return re.compile(f"({'|'.join(re.escape(n) for n in sorted(ids, key=len, reverse=True))})"), ids

@@ -3,16 +3,17 @@
 import json
 import shutil
 import sys
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, processors
 
 from hibachi.errors import InvalidModelFiles, InvalidRequest, MissingExtra
 from hibachi.model.text import Tokenizer, render_chat
 
-from .made import BYTES, DATA, FAITHFUL, FALLBACK, SHIPPED, byte_level
+from .made import BYTES, DATA, FAITHFUL, FALLBACK, SHIPPED, byte_level, metaspace
 
 TEXTS = [
     *("Hello world", "  a  b", "don't I'll we've", "naïve 你好 😀\n\n x\t", "e\u0301 Å 12345 x1y2", "", "   "),
@@ -59,11 +60,59 @@ def test_settings_from_training_are_dropped(tmp_path):
     assert Tokenizer.load(tmp_path).encode(text) == BYTES.encode(text)
 
 
+def test_ids_are_not_drawn(tmp_path):
+    """BPE's dropout, from a file and in Python; Unigram's sampling, which files do not keep."""
+    raw, unigram = byte_level(), metaspace()
+    raw.model.dropout = 0.5
+    raw.save(str(tmp_path / "tokenizer.json"))
+    unigram.model.alpha, unigram.model.nbest_size = 0.1, 4
+    text, one = "the cat sat on abab aab", Tokenizer(metaspace())
+    for tokenizer, sure in ((Tokenizer.load(tmp_path), BYTES), (Tokenizer(raw), BYTES), (Tokenizer(unigram), one)):
+        assert {tuple(tokenizer.encode(text)) for _ in range(20)} == {tuple(sure.encode(text))}
+
+
 def test_ids_must_fit_the_model(tmp_path):
     byte_level().save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path, vocab_size=300).vocab_size == 300
-    with pytest.raises(InvalidModelFiles, match=r"below vocab_size 299; got ids up to 299\. Take both"):
+    with pytest.raises(InvalidModelFiles, match=r"below vocab_size 299, but for added.*; got 299 for .*\. Take both"):
         Tokenizer.load(tmp_path, vocab_size=299)
+
+
+PAD = {"added_tokens_decoder": {"300": {"content": "[PAD]", "special": True}}, "eos_token": "[PAD]"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        *({"tokenizer.json": ["[PAD]"]}, {"tokenizer.json": ["[PAD]", "<x>", "<y>"]}, {"tokenizer_config.json": PAD}),
+        {"added_tokens.json": {"[PAD]": 300}, "special_tokens_map.json": {"pad_token": "[PAD]"}},
+    ],
+    ids=lambda files: ", ".join(files),
+)
+def test_added_tokens_may_lack_a_row(tmp_path, files):
+    """Gemma 3's <image_soft_token>, and [PAD] of many a fine-tune: they load, and no prompt may have them."""
+    raw = byte_level()
+    raw.add_special_tokens(files.get("tokenizer.json", []))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, known = Tokenizer.load(tmp_path, vocab_size=300), Tokenizer.load(tmp_path, vocab_size=400)
+    assert tokenizer.encode("the cat") == known.encode("the cat") == BYTES.encode("the cat")
+    assert known.encode("[PAD]")[-1] == 300 and tokenizer.eos_id is None
+    assert known.eos_id == (300 if "tokenizer_config.json" in files else None)
+    for ask in (tokenizer.encode, tokenizer.spans):
+        with pytest.raises(InvalidRequest, match=r"holds '\[PAD\]', which is token 300 .* no row"):
+            ask("the [PAD] cat" + " cat" * 2000)
+    assert tokenizer.split_special("a[PAD]<s>") == ["a[PAD]", 0]
+
+
+def test_what_stands_around_a_text_needs_a_row(tmp_path):
+    raw = byte_level()
+    raw.add_special_tokens(["<x>"])
+    raw.post_processor = processors.TemplateProcessing(single="<x> $A", special_tokens=[("<x>", 300)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InvalidModelFiles, match=r"stand around no text; got 300 for '<x>'\. Take both"):
+        Tokenizer.load(tmp_path, vocab_size=300)
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):
@@ -327,6 +376,24 @@ def test_a_token_that_is_only_named_needs_a_row(tmp_path):
 def test_files_that_contradict_or_make_no_sense(tmp_path, files, message):
     with pytest.raises(InvalidModelFiles, match=message):
         Tokenizer.load(folder_with(tmp_path, **files))
+
+
+STEPS = [decoders.ByteLevel(), decoders.Fuse(), decoders.Metaspace(), decoders.CTC(), decoders.WordPiece()]
+STEPS += [decoders.Strip("a", 0, 1), decoders.Strip("a", 1, 0), decoders.Replace("a", "b"), decoders.ByteFallback()]
+STEPS += [decoders.BPEDecoder(), decoders.Sequence([])]
+
+
+def test_no_ids_have_no_text():
+    """A decoder of the library that strips the end of a text fails where an earlier step has joined nothing to one."""
+    for steps in product(STEPS, STEPS):
+        raw = byte_level()
+        raw.decoder = decoders.Sequence(list(steps))
+        tokenizer = Tokenizer(raw)
+        assert tokenizer.special_ids == {0}
+        assert [tokenizer.decode(ids) for ids in ([], [0], [999], [0, 999])] == [""] * 4
+        for text_after in (tokenizer.text_after, tokenizer.full_text_after):
+            text = text_after(())
+            assert text.push(80) + text.flush() == tokenizer.decode([80])
 
 
 def test_a_token_is_silent_by_its_text():
