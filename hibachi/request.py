@@ -496,7 +496,7 @@ class Request:
     params: how to sample; None means defaults, or a model that returns tokens.
     max_tokens: takes precedence over params.max_tokens.
     stop_rule, include_stop: as for `AutoregressiveBatchInference.run`.
-    bad_words: sequences of token ids that may not occur in the output.
+    bad_words: sequences of token ids that may not occur in the output. banned_first: ids that may not begin it.
     pooling: a vector is wanted in place of tokens, pooled in this way from the model's hidden states. unit: scale it to
     length 1.
     begun: the request was begun elsewhere.
@@ -514,6 +514,7 @@ class Request:
     stop_rule: Any = None
     include_stop: bool | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    banned_first: tuple[int, ...] = ()
     embeds: Any = None
     terms: Terms = Terms()
     pooling: Pooling | None = None

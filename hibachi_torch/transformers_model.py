@@ -19,6 +19,7 @@ import torch
 from hibachi.errors import ConfigError, HibachiError, InvalidModelFiles, UnknownArchitecture
 from hibachi.model.extras import need
 from hibachi.model.fields import Fields, read_json
+from hibachi.model.files import open_files
 from hibachi.model.weights import OWN_HEAD, Checkpoint, refuse_quantized
 from hibachi.tensor.array_backend import ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, StepInputs
@@ -48,7 +49,7 @@ class TransformersModel:
     """A `CachedModel` around a module of transformers, made by `load`.
 
     params: the module's own parameters by name, for those who count them; `step` uses the module. arch_name: its
-    class. max_model_len: the longest sequence. eos_ids, bos_ids: from generation_config.json, else config.json.
+    class. max_model_len: the longest sequence. eos_ids, bos_ids: from the files (`hibachi.model.files`).
     """
 
     def __init__(
@@ -160,7 +161,7 @@ def load(
     with _quiet():
         config = _config(make, contents)
         max_model_len = _max_len(config, max_model_len)
-        eos_ids, bos_ids = (_ids(path, contents, name, config) for name in ("eos_token_id", "bos_token_id"))
+        eos_ids, bos_ids = (_ids(path, name, config.get_text_config()) for name in ("eos_token_id", "bos_token_id"))
         module = _module(cls, config, files, backend.dtype(dtype)).to(backend.device)
         facts: Any = {"dtype": dtype, "max_model_len": max_model_len, "eos_ids": eos_ids, "bos_ids": bos_ids}
         with backend.guard():
@@ -289,14 +290,10 @@ def _module(cls: Any, config: Any, files: Checkpoint, dtype: Any) -> Any:
     return module.eval()
 
 
-def _ids(path: Path, contents: Mapping[str, Any], name: str, config: Any) -> tuple[int, ...]:
-    """Token ids from the first that has some: generation_config.json, config.json, what its class says by default."""
-    generation, text = path / "generation_config.json", config.get_text_config()
-    for source in (read_json(generation) if generation.exists() else {}, contents):
-        if ids := Fields(source).ids(name, text.vocab_size):
-            return ids
-    default: Any = getattr(text, name, None)
-    return tuple(i for i in (default if isinstance(default, list) else [default]) if i in range(text.vocab_size))
+def _ids(path: Path, name: str, text: Any) -> tuple[int, ...]:
+    """Token ids from the files, else those that the class has by default."""
+    own, default = Fields(open_files(path).config), Fields({name: getattr(text, name, None)})
+    return own.ids(name, text.vocab_size) or default.ids(name, text.vocab_size)
 
 
 def _attend_by(module: Any, name: str) -> None:

@@ -144,6 +144,8 @@ def _show(d: Description, facts: dict[str, Any]) -> None:
     _line("vocabulary", d.vocab_size)
     _line("context", f"{d.context} tokens" if d.context else "not limited by the model")
     _line("chat template", d.template or "none")
+    for n, (name, value) in enumerate(d.not_obeyed.items()):
+        _line("" if n else "not obeyed", f"{name} {json.dumps(value)}")
     if facts["memory"]:
         print("\nmemory        dtype         weights      a token   full context")
         _table(facts["memory"])

@@ -420,6 +420,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             params=params,
             seed=seed & (2**64 - 1),
             bad_words=request.bad_words,
+            banned_first=request.banned_first,
             embeds=embeds,
             pooling=request.pooling,
             unit=request.unit,

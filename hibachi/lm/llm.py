@@ -15,7 +15,6 @@ from hibachi.errors import ConfigError
 from hibachi.lm.drafts import resolved
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
-from hibachi.model.generation import generation_defaults
 from hibachi.model.ladder import LanguageModel
 from hibachi.model.pooling import pooling_of
 from hibachi.model.registry import arch_of, is_portable, load_model
@@ -62,8 +61,9 @@ class LLM(Texts):
     are not rounded.
 
     default_params: an attribute, the SamplingParams of a request that brings none; from the model's
-    generation_config.json. As in vLLM, parameters given with a request replace all of them;
-    `llm.default_params.with_(...)` changes a few.
+    generation_config.json, or its GGUF file. As in vLLM, parameters given with a request replace all of them;
+    `llm.default_params.with_(...)` changes a few. eos_ids, rules: attributes, which tokens end a text and which may not
+    come, by the same files and the tokenizer's; they hold for every request (docs/sampling.md).
 
     Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound,
     BackendNotInstalled.
@@ -135,11 +135,15 @@ class LLM(Texts):
         # Kernels of a file may have other bits, and libraries compute some models apart.
         check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
+        ends = self.model.eos_ids
+        if (end := tokenizer.eos_id) is not None and end not in ends and end < self.model.vocab_size:
+            ends = (*ends, end)
+        rules = files.generation.rules(self.model.vocab_size, ends)
         speculation = resolved(
             speculative_config,
             choice.backend,
             self.model.dtype,
-            lambda: vocabulary_of(tokenizer, self.model.vocab_size, self.model.eos_ids),
+            lambda: vocabulary_of(tokenizer, self.model.vocab_size, ends),
         )
         engine = AutoregressiveBatchInference(
             self.model,
@@ -168,9 +172,10 @@ class LLM(Texts):
             engine,
             tokenizer,
             vocab_size=self.model.vocab_size,
-            eos_ids=self.model.eos_ids,
-            default_params=SamplingParams(**generation_defaults(self.path)),
+            eos_ids=ends,
+            default_params=SamplingParams(**files.generation.params()),
         )
+        self.rules = rules
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
         return (asked, True) if asked else pooling_of(self.path)

@@ -19,6 +19,7 @@ from hibachi.lm.holding import Holding
 from hibachi.lm.predictions import Predictions, for_each
 from hibachi.lm.progress import counted, watch
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
+from hibachi.model.generation import NO_RULES, TokenRules
 from hibachi.model.text import Detokenizer
 from hibachi.model.text.own import NoTokenizer
 from hibachi.model.text.prompts import Prompts, conversations, listed
@@ -36,7 +37,7 @@ class Texts(Holding):
     """The methods of a language model: generate, stream, chat, embed, score.
 
     engine: in this process or another. eos_ids: tokens that end a text. vocab_size: None means any id is valid.
-    default_params: for requests that bring none.
+    default_params: for requests that bring none. `rules`, an attribute: for all.
     """
 
     tokenizer: Any
@@ -57,6 +58,7 @@ class Texts(Holding):
         self.tokenizer = tokenizer
         self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_model_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
+        self.rules: TokenRules = NO_RULES
         self._chats: Chats | None = None
         if vocab_size is not None:
             engine.forms.vocabulary = partial(vocabulary_of, tokenizer, vocab_size, self.eos_ids)
@@ -383,9 +385,8 @@ class Texts(Holding):
             )
             for prompt, own, p, some in zip(prompts, ids, each, ready, strict=True)
         ]
-        if isinstance(self.tokenizer, NoTokenizer):  # pieces without a text come with each token, not all at the end
-            for choice in (choice for stream in streams for choice in stream.choices):
-                choice.each = True
+        for choice in (choice for stream in streams for choice in stream.choices):
+            choice.each = isinstance(self.tokenizer, NoTokenizer)  # pieces without a text come with each token
         return streams
 
     def _ready(
@@ -405,7 +406,8 @@ class Texts(Holding):
             run = run.with_(stop_token_ids=(*p.stop_token_ids, *self.eos_ids), ignore_eos=True)
         if p.runs > p.n and p.logprobs is None:
             run = run.with_(logprobs=0)  # to choose by
-        words = tuple(seq for word in p.bad_words for seq in self.prompts.spellings(word))
+        run, banned, first = self.rules.applied(run)
+        words = (*(seq for word in p.bad_words for seq in self.prompts.spellings(word)), *banned)
         embeds = prompt["prompt_embeds"] if isinstance(prompt, Mapping) else None
         host = np.asarray(ids) if embeds is None else None
         ready = []
@@ -418,6 +420,7 @@ class Texts(Holding):
                 run,
                 include_stop=bool(p.include_stop),
                 bad_words=words,
+                banned_first=first,
                 embeds=embeds,
                 terms=terms,
                 prediction=prediction,

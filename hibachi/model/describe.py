@@ -36,7 +36,8 @@ class Description:
     it, with the name of the package that brings it; None means nothing that is registered. problem: None, or why it
     would not load. parameters: how many are used. stored: what they are stored as -> how many of them. arch: the
     description that the decoder is built from. context: most tokens that it was trained for; None means unknown.
-    token: numbers that the cache keeps for each token. template: the name of the chat template.
+    token: numbers that the cache keeps for each token. template: the name of the chat template. not_obeyed: what the
+    files recommend and answers here do not follow, by its name.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Description:
     vocab_size: int | None
     token: int
     template: str | None
+    not_obeyed: Mapping[str, Any]
 
 
 def describe(path: Path) -> Description:
@@ -86,6 +88,7 @@ def describe(path: Path) -> Description:
         vocab_size=arch.vocab_size if arch else files.config.get("vocab_size"),
         token=2 * arch.kv_heads * arch.head_dim * len(arch.layers) if arch else 0,
         template=_template(files),
+        not_obeyed=files.generation.not_obeyed(),
     )
 
 
@@ -128,4 +131,5 @@ def as_json(d: Description) -> dict[str, Any]:
         "windows": sorted({layer.window for layer in arch.layers if layer.window}) if arch else None,
         "experts": arch.experts.count if arch and arch.experts else 0,
         "chat_template": d.template,
+        "not_obeyed": dict(d.not_obeyed),
     }

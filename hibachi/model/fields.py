@@ -90,12 +90,13 @@ class Fields:
         return value
 
     def ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Token ids, written as null, one integer or a list."""
+        """Token ids, written as null, one integer or a list; without those that the vocabulary does not have."""
         value = self.get(name)
         ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
-        if not all(is_int(i) and i < vocab_size for i in ids):
-            raise self.wrong((name,), f"integers below vocab_size ({vocab_size})", value)
-        return tuple(i for i in ids if i >= 0)  # some files write -1 for "none"
+        if not all(map(is_int, ids)):
+            raise self.wrong((name,), "an integer, a list of integers, or null", value)
+        # Some files write -1 for "none", and configs of small vocabularies keep their class's ids.
+        return tuple(i for i in dict.fromkeys(ids) if 0 <= i < vocab_size)
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` numbers > 0."""

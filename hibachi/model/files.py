@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hibachi.errors import ConfigError, InvalidModelFiles
-from hibachi.model.fields import Config, read_json
+from hibachi.model.fields import Config, is_int, read_json
+from hibachi.model.generation import Generation
 from hibachi.model.gguf import GGUF, find_gguf
 from hibachi.model.hub import local_snapshot, parse_name
 from hibachi.model.text import Tokenizer
 from hibachi.model.text.own import NoTokenizer
 from hibachi.model.text.tokenizer import NAMES, has_tokenizer
 from hibachi.model.weights import Checkpoint, Tensors
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _OF_THE_WHOLE = {"architectures": None, "model_type": None, "tie_word_embeddings": True}
@@ -30,13 +34,15 @@ class ModelFiles:
     """What a loader is given.
 
     path: the folder, or the GGUF file. config: the contents of config.json, with the fields of its text_config, if it
-    has one, as if they were its own, and with the bos and eos ids of generation_config.json, which win as in
-    transformers: chat models name the end of a turn there. For a GGUF file the same in the terms of config.json.
+    has one, as if they were its own. Its eos_token_id has those of generation_config.json besides, as chat models name
+    the end of a turn there; the bos_token_id of that file wins. For a GGUF file the same in the terms of config.json.
+    generation: what the files recommend.
     """
 
     path: Path
     config: Config
     gguf: GGUF | None = None
+    generation: Generation = field(default_factory=lambda: Generation({}))
 
     def checkpoint(self) -> Checkpoint:
         """The tensors of a folder by their names in the files. Raises InvalidModelFiles."""
@@ -111,14 +117,41 @@ def open_files(path: str | Path, *, gguf_unpack: bool = False) -> ModelFiles:
     path = Path(path)
     if (file := find_gguf(path)) is not None:
         gguf = GGUF(file, unpack=gguf_unpack)
-        return ModelFiles(file, gguf.config, gguf)
+        return ModelFiles(file, gguf.config, gguf, Generation.of_gguf(gguf.metadata, file))
     if not path.is_dir():
         raise InvalidModelFiles(f"{path} is no model: expected a folder in Hugging Face layout, or a .gguf file.")
     config: dict[str, Any] = read_json(path / "config.json")
     if isinstance(text := config.get("text_config"), dict):
-        ids = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+        ids = {k: config[k] for k in _SPECIAL if config.get(k) is not None}
         config = config | text | ids | {k: config.get(k, usual) for k, usual in _OF_THE_WHOLE.items()}
-    if (path / "generation_config.json").exists():
-        generation = read_json(path / "generation_config.json")
-        config |= {k: generation[k] for k in ("bos_token_id", "eos_token_id") if generation.get(k) is not None}
-    return ModelFiles(path, config)
+    generation = Generation.read(path)
+    bos, eos = (generation.said.get(name) for name in _SPECIAL)
+    config |= {} if bos is None else {"bos_token_id": bos}
+    config |= {} if eos in (None, []) else {"eos_token_id": [*_listed(config.get("eos_token_id")), *_listed(eos)]}
+    return ModelFiles(path, config, generation=generation)
+
+
+_SPECIAL = ("bos_token_id", "eos_token_id")
+_TOKENS = (*_SPECIAL, "eot_token_id", "eom_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+
+
+def warn_of_ids(files: ModelFiles, vocab_size: int) -> None:
+    """Log the token ids of the files that are none of the model's, as they have no effect."""
+    if files.gguf is None:
+        said = {"config.json": read_json(files.path / "config.json"), "generation_config.json": files.generation.said}
+    else:
+        own = {name.removeprefix("tokenizer.ggml."): value for name, value in files.gguf.metadata.items()}
+        said = {files.path.name: own | dict(files.generation.said)}
+    odd = {
+        f"{name} of {file}": ids
+        for file, config in said.items()
+        for name in _TOKENS
+        if (ids := [i for each in _listed(config.get(name)) for i in _listed(each) if is_int(i) and i >= vocab_size])
+    }
+    if odd:
+        told = "; ".join(f"{where}: {', '.join(map(str, ids))}" for where, ids in odd.items())
+        log.warning("token ids outside the vocabulary of %d tokens are left out: %s", vocab_size, told)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

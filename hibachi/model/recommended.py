@@ -1,7 +1,7 @@
 """How the makers of well-known chat models say that they should be sampled, for files that do not say it themselves.
 
-A folder in Hugging Face layout says it in generation_config.json (`hibachi.model.generation`). GGUF files cannot, and
-some folders do not.
+A folder in Hugging Face layout says it in generation_config.json, and a GGUF file in entries of its own
+(`hibachi.model.generation`); many of either do not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from typing import Any
 
 from hibachi.model.files import ModelFiles
-from hibachi.model.generation import generation_defaults
 
 USUAL = {"temperature": 0.7, "top_p": 0.9}
 """Sampling for a conversation with a model that has no recommendation."""
@@ -29,9 +28,9 @@ _GIVEN = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 def chat_sampling(files: ModelFiles) -> dict[str, Any]:
-    """Fields of SamplingParams for a conversation: what generation_config.json says of sampling, else what is known of
-    a model of this name, else `USUAL`. Raises InvalidModelFiles for a generation_config.json that cannot be used."""
-    given = generation_defaults(files.path)
+    """Fields of SamplingParams for a conversation: what its files say of sampling, else what is known of a model of
+    this name, else `USUAL`. Raises InvalidModelFiles for what the files say and cannot be used."""
+    given = files.generation.params()
     if any(name in given for name in _GIVEN):
         return given
     return next((known for part, known in _KNOWN.items() if _has(files, part)), USUAL) | given

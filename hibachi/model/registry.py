@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -15,7 +16,7 @@ from hibachi.model.decoder import Decoder
 from hibachi.model.defaults import saying_what_is_left_out
 from hibachi.model.families import FAMILIES, Family
 from hibachi.model.fields import Config, Fields
-from hibachi.model.files import ModelFiles, locate, open_files
+from hibachi.model.files import ModelFiles, locate, open_files, warn_of_ids
 from hibachi.model.ladder import LanguageModel
 from hibachi.model.tensors import Canonical
 from hibachi.model.weights import Weights
@@ -123,23 +124,24 @@ def load_model(
     if backend is None or isinstance(backend, str):
         backend = resolve_or_best(backend)
     files = model if isinstance(model, ModelFiles) else open_files(locate(model), gguf_unpack=gguf_unpack)
+    loaded: LanguageModel[Any] | None = None
     try:
         _, found = find(files.config)
-        if isinstance(found, Family):
-            return load_family(found, files, backend, dtype=dtype, max_model_len=max_model_len)
-        return found.load(files, backend, dtype=dtype, max_model_len=max_model_len)
+        load = partial(load_family, found) if isinstance(found, Family) else found.load
+        loaded = load(files, backend, dtype=dtype, max_model_len=max_model_len)
     except UnknownArchitecture:
-        foreign: LanguageModel[Any] | None = None
         if files.gguf is None:
-            foreign = backend.foreign_model(files.path, dtype=dtype or "float32", max_model_len=max_model_len)
-        if foreign is None:
+            loaded = backend.foreign_model(files.path, dtype=dtype or "float32", max_model_len=max_model_len)
+        if loaded is None:
             raise
         if backend.quantization != "none":
             raise ConfigError(
                 f"quantization={backend.quantization!r} is for architectures that are registered with hibachi; a model "
                 f"that runs through transformers keeps its weights. Pass quantization=None."
             ) from None
-        return foreign
+    if isinstance(size := getattr(loaded, "vocab_size", None), int):  # a loader of others may return what it likes
+        warn_of_ids(files, size)
+    return loaded
 
 
 def arch_of(files: ModelFiles) -> Arch | None:

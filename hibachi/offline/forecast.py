@@ -20,7 +20,6 @@ from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.extras import need
 from hibachi.model.files import locate, open_files
-from hibachi.model.generation import generation_defaults
 from hibachi.model.registry import arch_of
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.offline.batch import PIPE, Batch
@@ -35,7 +34,7 @@ from hibachi.offline.works.work import Prepared, RowError, Work
 from hibachi.phases import duration
 from hibachi.plan.compose import Composer
 from hibachi.plan.limits import Limits
-from hibachi.remote.opening import sampling_defaults, template_of
+from hibachi.remote.opening import generation_of, template_of
 from hibachi.remote.settings import parsers_of
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime, read_step_time
@@ -227,14 +226,14 @@ def _unloaded(settings: SimpleNamespace) -> Texts:
         )
         vocab = arch.vocab_size if arch else files.config.get("vocab_size")
         tokenizer = files.tokenizer(vocab_size=vocab)
-        defaults, eos = SamplingParams(**generation_defaults(files.path)), ()
+        defaults, eos = SamplingParams(**files.generation.params()), ()
         blocks = rows * -(-longest // size) + 1
         if arch is not None:
             width = 4 if (settings.dtype or files.dtype or "float32") == "float32" else 2
             position = sum(2 * arch.kv_heads * arch.head_dim * width for _ in arch.layers)
             blocks = min(blocks, (settings.kv_cache_memory_bytes or CACHE) // (position * size) + 1)
-    if (given := sampling_defaults(settings.generation_config)) is not None:
-        defaults = given
+    if (given := generation_of(settings.generation_config)) is not None:
+        defaults = SamplingParams(**given.params())
     if not settings.enable_prefix_caching:
         blocks = 0
     limits = Limits(rows, max(settings.max_num_batched_tokens, rows), 1, max(longest, 2), blocks, size)

@@ -14,7 +14,7 @@ from hibachi.lm.own import is_own, no_text
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.model.files import locate, open_files
-from hibachi.model.generation import generation_defaults
+from hibachi.model.generation import NO_RULES
 from hibachi.model.pooling import pooling_of
 from hibachi.named import look_beside
 from hibachi.options import check_options
@@ -59,7 +59,7 @@ class RemoteLLM(Texts):
         model = str(model)
         if engine is None:
             engine = _started(type(self).__name__, model, options)
-        facts, ready = engine.facts, engine.ready
+        facts, ready, rules = engine.facts, engine.ready, NO_RULES
         try:
             if is_own(model):
                 if ready.tokenizer is None:
@@ -68,12 +68,14 @@ class RemoteLLM(Texts):
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
-                params = SamplingParams(**generation_defaults(files.path))
+                params = SamplingParams(**files.generation.params())
+                rules = files.generation.rules(facts.vocab_size or 0, ready.eos_ids)
         except BaseException:
             engine.close()
             raise
         self._path = None if is_own(model) else files.path
         super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=ready.eos_ids, default_params=params)
+        self.rules = rules
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
         return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)

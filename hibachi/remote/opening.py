@@ -12,7 +12,7 @@ from hibachi.lm.holding import Holding
 from hibachi.lm.own import is_own, open_model
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
-from hibachi.model.generation import generation_defaults
+from hibachi.model.generation import Generation
 from hibachi.phases import phase
 from hibachi.remote.llm import open_remote
 from hibachi.request import SamplingParams
@@ -29,7 +29,7 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens
 
     Raises what making a model raises, and ConfigError.
     """
-    template, defaults = template_of(settings.chat_template), sampling_defaults(settings.generation_config)
+    template, generation = template_of(settings.chat_template), generation_of(settings.generation_config)
     make = open_remote if settings.engine == "child" else open_model
     texts = make(settings.model, **engine_options(settings), **more)
     try:
@@ -37,8 +37,9 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens
             _only_tokens(settings)
             return texts, None
         check_template(settings.chat_template, template, texts.tokenizer)
-        if defaults is not None:
-            texts.default_params = defaults
+        if generation is not None:
+            texts.default_params = SamplingParams(**generation.params())
+            texts.rules = generation.rules(texts.vocab_size or 0, texts.eos_ids)
         _warm(texts, template)
     except BaseException:
         texts.close()
@@ -145,15 +146,15 @@ def template_of(given: str | None) -> str | None:
     return given
 
 
-def sampling_defaults(which: str) -> SamplingParams | None:
-    """Of requests that do not say how to sample; None means as the model's files say. Raises ConfigError."""
+def generation_of(which: str) -> Generation | None:
+    """What is recommended in place of what the model's files say, which None means. Raises ConfigError."""
     if which == "auto":
         return None
     if which == "vllm":
-        return SamplingParams()
+        return Generation({})
     folder = Path(which).parent if Path(which).name == "generation_config.json" else Path(which)
     if not (folder / "generation_config.json").is_file():
         raise ConfigError(
             f"--generation-config {which}: expected auto, vllm, or a folder with a generation_config.json."
         )
-    return SamplingParams(**generation_defaults(folder))
+    return Generation.read(folder)

@@ -31,6 +31,7 @@ class Job:
     params: SamplingParams | None = None
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that may not occur
+    banned_first: tuple[int, ...] = ()  # token ids that may not come first
     embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
     kind: Kind | None = None  # of its tokens; of feed-forward, of its input
     padding: Any = None  # the padding token of its kind: on the host [*tok], native [1, *tok]

@@ -92,7 +92,9 @@ class RowEdits:
         self._always = np.zeros(rows, bool)  # wants changes in every step
         self._guided = np.zeros(rows, bool)  # likewise, but these can be made late: see `RowSampler.plain`
         self._looks = np.zeros(rows, bool)  # what it changes depends on the tokens before
-        self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
+        self._until = np.zeros(
+            rows, np.int32
+        )  # length before which some tokens may not come: ends, or those banned first
         self.some: bool = False  # does a row want changes, in any step?
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
@@ -101,11 +103,13 @@ class RowEdits:
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
         self._guided[row] = job.guided is not None
-        self._looks[row] = bool(job.guided or job.bad_words or params.logits_processors) or penalised(params)
+        self._looks[row] = bool(job.guided or params.logits_processors) or penalised(params)
+        self._looks[row] |= any(len(word) > 1 for word in job.bad_words)
         self._always[row] = bool(
             params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
-        self._until[row] = min(start + params.min_tokens, MOST_INT) if self._stop_tokens(job) else 0
+        least = max(params.min_tokens if self._stop_tokens(job) else 0, bool(job.banned_first))
+        self._until[row] = min(start + least, MOST_INT) if least else 0
         self.some = bool(self._always.any() or self._guided.any() or self._until.any())
         job.changes = None
         if not self._always[row] and not self._until[row] and not self._guided[row]:
@@ -115,7 +119,7 @@ class RowEdits:
             changes.kept = masks.packed(params.allowed_token_ids, self.vocab_size)
         for token, value in dict(params.logit_bias).items():
             changes.bias.add(token, value)
-        for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
+        for token in (*(word[-1] for word in job.bad_words), *job.banned_first, *self._stop_tokens(job)):
             changes.bias.add(token, 0)
         self._factor[row] = params.repetition_penalty
         self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
@@ -207,7 +211,8 @@ class RowEdits:
     def _ban(self, job: Job, bias: HostArray, ids: HostArray, position: int) -> None:
         """Set tokens that may not come at this position to -inf. bias, ids [W]: the row's list."""
         row, start = job.seq.row, job.seq.prompt_len
-        banned = self._stop_tokens(job) if position < self._until[row] else []
+        banned = self._stop_tokens(job) if position < start + job.sampling.min_tokens else []
+        banned += job.banned_first if position == start else ()
         if job.bad_words:
             longest = max(map(len, job.bad_words))
             output = tuple(self.table.read(row, max(start, position + 1 - longest), position).tolist())

@@ -305,7 +305,9 @@ class Served:
                 )
             else:
                 engine = self.what.engine
-                request = Request(prompt, asked.params, include_stop=asked.include_stop, terms=terms, inputs=inputs)
+                params, words, first = self.what.rules.applied(asked.params or SamplingParams())
+                banned: Any = {"bad_words": words, "banned_first": first}
+                request = Request(prompt, params, include_stop=asked.include_stop, terms=terms, inputs=inputs, **banned)
                 yield engine.submit(engine.check(request))
 
     @contextmanager

@@ -79,13 +79,13 @@ def test_c1_min_tokens_beyond_what_fits_keeps_stop_tokens_away_up_to_the_end():
 
 
 def test_c1_a_generation_config_with_a_huge_top_k(tmp_path):
-    from hibachi.model.generation import generation_defaults
+    from hibachi.model.generation import Generation
 
     (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648, "max_new_tokens": 1e400}')
     with pytest.raises(hibachi.InvalidModelFiles, match="max_tokens"):
-        generation_defaults(tmp_path)
+        Generation.read(tmp_path).params()
     (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648}')
-    assert SamplingParams(**generation_defaults(tmp_path)).top_k == MOST_INT
+    assert SamplingParams(**Generation.read(tmp_path).params()).top_k == MOST_INT
 
 
 @pytest.mark.parametrize(

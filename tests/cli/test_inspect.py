@@ -51,6 +51,13 @@ def test_a_page_for_people(inspect):
     assert "4 layers, 256 wide, 4 heads on 2 of keys and values of 64" in out
 
 
+def test_what_the_files_recommend_in_vain(inspect, facts, model_copy):
+    said = {"num_beams": 4, "no_repeat_ngram_size": 2, "forced_eos_token_id": 7, "top_k": 5, "length_penalty": 1.0}
+    path = model_copy({"generation_config.json": lambda _: json.dumps(said).encode()})
+    assert "not obeyed    no_repeat_ngram_size 2\n              num_beams 4\n" in inspect(path)[1]
+    assert facts(path)[1]["not_obeyed"] == {"num_beams": 4, "no_repeat_ngram_size": 2, "forced_eos_token_id": 7}
+
+
 def test_a_draft_model_beside_it(inspect, tmp_path):
     status, out, err = inspect("tiny", "--draft", "tiny")
     assert (status, err) == (0, "") and max(map(len, out.replace(str(TINY), "").splitlines())) <= 80

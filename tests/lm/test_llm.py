@@ -580,7 +580,7 @@ def test_stop_may_be_none_or_a_single_id():
         ("no weights", InvalidModelFiles, r"expected model\.safetensors.*Download them"),
         ("truncated weights", InvalidModelFiles, "not a complete safetensors file.*download the file again"),
         ("weights of another shape", InvalidModelFiles, "is missing.*from one download"),
-        ("other tokenizer", InvalidModelFiles, "ids below vocab_size 2048; got ids up to 1000000. Take both"),
+        ("other tokenizer", InvalidModelFiles, "ids below vocab_size 2048.*; got 1000000 for .* Take both"),
     ],
 )
 def test_a_damaged_model_is_refused(witness, damaged_models, what, error, message):

@@ -209,9 +209,9 @@ def test_ids_that_begin_and_end_a_text(damaged):
     folder = damaged(config=lambda c: c.update(eos_token_id=2, bos_token_id=None))
     model = load(folder)
     assert (model.eos_ids, model.bos_ids) == ((2,), ())
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8], "bos_token_id": 9}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 50256, 8], "bos_token_id": 9}')
     model = load(folder)
-    assert (model.eos_ids, model.bos_ids) == ((7, 8), (9,))
+    assert (model.eos_ids, model.bos_ids) == ((2, 7, 8), (9,))
 
 
 def test_the_longest_sequence(folder_of):

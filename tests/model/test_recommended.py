@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hibachi.model.files import TINY, open_files
+from hibachi.model.generation import Generation
 from hibachi.model.recommended import USUAL, chat_sampling
 
 
@@ -43,5 +44,5 @@ def test_its_files_come_first(tmp_path):
 @pytest.mark.parametrize("key", ["general.name", "general.basename"])
 def test_a_gguf_file_says_its_name(tmp_path, key):
     gguf = SimpleNamespace(metadata={key: "SmolLM2 135M Instruct", "general.size_label": 3})
-    files = SimpleNamespace(config={}, gguf=gguf, path=tmp_path / "weights.gguf")
+    files = SimpleNamespace(config={}, gguf=gguf, path=tmp_path / "weights.gguf", generation=Generation({}))
     assert chat_sampling(files) == {"temperature": 0.2, "top_p": 0.9}
