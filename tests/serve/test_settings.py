@@ -389,9 +389,10 @@ def test_defaults_of_sampling_come_from_where_the_setting_says(opened, model_cop
     folder = str(model_copy({"generation_config.json": lambda _: b'{"temperature": 0.3, "top_p": 0.9}'}))
     assert opened(model=folder).texts.default_params == SamplingParams(temperature=0.3, top_p=0.9)
     assert opened(model=folder, generation_config="vllm").texts.default_params == SamplingParams()
-    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7, "suppress_tokens": [5]}')
     for place in (tmp_path, tmp_path / "generation_config.json"):
-        assert opened(model=folder, generation_config=str(place)).texts.default_params == SamplingParams(top_k=7)
+        texts = opened(model=folder, generation_config=str(place)).texts
+        assert (texts.default_params, texts.rules.bad_words) == (SamplingParams(top_k=7), ((5,),))
 
 
 def test_a_chat_template_may_be_a_file_a_name_or_source(opened, tmp_path):
