@@ -162,7 +162,6 @@ def said(model, opened=LLM, **params):
     "config",
     [
         dict(suppress_tokens=[50, 9999, -1]),
-        dict(bad_words_ids=[[50]]),
         dict(bad_words_ids=[[50, 50], [50, 0]]),
         dict(begin_suppress_tokens=[50]),
         dict(eos_token_id=50, min_new_tokens=3),
@@ -241,7 +240,6 @@ def test_ids_outside_the_vocabulary_are_left_out_with_one_warning(tmp_path, capl
         assert (llm.eos_ids, llm.model.bos_ids, llm.rules) == ((80,), (), TokenRules(bad_words=((0,),)))
     make(tmp_path / "m.gguf", "llama", {"/tokenizer.ggml.eos_token_id": 40})
     load_model(tmp_path / "m.gguf", "numpy")
-    load_model(made(tmp_path, config=dict(eos_token_id=96), generation_config={}), "numpy")
     assert [r.message.partition("left out: ")[2] for r in caplog.records] == [
         "bos_token_id of config.json: 50257; eos_token_id of config.json: 50256; eos_token_id of "
         "generation_config.json: 300; suppress_tokens of generation_config.json: 97; bad_words_ids of "

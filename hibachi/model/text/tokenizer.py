@@ -80,21 +80,20 @@ class Tokenizer:
             raw, file, defaults, whole = _read(path, config)
             flags = file.name != "tokenizer.json"
             special = add_special_tokens(raw, path, {**defaults, **config}, rows=vocab_size, flags=flags)
-            around = raw.encode("").ids
-            tokens = raw.get_vocab(with_added_tokens=True)
-            beyond = {} if vocab_size is None else {i: t for t, i in tokens.items() if i >= vocab_size}
+            rows = 2**32 if vocab_size is None else vocab_size
+            beyond = {i: text for text, i in raw.get_vocab(with_added_tokens=True).items() if i >= rows}
             templates = read_templates(path, config)
             tokenizer = cls(raw, special=special, chat_template=templates, whole=whole, rowless=beyond)
+            around = {i for i in raw.encode("").ids if i >= rows}
         except BaseException as e:
             if not (panicked(e) or isinstance(e, InvalidRequest) or type(e) is Exception):  # which the library raises
                 raise
             raise InvalidModelFiles(f"{file} cannot be used: {e}. Copy or download the file again.") from e
-        needed = (beyond.keys() - raw.get_added_tokens_decoder().keys()) | (beyond.keys() & set(around))
-        if needed:
+        if needed := (beyond.keys() - raw.get_added_tokens_decoder().keys()) | around:
             raise InvalidModelFiles(
                 f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}, but for "
-                f"added tokens that stand around no text; got {max(needed)} for {beyond[max(needed)]!r:.80}. Take both "
-                f"from one download."
+                f"added tokens that stand around no text; got {max(needed)} for {beyond.get(max(needed), 'no token')!r:.80}. "
+                f"Take both from one download."
             )
         return tokenizer
 
