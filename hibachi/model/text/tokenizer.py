@@ -29,8 +29,10 @@ AT_ONCE = 4096  # characters, of which others wait for a millisecond or two
 class Tokenizer:
     """The tokenizer of a model, run by the library tokenizers.
 
-    It gives the ids and texts that transformers 5 gives, special tokens included, with one exception:
-    clean_up_tokenization_spaces is not followed. It is false by default and ignored for BPE there, as it corrupts text.
+    It gives the ids and texts that transformers 5 gives, special tokens included, with three exceptions. A
+    tokenizer.json counts as it stands, where some classes there put their own parts in place of the file's. Ids are
+    never drawn. clean_up_tokenization_spaces is not followed: it is false by default and ignored for BPE there, as it
+    corrupts text.
 
     raw: a `tokenizers.Tokenizer`; what it has from training is switched off: truncation, padding, and drawing one of
     several ways to cut a text. special: texts such as bos_token and eos_token, for chat templates. chat_template: Jinja
@@ -92,8 +94,8 @@ class Tokenizer:
         if needed := (beyond.keys() - raw.get_added_tokens_decoder().keys()) | around:
             raise InvalidModelFiles(
                 f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}, but for "
-                f"added tokens that stand around no text; got {max(needed)} for {beyond.get(max(needed), 'no token')!r:.80}. "
-                f"Take both from one download."
+                f"added tokens that stand around no text; got {max(needed)} for "
+                f"{beyond.get(max(needed), 'no token')!r:.80}. Take both from one download."
             )
         return tokenizer
 
