@@ -96,7 +96,9 @@ def test_the_text_model_within_one_of_images_writes_what_it_writes_alone(tmp_pat
     for ids_of_all, eos in ({}, (7,)), ({"eos_token_id": [8, 9]}, (8, 9)):
         (folder / "config.json").write_text(json.dumps(whole | ids_of_all))
         with LLM(folder) as llm:
-            assert llm.eos_ids == eos and ids(llm.generate(PROMPTS, greedy())) == ids(expected)
+            assert llm.eos_ids == (*eos, 0) and ids(llm.generate(PROMPTS, greedy())) == ids(
+                expected
+            )  # 0: the tokenizer's
     d, alone = describe(folder), describe(TINY)
     assert d.problem is None and (d.architecture, d.parameters) == (whole["architectures"][0], alone.parameters)
     assert (d.context, d.vocab_size, d.token) == (CONTEXT, VOCAB, alone.token)
