@@ -81,7 +81,7 @@ class Tensors(Weights):
     def check(self, required: Shapes, optional: Shapes | None = None) -> None:
         """Compare all names, shapes and dtypes with those that the model's config implies.
 
-        `optional` tensors may be missing. Raises one InvalidModelFiles that lists everything that is wrong.
+        `optional` tensors may be missing. Raises one InvalidModelFiles that lists what is wrong, to 100 lines.
         """
         allowed = {**(optional or {}), **required}
         faults = [f"{name} is missing (expected shape {shape})" for name, shape in required.items() if name not in self]
@@ -94,6 +94,7 @@ class Tensors(Weights):
             elif dtype not in self.readable:
                 faults.append(f"{name} is stored as {dtype}, expected one of {', '.join(sorted(self.readable))}")
         if faults:
+            faults[_MOST_FAULTS:] = [f"and {len(faults) - _MOST_FAULTS} more"] if len(faults) > _MOST_FAULTS else []
             raise InvalidModelFiles(
                 f"The weights in {self.path} do not fit its config:\n  " + "\n  ".join(faults) + "\n"
                 "Take config and weights from one download; a model of another architecture or quantized in another "
@@ -112,6 +113,7 @@ _MOST_HEADER = 32 << 20  # bytes; real ones have some thousands
 _MOST_INDEX = 64 << 20
 _MOST_DIMS = 16
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_FAULTS = 100  # lines of a message
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

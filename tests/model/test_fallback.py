@@ -273,7 +273,6 @@ def test_texts_and_forms_of_a_model_with_its_own_cache(tmp_path):
     "kind, changes, why",
     [
         ("bert", dict(is_decoder=False), ["not causal, nor with a window", "it returns no cache"]),
-        ("olmo", dict(is_causal=False), ["not causal, nor with a window", "differ by"]),
         ("rwkv", {}, ["attention interface", "two rows at once differ by"]),
         ("openai-gpt", {}, ["attention interface", "it keeps no cache"]),
         ("recurrent_gemma", {}, ["linear_attention", "it returns no cache"]),
