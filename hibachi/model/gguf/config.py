@@ -17,8 +17,8 @@ import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.defaults import Derived
+from hibachi.model.gguf.ends import end_ids, special_id
 from hibachi.model.gguf.file import Blocks, Metadata
-from hibachi.model.gguf.tokenizer import end_ids, special_id
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,8 @@ def read_config(source: Source) -> Config:
             f"{source.file} should have {source.get('block_count')} blocks, by {source.architecture}.block_count; its "
             f"tensors belong to {len(blocks)}. Convert or download it again."
         )
+    if source.architecture not in _PARTLY_TURNED:
+        _check_turned(source)
     config = own | _common(source) | architecture.base(source) | architecture.config(source)
     return Derived({name: value for name, value in config.items() if value is not None})
 
@@ -214,6 +216,18 @@ def _layer_norm(s: Source) -> Config:
 
 
 # ---- rotary frequencies --------------------------------------------------------------------------------------------
+
+_PARTLY_TURNED = ("phi3", "gptneox", "gpt2", "mamba")  # whose config says how much of a head is turned; or nothing is
+
+
+def _check_turned(s: Source) -> None:
+    """Raises UnknownArchitecture for a file of which only a part of each head is turned."""
+    for name in ("rope.dimension_count", "rope.dimension_count_swa"):
+        if s.get(name) is not None and s.count(name) != s.head_dim():
+            raise UnknownArchitecture(
+                f"{s.file}: {s.architecture}.{name} must be {s.head_dim()}, the size of a head; got {s.count(name)}. "
+                f"{s.architecture} with heads of which a part is turned is not supported: use another file of it."
+            )
 
 
 def _rope_scaling(s: Source) -> Config | None:

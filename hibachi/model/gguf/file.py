@@ -130,6 +130,8 @@ class Blocks(Stored):
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
     """Metadata and tensors of a file. Numbers of an array come as a NumPy array, floats in their shortest form.
 
+    In entries of text, bytes that are no UTF-8 come as U+FFFD; in those of a tokenizer as lone surrogates, as with
+    errors="surrogateescape".
     Raises InvalidModelFiles for a file that is not GGUF, damaged, or of a version before 2.
     """
     try:
@@ -157,10 +159,10 @@ def _read(c: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, Blocks]]:
         raise c.broken(f"its header promises {entries} entries and {tensors} tensors")
     metadata: dict[str, Any] = {}
     for _ in range(entries):
-        key = c.string(_MOST_NAME)
+        key = c.strings(1, _MOST_NAME, errors="replace")[0]
         if key in metadata:
             raise c.broken(f"the entry {key!r:.100} occurs twice")
-        metadata[key] = c.value(c.number("I"))
+        metadata[key] = c.value(c.number("I"), key)
     infos = [c.tensor() for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -204,32 +206,35 @@ class _Cursor:
     def number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
 
-    def string(self, most: int = _MOST_HEADER) -> str:
-        return self.strings(1, most)[0]
-
-    def strings(self, count: int, most: int = _MOST_HEADER) -> list[str]:
+    def strings(self, count: int, most: int = _MOST_HEADER, *, errors: str, what: str = "a name") -> list[str]:
+        """errors: as of bytes.decode."""
         out, length = [], struct.Struct("<Q")
         try:
             for _ in range(count):
                 (size,) = length.unpack(self.take(8))
                 if size > most:
                     raise self.broken(f"a name of {size} bytes")
-                out.append(self.take(size).decode("utf-8"))
+                out.append(self.take(size).decode("utf-8", errors))
         except UnicodeDecodeError as e:
-            raise self.broken(str(e)) from e
+            raise self.broken(f"{what} is no UTF-8: {e.object!r:.80}") from e
         return out
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, key: str) -> Any:
+        """Bytes that are no UTF-8 matter to who reads the entry: most are for people, a tokenizer says which token it
+        is, and without an architecture there is nothing.
+        """
+        errors = "surrogateescape" if key.startswith("tokenizer.") else "replace"
+        errors = "strict" if key == "general.architecture" else errors
         if kind == _STRING:
-            return self.string()
+            return self.strings(1, errors=errors, what=key)[0]
         if kind == _ARRAY:
-            return self.array(self.number("I"), self.number("Q"))
+            return self.array(self.number("I"), self.number("Q"), errors)
         number = self.number(self.form(kind))
         return float(str(np.float32(number))) if kind == _FLOAT else number  # 1e-05, not 9.999999747378752e-06
 
-    def array(self, kind: int, count: int) -> Any:
+    def array(self, kind: int, count: int, errors: str) -> Any:
         if kind == _STRING:
-            return self.strings(count)
+            return self.strings(count, errors=errors)
         form = self.form(kind)
         numbers = np.frombuffer(self.take(struct.calcsize(f"<{form}") * count), f"<{form}".replace("?", "u1"))
         return numbers != 0 if form == "?" else numbers
@@ -241,7 +246,7 @@ class _Cursor:
 
     def tensor(self) -> tuple[str, str, Shape, int, int]:
         """name, dtype, shape, offset, size in bytes"""
-        name, count = self.string(_MOST_NAME), self.number("I")
+        name, count = self.strings(1, _MOST_NAME, errors="strict")[0], self.number("I")
         if count > _MOST_DIMS:
             raise self.broken(f"{name!r:.100} has {count} dimensions")
         shape = tuple(self.number("Q") for _ in range(count))[::-1]

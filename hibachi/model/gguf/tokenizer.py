@@ -1,13 +1,12 @@
 """The tokenizer in the metadata of a GGUF file, built for the library tokenizers.
 
-A file holds the vocabulary, and merges or scores; how text is cut before that is only named (`tokenizer.ggml.pre`). The
-patterns below are those of the tokenizer.json files that the names stand for, as listed in llama.cpp's llama-vocab.cpp.
+A file holds the vocabulary, and merges or scores; how text is cut before that is only named, see `cuts`.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,75 +14,29 @@ import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.extras import need, panicked
+from hibachi.model.gguf.cuts import CUTS, OLD, Cut
+from hibachi.model.gguf.ends import MARKERS, known_ends, special_id
 from hibachi.model.gguf.file import Metadata
 from hibachi.model.text.merges import cuts
-from hibachi.model.text.patterns import GPT4O, LLAMA3, QWEN2, TEKKEN
+
+log: logging.Logger = logging.getLogger("hibachi.model")
 
 
 class Pieces(NamedTuple):
     """What a `hibachi.model.text.Tokenizer` is made of, by the names of its arguments.
 
-    raw: a tokenizers.Tokenizer. special: texts such as bos_token and eos_token. chat_template: Jinja source, or None.
+    raw: a tokenizers.Tokenizer. special: texts such as bos_token and eos_token. chat_template: Jinja sources by name.
     """
 
     raw: Any
     special: dict[str, str]
-    chat_template: str | None
+    chat_template: dict[str, str]
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
-_PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's filling of ids without a token
+_PADDING = re.compile(r"\[PAD\d+\]|<pad>|\[PAD\]|<unused\d*>")  # the first is llama.cpp's filling
+_ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8, as read_header has them
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-
-# ---- cutting text, for byte-level vocabularies ---------------------------------------------------------------------
-
-
-class _Cut(NamedTuple):
-    """patterns: text is split at their matches, one after the other; none: GPT-2's pattern, which the library has.
-
-    digits: each by itself; thousands: in threes; punctuation: apart from words. nfc: text is normalised first. whole:
-    a word that is a token is not merged from its parts. bos: texts begin with the bos token, unless the file says no.
-    """
-
-    patterns: tuple[str, ...] = ()
-    digits: bool = False
-    thousands: bool = False
-    punctuation: bool = False
-    nfc: bool = False
-    whole: bool = False
-    bos: bool = False
-
-    def steps(self, library: Any) -> Any:
-        """As a pre-tokenizer of the library."""
-        pre = library.pre_tokenizers
-        digits = [pre.Digits(individual_digits=True)] if self.digits else []
-        split = [pre.Split(library.Regex(p), behavior="isolated") for p in self.patterns]
-        to_bytes = pre.ByteLevel(add_prefix_space=False, use_regex=not self.patterns)
-        if self.punctuation:  # Falcon
-            threes = [pre.Digits(individual_digits=False), pre.Split(library.Regex("[0-9][0-9][0-9]"), "isolated")]
-            last = threes if self.thousands else digits
-            return pre.Sequence([pre.Punctuation(behavior="contiguous"), to_bytes, *last])
-        return pre.Sequence([*digits, *split, to_bytes])
-
-
-_CUTS: Mapping[str, _Cut] = {
-    **dict.fromkeys(("gpt-2", "phi-2"), _Cut()),
-    **dict.fromkeys(("mpt", "olmo"), _Cut(nfc=True)),  # the tokenizer of GPT-NeoX
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Cut((LLAMA3,), whole=True, bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut((LLAMA3,))),
-    "qwen2": _Cut((QWEN2,), nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Cut((QWEN2,))),
-    "tekken": _Cut((TEKKEN,), whole=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Cut((GPT4O,))),
-    "falcon": _Cut(punctuation=True, thousands=True),
-    "falcon3": _Cut(punctuation=True, digits=True),
-}
-"""`tokenizer.ggml.pre` -> how text is cut."""
-
-_OLD = {"gpt2": "gpt-2", "gptneox": "mpt", "mamba": "mpt", "falcon": "falcon", "starcoder2": "starcoder"}
-"""Architecture -> what its files mean that do not name it."""
-
 
 # ---- building --------------------------------------------------------------------------------------------------------
 
@@ -94,11 +47,12 @@ def read_tokenizer(file: Path, metadata: Metadata) -> Pieces:
     Raises InvalidModelFiles, UnknownArchitecture for a kind that we do not know, MissingExtra without tokenizers.
     """
     source = _Source(file, metadata)
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(source.text("model", ""))
+    build = {"gpt2": _bpe, "gemma4": _bpe, "llama": _sentencepiece}.get(source.text("model", ""))
     if build is None:
         raise UnknownArchitecture(
-            f"{file} has a tokenizer of the kind {source.get('model')!r:.100}; known: gpt2 (byte-level BPE) and llama "
-            f"(SentencePiece). hibachi.load_model(path) loads the model without it; encode and decode outside."
+            f"{file} has a tokenizer of the kind {source.get('model')!r:.100}; known: gpt2 (byte-level BPE), gemma4 "
+            f"and llama (SentencePiece). hibachi.load_model(path) loads the model without it; encode and decode "
+            f"outside."
         )
     library = need("tokenizers", "Text")
     try:
@@ -111,41 +65,19 @@ def read_tokenizer(file: Path, metadata: Metadata) -> Pieces:
             raise
         raise InvalidModelFiles(f"The tokenizer in {file} cannot be built: {e}. Convert or download it again.") from e
     special = {f"{ours}_token": text for ours, name in _SPECIAL.items() if (text := source.special(name)) is not None}
-    template = metadata.get("tokenizer.chat_template")
-    return Pieces(raw, special, template if isinstance(template, str) else None)
+    return Pieces(raw, special, _templates(source))
 
 
-def special_id(metadata: Metadata, name: str, size: int) -> int | None:
-    """The id of bos, eos, unknown, ...; None if there is none below the size of the vocabulary, as in llama.cpp."""
-    model = metadata.get("tokenizer.ggml.model")
-    usual = {"unknown": 0, "bos": 1, "eos": 2} if isinstance(model, str) and model == "llama" else {}
-    i = metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
-    return i if type(i) is int and 0 <= i < size else None
-
-
-_ENDS = {
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<EOT>",
-}
-
-
-def end_ids(metadata: Metadata, size: int) -> list[int]:
-    """The ids that end a text or a turn: those that the file names, and tokens that are known for it, as in llama.cpp.
-
-    Chat models have several, which generation_config.json lists; a GGUF file has one entry, at most two.
-    """
-    found = [special_id(metadata, name, size) for name in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, np.ndarray):
-        pairs = zip(tokens[:size], types[:size].tolist(), strict=False)
-        found += [i for i, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _ENDS]
-    return [i for i in dict.fromkeys(found) if i is not None]
+def _templates(source: _Source) -> dict[str, str]:
+    """The usual one is "default"; others have their name in that of the entry."""
+    entry = "tokenizer.chat_template"
+    found = {"default": source.metadata.get(entry)}
+    found |= {k[len(entry) + 1 :]: v for k, v in source.metadata.items() if k.startswith(f"{entry}.")}
+    named = {name: template for name, template in found.items() if isinstance(template, str)}
+    for name, template in named.items():
+        if _ESCAPED.search(template):
+            raise source.wrong("chat_template", "UTF-8", f"other bytes in the template {name!r}")
+    return named
 
 
 class _Source:
@@ -156,12 +88,21 @@ class _Source:
         self.tokens: list[str] = self.strings("tokens")
         types = self.get("token_type")
         self.types = [_NORMAL] * len(self.tokens) if types is None else self.numbers("token_type").tolist()
+        known = known_ends(metadata, self.tokens) | MARKERS
+        self.types = [_CONTROL if t in known else kind for t, kind in zip(self.tokens, self.types, strict=True)]
         self.vocab: dict[str, int] = {}
         for i, token in enumerate(self.tokens):
             if not token or (self.types[i] == _UNUSED and _PADDING.fullmatch(token)):
                 continue  # nothing that a text can hold: the id stays without a token
-            if self.vocab.setdefault(token, i) != i:
-                raise self.wrong("tokens", "all different", f"{token!r:.60} as {self.vocab[token]} and {i}")
+            first = self.vocab.setdefault(token, i)
+            if first != i and not self.is_silent(i):
+                if not self.is_silent(first):  # one of them would have no text if the model says it
+                    raise self.wrong("tokens", "all different", f"{token!r:.60} as {first} and {i}")
+                self.vocab[token] = i
+
+    def is_silent(self, i: int) -> bool:
+        """A token that no text is lost with."""
+        return self.types[i] in (_CONTROL, _UNUSED) or _PADDING.fullmatch(self.tokens[i]) is not None
 
     def get(self, name: str) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{name}")
@@ -178,6 +119,9 @@ class _Source:
         value = self.get(name)
         if not isinstance(value, list) or not value:
             raise self.wrong(name, "a list of strings", value)
+        bad = next((i for i, text in enumerate(value) if not text.isascii() and _ESCAPED.search(text)), None)
+        if bad is not None:
+            raise self.wrong(name, "UTF-8", f"{value[bad].encode(errors='surrogateescape')!r:.80} as number {bad}")
         return value
 
     def numbers(self, name: str) -> Any:
@@ -202,29 +146,42 @@ class _Source:
         )
 
 
-def _byte_level(library: Any, source: _Source) -> Any:
-    kind = source.text("pre", "default")
+def _bpe(library: Any, source: _Source) -> Any:
+    """BPE over the letters of bytes, or over characters as SentencePiece has them."""
+    kind = "gemma4" if source.text("model", "") == "gemma4" else source.text("pre", "default")
     if kind == "default":
-        kind = _OLD.get(source.metadata.get("general.architecture", ""), kind)
-    cut = _CUTS.get(kind)
+        kind = OLD.get(source.metadata.get("general.architecture", ""), kind)
+    cut = CUTS.get(kind)
     if cut is None:
         raise UnknownArchitecture(
             f"{source.file}: its tokenizer cuts text as for {kind!r:.100} (tokenizer.ggml.pre), which is not known; "
-            f"known: {', '.join(sorted(_CUTS))}. hibachi.load_model(path) loads the model without it; encode and "
+            f"known: {', '.join(sorted(CUTS))}. hibachi.load_model(path) loads the model without it; encode and "
             f"decode outside."
         )
+    if kind == "default":
+        log.warning(
+            "%s does not name how its tokenizer cuts text (tokenizer.ggml.pre): some prompts may get other tokens than "
+            "the model was trained on. Convert it again, with a recent llama.cpp.",
+            source.file,
+        )
+    if cut.marks:
+        return _marked(library, source, source.merges(), cut)
     raw = library.Tokenizer(library.models.BPE(source.vocab, source.merges(), ignore_merges=cut.whole))
     raw.pre_tokenizer = cut.steps(library)
     if cut.nfc:
         raw.normalizer = library.normalizers.NFC()
     raw.decoder = library.decoders.ByteLevel()
-    _frame(library, raw, source, bos=cut.bos)
+    _frame(library, raw, source, cut)
     return raw
 
 
 def _sentencepiece(library: Any, source: _Source) -> Any:
-    """BPE over characters, "▁" for a space, unknown characters byte by byte."""
     merges = _merges(source) if source.get("merges") is None else source.merges()
+    return _marked(library, source, merges, Cut(bos=True), prefix=source.flag("add_space_prefix", True))
+
+
+def _marked(library: Any, source: _Source, merges: list[tuple[str, str]], cut: Cut, *, prefix: bool = False) -> Any:
+    """BPE over characters, "▁" for a space, unknown characters byte by byte. prefix: a space in front of a text."""
     raw = library.Tokenizer(
         library.models.BPE(
             source.vocab,
@@ -234,13 +191,12 @@ def _sentencepiece(library: Any, source: _Source) -> Any:
             byte_fallback=_BYTE in source.types,
         )
     )
-    prefix = source.flag("add_space_prefix", True)
     normal, decode = library.normalizers, library.decoders
     spaces = normal.Replace(" ", "▁")
     raw.normalizer = normal.Sequence([normal.Prepend("▁"), spaces]) if prefix else spaces
     steps = [decode.Replace("▁", " "), decode.ByteFallback(), decode.Fuse()]
     raw.decoder = decode.Sequence([*steps, decode.Strip(" ", 1, 0)] if prefix else steps)
-    _frame(library, raw, source, bos=True)
+    _frame(library, raw, source, cut)
     return raw
 
 
@@ -252,10 +208,10 @@ def _merges(source: _Source) -> list[tuple[str, str]]:
     return [(t[:at], t[at:]) for t, at in cuts(order, str(source.file))]
 
 
-def _frame(library: Any, raw: Any, source: _Source, *, bos: bool) -> None:
+def _frame(library: Any, raw: Any, source: _Source, cut: Cut) -> None:
     """What is put around a text."""
     texts = {
-        "bos": source.special("bos") if source.flag("add_bos_token", bos) else None,
+        "bos": source.special("bos") if cut.always or source.flag("add_bos_token", cut.bos) else None,
         "eos": source.special("eos") if source.flag("add_eos_token", False) else None,
     }
     around = {name: text for name, text in texts.items() if text in source.vocab}
@@ -269,5 +225,9 @@ def _add_tokens(library: Any, raw: Any, source: _Source) -> None:
     """Tokens that are found in a text as a whole; those of control are special."""
     control = [t for t, i in source.vocab.items() if source.types[i] in (_CONTROL, _UNKNOWN)]
     plain = [t for t, i in source.vocab.items() if source.types[i] == _USER_DEFINED]
-    raw.add_special_tokens([library.AddedToken(t, special=True, normalized=False) for t in control])
-    raw.add_tokens([library.AddedToken(t, special=False, normalized=False) for t in plain])
+    name = source.metadata.get("general.name")
+    # The spaces behind a token of Phi-3 belong to it, but for these; the file does not say so.
+    rstrip = isinstance(name, str) and re.search("phi-?3", name.lower()) is not None
+    strips = {t: rstrip and t not in ("<unk>", "<s>", "<|endoftext|>") for t in (*control, *plain)}
+    for texts, special, add in ((control, True, raw.add_special_tokens), (plain, False, raw.add_tokens)):
+        add([library.AddedToken(t, special=special, normalized=False, rstrip=strips[t]) for t in texts])
