@@ -57,11 +57,10 @@ CUTS: Mapping[str, Cut] = {
     "qwen2": Cut((p.QWEN2,), nfc=True),
     "qwen35": Cut((p.QWEN35,)),  # not normalised: so are the ids that llama.cpp publishes
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "kormo", "f2llmv2", "megrez"), Cut((p.QWEN2,))),
-    **dict.fromkeys(("hunyuan", "solar-open", "grok-2"), Cut((p.QWEN2,))),
+    **dict.fromkeys(("hunyuan", "solar-open", "grok-2", "bailingmoe", "bailingmoe2", "llada-moe"), Cut((p.QWEN2,))),
     "ufakzeka": Cut((p.UFAKZEKA,)),
     "laguna": Cut((r"\n+", p.QWEN2)),
     "seed-coder": Cut((p.SEED_CODER,)),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Cut((p.BAILING,))),
     "exaone-moe": Cut((p.EXAONE_MOE,)),
     "tekken": Cut((p.TEKKEN,), whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Cut((p.GPT4O,))),

@@ -15,9 +15,8 @@ QWEN2 = _CONTRACTIONS + "|" + _WORDS + r"|\p{N}" + _OTHERS + _END
 QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _END
 UFAKZEKA = _WORDS + r"|\p{N}" + _OTHERS + _END
 SEED_CODER = _CONTRACTIONS + "|" + _WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+" + _END
-BAILING = r"'(?i:[sdmt]|ll|ve|re)|" + _WORDS + r"|\p{N}" + _OTHERS + r"|\s*[\r\n]" + _SPACES
 _PHRASES = r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
-EXAONE_MOE = _CONTRACTIONS + "|" + _PHRASES + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]" + _SPACES
+EXAONE_MOE = _CONTRACTIONS + "|" + _PHRASES + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?" + _END
 _INDENTS = "".join(rf"|\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")) + r"|\s"
 JAIS2 = _CONTRACTIONS + "|" + _WORDS + r"|\p{N}{1,3}" + _OTHERS + r"|(?<![^\S\r\n])\s*[\r\n]+" + _INDENTS
 

@@ -441,7 +441,7 @@ def test_scaling_of_rotary_frequencies(tmp_path, what):
                 "/tokenizer.ggml.tokens": ["a", "<eos>", "<end_of_turn>", "<|end|>", *["b"] * 36, "<|im_end|>"],
                 "/tokenizer.ggml.token_type": [1, 3, 3, 1, *[1] * 36, 3],  # the last one has no row in the embedding
             },
-            {"eos": [1, 2]},
+            {"eos": [1, 2, 3]},
         ),
     ],
 )
@@ -468,6 +468,15 @@ def test_ids_that_begin_and_end_a_text(tmp_path, entries, ids):
         ("llama", {}, {"rope_freqs.weight": np.zeros(8)}, InvalidModelFiles, "must hold numbers > 0"),
         ("llama", {}, {"token_embd.weight": None}, InvalidModelFiles, "has no tensor 'token_embd.weight'"),
         ("llama", {}, {"blk.2.ffn_up.weight": np.zeros(4)}, InvalidModelFiles, "have 2 blocks.*tensors belong to 3"),
+        (
+            "llama",
+            {"rope.dimension_count": 8},
+            {},
+            UnknownArchitecture,
+            "dimension_count must be 16, the size .* got 8",
+        ),
+        ("llama", {"rope.dimension_count": 32}, {}, UnknownArchitecture, "must be 16, the size of a head; got 32"),
+        ("gemma3", {"rope.dimension_count_swa": 8}, {}, UnknownArchitecture, "of which a part is turned"),
         ("mistral", {"attention.temperature_scale": 0.1}, {}, UnknownArchitecture, "Ministral 3"),
         ("mamba", {"ssm.dt_b_c_rms": True}, {}, UnknownArchitecture, "Falcon-Mamba"),
     ],
@@ -525,7 +534,7 @@ HEADERS = {
     "a list of lists": header(entries=1, rest=text(b"k") + struct.pack("<IIQIQ", 9, 9, 1, 4, 0)),
     "an unknown type": header(entries=1, rest=text(b"k") + struct.pack("<II", 13, 0)),
     "an entry twice": header(entries=2, rest=ALIGNED + ALIGNED),
-    "no UTF-8": header(entries=1, rest=text(b"\xff") + struct.pack("<II", 4, 0)),
+    "a tensor that is no UTF-8": header(tensors=1, rest=tensor([4], name=b"\xff") + bytes(999)),
     "an odd alignment": header(entries=1, rest=ALIGNED[:-4] + struct.pack("<I", 24)),
     "no alignment": header(entries=1, rest=ALIGNED[:-4] + bytes(4)),
     "a shape beyond the file": header(tensors=1, rest=tensor([2**40]) + bytes(999)),
@@ -547,6 +556,36 @@ def test_a_header_that_promises_what_is_not_there(tmp_path, what):
     path.write_bytes(HEADERS[what])
     with pytest.raises(InvalidModelFiles, match=r"m\.gguf.*([Dd]ownload|Convert|Use the model)"):
         GGUF(path)
+
+
+def test_bytes_that_are_no_utf_8(tmp_path):
+    """Where nobody needs them they refuse nothing; where somebody does it is said which entry, and which of a list."""
+    entries, size = vocabulary()
+    entries |= {"/general.description": "Gr#sse", "/general.tags": ["gr#n"], "/a#": 1, "/tokenizer.chat_template": "h#"}
+    tensors = {"token_embd.weight": np.zeros((size, 64))}
+    whole = make(tmp_path / "m.gguf", "llama", entries, tensors)[0].read_bytes()
+
+    def damaged(before, after=None):
+        path = tmp_path / "m.gguf"
+        path.write_bytes(whole.replace(before, after or before.replace(b"#", b"\xf6")))
+        return GGUF(path)
+
+    for before in (b"Gr#sse", b"gr#n", b"a#"):
+        model = damaged(before)
+        assert dict(model) and model.tokenizer().chat_template == {"default": "h#"}
+    assert damaged(b"Gr#sse").metadata["general.description"] == "Gr\ufffdsse"
+    with pytest.raises(
+        InvalidModelFiles, match="chat_template must be UTF-8; got other bytes in the template 'default'"
+    ):
+        damaged(b"h#").tokenizer()
+    model = damaged("Ġthe".encode(), b"\xff\xa0the")
+    assert dict(model)  # numbers need no text
+    with pytest.raises(
+        InvalidModelFiles, match=rf"tokens must be UTF-8; got b'.xff.xa0the' as number {size - 1}\. Con"
+    ):
+        model.tokenizer()
+    with pytest.raises(InvalidModelFiles, match=r"general\.architecture is no UTF-8: b'l.xffama'. Copy or download"):
+        damaged(b"llama", b"l\xffama")
 
 
 def test_a_file_that_is_not_there_or_shrinks(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import tokenizers
 
 from hibachi.errors import InvalidModelFiles, MissingExtra, UnknownArchitecture
+from hibachi.model.gguf import cuts
+from hibachi.model.gguf.ends import end_ids
 from hibachi.model.gguf.file import read_header
 from hibachi.model.gguf.tokenizer import read_tokenizer
 from hibachi.model.text import Tokenizer
@@ -39,11 +42,12 @@ TEXTS = [
 
 
 def metadata(**entries):
-    return {f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}": value for name, value in entries.items()}
+    """A name with a dot is one as it is."""
+    return {name if "." in name else f"tokenizer.ggml.{name}": value for name, value in entries.items()}
 
 
 def build(**entries):
-    return read_tokenizer(Path("m.gguf"), metadata(**entries) | {"general.architecture": entries.get("arch", "llama")})
+    return read_tokenizer(Path("m.gguf"), {"general.architecture": "llama"} | metadata(**entries))
 
 
 # ---- byte-level ----------------------------------------------------------------------------------------------------
@@ -91,7 +95,7 @@ WHOLE = "697fb60007ceed031e7ce412af8faaf2f2988ca42057e728da83bf60e755a6f8"  # by
 def test_the_file_of_smollm2_has_that_tokenizer():
     pieces = read_tokenizer(SMOLLM2, read_header(SMOLLM2)[0])
     assert hashlib.sha256(json.dumps(made_of_texts(pieces.raw)).encode()).hexdigest() == WHOLE
-    assert pieces.chat_template.strip() == (DATA / "smollm2" / "chat_template.jinja").read_text().strip()
+    assert pieces.chat_template["default"].strip() == (DATA / "smollm2" / "chat_template.jinja").read_text().strip()
 
 
 def made_of_texts(raw):
@@ -107,25 +111,115 @@ def made_of_texts(raw):
     return found
 
 
-CUTS = {  # pre: what becomes of a text
-    "gpt-2": "It| isn|'t| 12345| +=| x|,| | é",
-    "mpt": "It| isn|'t| 12345| +=| x|,| | é",
-    "smollm": "It| isn|'t| |1|2|3|4|5| +=| x|,| | é",
-    "llama-bpe": "It| isn|'t| |123|45| +=| x|,| | é",
-    "dbrx": "It| isn|'t| |123|45| +=| x|,| | é",
-    "qwen2": "It| isn|'t| |1|2|3|4|5| +=| x|,| | é",
-    "tekken": "It| isn|'t| |1|2|3|4|5| +=| x|,| | é",
-    "gpt-4o": "It| isn't| |123|45| +=| x|,| | é",
-    "falcon": "It| isn|'|t| |123|45| |+=| x|,| | é",
-    "falcon3": "It| isn|'|t| |1|2|3|4|5| |+=| x|,| | é",
+TEXT = "it'dx SaM'S  1234,\n \n    x_`e\u0301 b (\"日本の キ 한국\")  <IMGIMGAZ>1 "
+CUTS = {  # names: what becomes of the text
+    "default": (
+        "it|'|dx| SaM|'|S| | |123|4|,|\n \n   | x|_|`|e|\u0301| b| |(\"|日本の| キ| 한국|\")|  |<|IMGIMGAZ|>|1| "
+    ),
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en "
+    "jina-v2-code roberta-bpe jais trillion granite-docling mpt olmo": (
+        "it|'d|x| SaM|'|S| | 1234|,|\n \n   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "smollm starcoder refact codeshell exaone minerva-7b mellum2 command-r": (
+        "it|'d|x| SaM|'|S|  |1|2|3|4|,|\n \n   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "falcon": (
+        "it|'|dx| SaM|'|S| | |123|4|,|\n \n   | x|_`|e|\u0301| b| |(\"|日本の| キ| 한국|\")|  |<|IMGIMGAZ|>|1| "
+    ),
+    "falcon3": (
+        "it|'|dx| SaM|'|S| | |1|2|3|4|,|\n \n   | x|_`|e|\u0301| b| |(\"|日本の| キ| 한국|\")|  |<|IMGIMGAZ|>|1| "
+    ),
+    "llama-bpe llama3 llama-v3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5 dbrx smaug-bpe chatglm-bpe": (
+        "it|'d|x| SaM|'S| | |123|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "minicpm5": (
+        "it|'d|x| SaM|'S|  |123|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "jais-2": (
+        "it|'d|x| SaM|'S| | |123|4|,\n| \n|  | | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "qwen2 deepseek-r1-qwen stablelm2 kormo f2llmv2 megrez hunyuan solar-open grok-2 bailingmoe bailingmoe2 "
+    "llada-moe": (
+        "it|'d|x| SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "qwen35": (
+        "it|'d|x| SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "ufakzeka": (
+        "it|'dx| SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "laguna": (
+        "it|'d|x| SaM|'S| | |1|2|3|4|,|\n| |\n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "seed-coder": (
+        "it|'d|x| SaM|'S| | |1|2|3|4|,|\n \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "exaone-moe": (
+        "it|'d|x SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301 b| (\"|日本の キ 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "tekken": (
+        "it|'dx| Sa|M|'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m": (
+        "it'd|x| Sa|M'S| | |123|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "tiny_aya cohere2moe": (
+        "it'd|x| Sa|M'S|  |1|234|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "youtu": (
+        "it'd|x| Sa|M'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| |キ| |한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "kimi-k2": ("it'd|x| Sa|M'S| | |123|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本|の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "),
+    "deepseek-llm": (
+        "it|'|dx| SaM|'|S|  |1234|,|\n| |\n|   | x|_`|e|\u0301| b| (\"|日本の| |キ| |한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "deepseek-coder": (
+        "it|'|dx| SaM|'|S|  |1|2|3|4|,|\n| |\n|   | x|_|`|e|\u0301| b| (\"|日本の| |キ| |한국|\")|  <|IMGIMGAZ|>|1| "
+    ),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (
+        "it|'dx| SaM|'S|  |123|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| |キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "spark2_5": (
+        "it|'dx| SaM|'S|  |1|2|3|4|,|\n| \n   | x|_`|e\u0301| b| (\"|日本の| |キ| 한국|\")| | <|IMGIMGAZ|>|1| "
+    ),
+    "afmoe": ("it|'dx| SaM|'S|  |1|234|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| |キ| |한국|\")| | <|IMGIMGAZ|>|1| "),
+    "superbpe": ("it'dx SaM'S  |1|234|,\n \n    x_`e\u0301 b (\"日本の キ 한국\")  <IMGIMGAZ>|1| "),
+    "poro-chat bloom gpt3-finnish": (
+        "it'dx| SaM'S| | 1234|,\n \n   | x_`e\u0301| b| (|\"日本の| キ| 한국\"|) | <IMGIMGAZ>1| "
+    ),
+    "viking": ("it'dx| SaM'S| | |1|2|3|4|,\n \n   | x_`e\u0301| b| (|\"日本の| キ| 한국\"|) | <IMGIMGAZ>|1| "),
+    "chameleon": (
+        "it|'|dx| SaM|'|S|  |1|2|3|4|,|\n| |\n|    |x|_|`|e|\u0301| b| |(|\"|日本の| キ| 한국|\"|)|  |<|IMGIMGAZ|>|1| "
+    ),
 }
 
 
-@pytest.mark.parametrize("pre", CUTS)
-def test_text_is_cut_as_the_name_says(pre):
-    words = byte_level(pre).raw.pre_tokenizer.pre_tokenize_str(CUTS[pre].replace("|", ""))
+@pytest.mark.parametrize("names", CUTS)
+def test_text_is_cut_as_the_name_says(names):
     decode = tokenizers.decoders.ByteLevel().decode
-    assert [decode([w]) for w, _ in words] == CUTS[pre].split("|")
+    for pre in names.split():
+        words = byte_level(pre).raw.pre_tokenizer.pre_tokenize_str(TEXT)
+        assert [decode([w]) for w, _ in words] == CUTS[names].split("|"), pre
+
+
+def test_what_else_the_name_says():
+    """Every name that llama.cpp knows, but "whitespace", of a model that writes nothing."""
+    bytewise = {name: cut for name, cut in cuts.CUTS.items() if not cut.marks}
+    assert {name for names in CUTS for name in names.split()} == set(bytewise) and len(set(CUTS.values())) == len(CUTS)
+    assert set(cuts.CUTS) - set(bytewise) == {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
+    llama = {"llama-bpe", "llama3", "llama-v3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"}
+    whole = {"glm4", "glm5", "minicpm5", "youtu", "granite-embed-multi-97m"}
+    assert {name for name, cut in bytewise.items() if cut.whole} == llama | whole
+    assert {name for name, cut in bytewise.items() if cut.bos} == llama | {"chameleon"}
+
+
+@pytest.mark.parametrize("runs", [("1", "a"), ("1", ""), (" ", "a"), (" \n", "a"), ("A", "1")])
+def test_a_long_run_of_anything_is_cut_in_one_pass(runs):
+    text = runs[0] * 30000 + runs[1]
+    for names in CUTS:
+        steps, start = byte_level(names.split()[0]).raw.pre_tokenizer, time.perf_counter()
+        steps.pre_tokenize_str(text)
+        assert time.perf_counter() - start < 1.5, names  # one that looks at the rest of the run takes 3 to 10
 
 
 def test_a_word_that_is_a_token_is_not_built_from_parts_where_llama_3_says_so():
@@ -160,9 +254,12 @@ def test_what_is_put_around_a_text(entries, tokens):
     assert raw.encode("the", add_special_tokens=False).tokens == ["the"]
 
 
+CHAT = {"tokenizer.chat_template": "{{ bos_token }}"}
+
+
 def test_types_of_tokens():
     more = [("<|x|>", CONTROL), ("<think>", USER_DEFINED), ("[PAD261]", UNUSED), ("[PAD262]", UNUSED), ("zzz", UNUSED)]
-    pieces = byte_level(more=more, bos_token_id=259, padding_token_id=261, chat_template="{{ bos_token }}")
+    pieces = byte_level(more=more, bos_token_id=259, padding_token_id=261, **CHAT)
     raw = pieces.raw
     assert raw.encode("the<|x|> <think>the").tokens == ["the", "<|x|>", "Ġ", "<think>", "the"]
     assert raw.decode([257, 259, 260, 257]) == "the<think>the"  # control is silent, what users defined is text
@@ -176,8 +273,97 @@ def test_types_of_tokens():
 def test_old_files_that_do_not_name_their_cut():
     for arch, pre in (("gptneox", "mpt"), ("falcon", "falcon"), ("starcoder2", "starcoder"), ("gpt2", "gpt-2")):
         for entries in ({"pre": "default"}, {"pre": None}):
-            raw = byte_level(**entries, arch=arch).raw
+            raw = byte_level(**entries, **{"general.architecture": arch}).raw
             assert raw.to_str() == byte_level(pre).raw.to_str()
+
+
+@pytest.mark.parametrize("pre", ["default", None])
+def test_a_file_that_does_not_say_how_it_cuts_is_read_with_a_warning(caplog, pre):
+    raw = byte_level(pre, more=[(".,", NORMAL)]).raw
+    [warning] = [r.getMessage() for r in caplog.records]
+    assert "m.gguf does not name how its tokenizer cuts text (tokenizer.ggml.pre)" in warning
+    assert raw.encode("the12345").tokens == ["the", "1", "2", "3", "4", "5"]
+    caplog.clear()
+    byte_level("gpt-2")
+    assert not caplog.records
+
+
+# ---- what stands for no text ---------------------------------------------------------------------------------------
+
+
+def test_names_that_are_special_whatever_their_type():
+    """Of llama.cpp's lists; types of files are wrong at times."""
+    ends = ["<|im_end|>", "<|return|>", "<|call|>", "</s>", "_<EOT>", "[EOS]", "<turn|>", "<end_of_utterance>", "[e~["]
+    code = ["<|fim_pad|>", "<reponame>", "<|file_sep|>"]
+    marks = ["<|end|>", "<fim_prefix>", "▁<MID>"]  # <|end|> ends a message beside <|return|> and <|call|>
+    for kind in (NORMAL, USER_DEFINED, CONTROL):
+        tokens = [*ends, *code, *marks, "<|x|>"]
+        pieces = byte_level(more=[(t, kind) for t in tokens])
+        text = Tokenizer(**pieces._asdict())
+        assert text.encode("".join(tokens[:-1])) == list(range(259, 259 + len(tokens) - 1))
+        assert [text.is_silent(i) for i in range(259, 259 + len(tokens))] == [True] * (len(tokens) - 1) + [
+            kind == CONTROL
+        ]
+        entries = {"tokens": list(text._raw.get_vocab()), "token_type": None}
+        entries["tokens"] = sorted(entries["tokens"], key=text._raw.token_to_id)
+        found = ends_of(**entries)
+        assert [entries["tokens"][i] for i in found] == [*ends, *code]
+        assert ends_of(**entries, eos_token_id=3, eot_token_id=5, fim_pad_token_id=7)[:3] == [3, 5, 7]
+        assert "<|fim_pad|>" not in [entries["tokens"][i] for i in ends_of(**entries, fim_pad_token_id=7)]
+
+
+@pytest.mark.parametrize(
+    "tokens, ends",
+    [
+        ("<|end|> <|return|>", "<|end|> <|return|>"),
+        ("<|end|> <|return|> <|call|>", "<|return|> <|call|>"),
+        ("<|end|> <|flush|> <|calls|>", "<|flush|> <|calls|>"),
+        ("</s> <|tool_response>", "<|tool_response>"),
+        ("</s> <eos> <|eot_id|> <|eom_id|>", "</s> <eos> <|eot_id|> <|eom_id|>"),
+    ],
+)
+def test_what_ends_no_text_beside_others(tokens, ends):
+    given = tokens.split()
+    assert [given[i] for i in ends_of(tokens=given)] == ends.split()
+    if "</s>" in given and "</s>" not in ends:  # HTML
+        text = Tokenizer(**byte_level(more=[(t, NORMAL) for t in given])._asdict())
+        assert text.encode("</s>") == [text._raw.token_to_id(c) for c in "</s>"]
+
+
+def ends_of(**entries):
+    return end_ids(metadata(**entries), len(entries["tokens"]))
+
+
+def test_chat_templates_by_name():
+    given = {
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+        "tokenizer.chat_template.tool_use": "tools {{ tools[0] }}",
+    }
+    text = Tokenizer(**byte_level(**CHAT, **given, **{"tokenizer.chat_template.rag": "r"})._asdict())
+    assert text.chat_templates == {"default": "{{ bos_token }}", "tool_use": "tools {{ tools[0] }}", "rag": "r"}
+    assert text.render_chat([]) == "" and text.render_chat([], tools=["x"]) == "tools x"
+    assert Tokenizer(**byte_level()._asdict()).chat_templates == {}
+    with pytest.raises(InvalidModelFiles, match=r"chat_template must be UTF-8; got other bytes in the template 'rag'"):
+        byte_level(**{"tokenizer.chat_template.rag": "caf\udce9"})
+
+
+def test_tokens_that_occur_twice():
+    """Where one of them stands for no text. Otherwise what the model says could not be told."""
+    more = [("<x>", CONTROL), ("<x>", CONTROL), ("the", UNUSED), ("<pad>", NORMAL), ("<pad>", NORMAL), ("zz", UNUSED)]
+    raw = byte_level(more=[*more, ("zz", NORMAL)]).raw
+    assert raw.encode("the<x>").ids == [257, 259] and raw.token_to_id("zz") == 265
+    assert [raw.decode([i]) for i in (257, 259, 260, 261, 263, 264, 265)] == ["the", "", "", "", "", "", "zz"]
+    with pytest.raises(InvalidModelFiles, match="all different; got 'the' as 257 and 259"):
+        byte_level(more=[("the", NORMAL)])
+
+
+def test_spaces_behind_a_token_of_phi_3_belong_to_it():
+    more = [("<|user|>", CONTROL), ("</s>", USER_DEFINED), ("<|endoftext|>", CONTROL)]
+    for name, strips in (("Phi3", True), ("phi-3-mini", True), ("Phi 3", False), (None, False)):
+        raw = byte_level(more=more, **{"general.name": name}).raw
+        ids = [raw.encode(f"{token}\n the").ids[1:] for token, _ in more]
+        kept = raw.encode("\n the").ids
+        assert ids == [[257] if strips else kept] * 2 + [kept]
 
 
 # ---- SentencePiece -------------------------------------------------------------------------------------------------
@@ -248,19 +434,43 @@ def test_sentencepiece_with_merges_takes_those():
     assert pieces.raw.encode("own the").tokens == ["▁", "own", "▁", "t", "h", "e"]
 
 
+@pytest.mark.parametrize(
+    "kind", [{"model": "gemma4"}, {"model": "gpt2", "pre": "gemma4"}, {"model": "gpt2", "pre": "sarvam-moe"}]
+)
+def test_bpe_over_characters_and_not_over_letters_of_bytes(kind):
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, "▁", "t", "h", "e", "th", "the", "▁the", "\n", "\n\n"]
+    merges = ["t h", "th e", "▁ the", "\n \n"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 9]
+    entries = {
+        "tokens": tokens,
+        "token_type": np.array(types),
+        "merges": merges,
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+    }
+    raw = build(**entries, **kind, add_bos_token=False).raw
+    first = [] if kind.get("pre") == "sarvam-moe" else ["<s>"]  # others begin with it whatever the file says
+    assert raw.encode("the the\n\né").tokens == [*first, "the", "▁the", "\n\n", "<0xC3>", "<0xA9>"]
+    assert raw.decode(raw.encode("  the\né").ids) == "  the\né"
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "entries, error, message",
     [
-        ({"model": "t5"}, UnknownArchitecture, "tokenizer of the kind 't5'; known: gpt2 .byte-level BPE. and llama"),
+        (
+            {"model": "t5"},
+            UnknownArchitecture,
+            "tokenizer of the kind 't5'; known: gpt2 .byte-level BPE., gemma4 and llama",
+        ),
         ({"model": None}, UnknownArchitecture, "of the kind None"),
-        ({"pre": "viking"}, UnknownArchitecture, "cuts text as for 'viking'.*known: dbrx.*load_model"),
-        ({"pre": "default"}, UnknownArchitecture, "cuts text as for 'default'"),
+        ({"pre": "whitespace"}, UnknownArchitecture, "cuts text as for 'whitespace'.*known: a.x-4.0.*load_model"),
         ({"tokens": None}, InvalidModelFiles, "tokens must be a list of strings; got no such entry"),
         ({"tokens": ["a", "b", "a"], "token_type": None}, InvalidModelFiles, "all different; got 'a' as 0 and 2"),
         ({"tokens": ["a"]}, InvalidModelFiles, "token_type must be 1 numbers, one for each token; got array"),
+        ({"merges": ["t h", "t\udce9 h"]}, InvalidModelFiles, "merges must be UTF-8; got b't.xe9 h' as number 1"),
         ({"merges": None}, InvalidModelFiles, "merges must be a list of strings"),
         ({"merges": ["q q"]}, InvalidModelFiles, "cannot be built: .*out of vocabulary"),
     ],
