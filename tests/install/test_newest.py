@@ -64,7 +64,7 @@ class Newest:
         self.home = home
         checkout = home / "checkout"
         skip = shutil.ignore_patterns(
-            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", "dist"
+            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
         )
         shutil.copytree(ROOT, checkout, ignore=skip)
         run(sys.executable, "-m", "venv", home / "venv", cwd=home)

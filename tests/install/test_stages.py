@@ -34,7 +34,9 @@ for backend in ("torch", "numpy"):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    skip = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", "dist")
+    skip = shutil.ignore_patterns(
+        ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
+    )
     return shutil.copytree(ROOT, tmp_path_factory.mktemp("a copy") / "checkout", ignore=skip)
 
 

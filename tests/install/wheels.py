@@ -26,7 +26,7 @@ class Builder:
 
     def copy(self, name):
         skip = shutil.ignore_patterns(
-            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", "dist"
+            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
         )
         return shutil.copytree(ROOT, self.home / name, ignore=skip)
 
