@@ -111,115 +111,76 @@ def made_of_texts(raw):
     return found
 
 
-TEXT = "it'dx SaM'S  1234,\n \n    x_`e\u0301 b (\"日本の キ 한국\")  <IMGIMGAZ>1 "
-CUTS = {  # names: what becomes of the text
-    "default": (
-        "it|'|dx| SaM|'|S| | |123|4|,|\n \n   | x|_|`|e|\u0301| b| |(\"|日本の| キ| 한국|\")|  |<|IMGIMGAZ|>|1| "
-    ),
-    "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en "
-    "jina-v2-code roberta-bpe jais trillion granite-docling mpt olmo": (
-        "it|'d|x| SaM|'|S| | 1234|,|\n \n   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "smollm starcoder refact codeshell exaone minerva-7b mellum2 command-r": (
-        "it|'d|x| SaM|'|S|  |1|2|3|4|,|\n \n   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "falcon": (
-        "it|'|dx| SaM|'|S| | |123|4|,|\n \n   | x|_`|e|\u0301| b| |(\"|日本の| キ| 한국|\")|  |<|IMGIMGAZ|>|1| "
-    ),
-    "falcon3": (
-        "it|'|dx| SaM|'|S| | |1|2|3|4|,|\n \n   | x|_`|e|\u0301| b| |(\"|日本の| キ| 한국|\")|  |<|IMGIMGAZ|>|1| "
-    ),
-    "llama-bpe llama3 llama-v3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5 dbrx smaug-bpe chatglm-bpe": (
-        "it|'d|x| SaM|'S| | |123|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "minicpm5": (
-        "it|'d|x| SaM|'S|  |123|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "jais-2": (
-        "it|'d|x| SaM|'S| | |123|4|,\n| \n|  | | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "qwen2 deepseek-r1-qwen stablelm2 kormo f2llmv2 megrez hunyuan solar-open grok-2 bailingmoe bailingmoe2 "
-    "llada-moe": (
-        "it|'d|x| SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "qwen35": (
-        "it|'d|x| SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "ufakzeka": (
-        "it|'dx| SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "laguna": (
-        "it|'d|x| SaM|'S| | |1|2|3|4|,|\n| |\n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "seed-coder": (
-        "it|'d|x| SaM|'S| | |1|2|3|4|,|\n \n|   | x|_`|e|\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "exaone-moe": (
-        "it|'d|x SaM|'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301 b| (\"|日本の キ 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "tekken": (
-        "it|'dx| Sa|M|'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m": (
-        "it'd|x| Sa|M'S| | |123|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "tiny_aya cohere2moe": (
-        "it'd|x| Sa|M'S|  |1|234|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "youtu": (
-        "it'd|x| Sa|M'S| | |1|2|3|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| |キ| |한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "kimi-k2": ("it'd|x| Sa|M'S| | |123|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本|の| キ| 한국|\")| | <|IMGIMGAZ|>|1| "),
-    "deepseek-llm": (
-        "it|'|dx| SaM|'|S|  |1234|,|\n| |\n|   | x|_`|e|\u0301| b| (\"|日本の| |キ| |한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "deepseek-coder": (
-        "it|'|dx| SaM|'|S|  |1|2|3|4|,|\n| |\n|   | x|_|`|e|\u0301| b| (\"|日本の| |キ| |한국|\")|  <|IMGIMGAZ|>|1| "
-    ),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (
-        "it|'dx| SaM|'S|  |123|4|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| |キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "spark2_5": (
-        "it|'dx| SaM|'S|  |1|2|3|4|,|\n| \n   | x|_`|e\u0301| b| (\"|日本の| |キ| 한국|\")| | <|IMGIMGAZ|>|1| "
-    ),
-    "afmoe": ("it|'dx| SaM|'S|  |1|234|,\n| \n|   | x|_`|e\u0301| b| (\"|日本の| |キ| |한국|\")| | <|IMGIMGAZ|>|1| "),
-    "superbpe": ("it'dx SaM'S  |1|234|,\n \n    x_`e\u0301 b (\"日本の キ 한국\")  <IMGIMGAZ>|1| "),
-    "poro-chat bloom gpt3-finnish": (
-        "it'dx| SaM'S| | 1234|,\n \n   | x_`e\u0301| b| (|\"日本の| キ| 한국\"|) | <IMGIMGAZ>1| "
-    ),
-    "viking": ("it'dx| SaM'S| | |1|2|3|4|,\n \n   | x_`e\u0301| b| (|\"日本の| キ| 한국\"|) | <IMGIMGAZ>|1| "),
-    "chameleon": (
-        "it|'|dx| SaM|'|S|  |1|2|3|4|,|\n| |\n|    |x|_|`|e|\u0301| b| |(|\"|日本の| キ| 한국|\"|)|  |<|IMGIMGAZ|>|1| "
-    ),
+TEXT = "it'dx SaM'S  1234,\n \n    _`e\u0301 b (日本の キ 한국) aIMGIMGAZ"
+CUTS = {  # what becomes of the text
+    "default": "it|'|dx| SaM|'|S| | |123|4|,|\n \n    |_|`|e|\u0301| b| |(|日本の| キ| 한국|)| aIMGIMGAZ",
+    "gpt-2": "it|'d|x| SaM|'|S| | 1234|,|\n \n   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "smollm": "it|'d|x| SaM|'|S|  |1|2|3|4|,|\n \n   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "falcon": "it|'|dx| SaM|'|S| | |123|4|,|\n \n    |_`|e|\u0301| b| |(|日本の| キ| 한국|)| aIMGIMGAZ",
+    "falcon3": "it|'|dx| SaM|'|S| | |1|2|3|4|,|\n \n    |_`|e|\u0301| b| |(|日本の| キ| 한국|)| aIMGIMGAZ",
+    "llama-bpe": "it|'d|x| SaM|'S| | |123|4|,\n| \n|   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "minicpm5": "it|'d|x| SaM|'S|  |123|4|,\n| \n|   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "jais-2": "it|'d|x| SaM|'S| | |123|4|,\n| \n|  | | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "qwen2": "it|'d|x| SaM|'S| | |1|2|3|4|,\n| \n|   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "qwen35": "it|'d|x| SaM|'S| | |1|2|3|4|,\n| \n|   | _`|e\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "ufakzeka": "it|'dx| SaM|'S| | |1|2|3|4|,\n| \n|   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "laguna": "it|'d|x| SaM|'S| | |1|2|3|4|,|\n| |\n|   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "seed-coder": "it|'d|x| SaM|'S| | |1|2|3|4|,|\n \n|   | _`|e|\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "exaone-moe": "it|'d|x SaM|'S| | |1|2|3|4|,\n| \n|   | _`|e\u0301 b| (|日本の キ 한국|)| aIMGIMGAZ",
+    "tekken": "it|'dx| Sa|M|'S| | |1|2|3|4|,\n| \n|   | _`|e\u0301| b| (|日本の| キ| 한국|)| a|IMGIMGAZ",
+    "gpt-4o": "it'd|x| Sa|M'S| | |123|4|,\n| \n|   | _`|e\u0301| b| (|日本の| キ| 한국|)| a|IMGIMGAZ",
+    "tiny_aya": "it'd|x| Sa|M'S|  |1|234|,\n| \n|   | _`|e\u0301| b| (|日本の| キ| 한국|)| a|IMGIMGAZ",
+    "youtu": "it'd|x| Sa|M'S| | |1|2|3|4|,\n| \n|   | _`|e\u0301| b| (|日本の| |キ| |한국|)| a|IMGIMGAZ",
+    "kimi-k2": "it'd|x| Sa|M'S| | |123|4|,\n| \n|   | _`|e\u0301| b| (|日本|の| キ| 한국|)| a|IMGIMGAZ",
+    "deepseek-llm": "it|'|dx| SaM|'|S|  |1234|,|\n| |\n|   | _`|e|\u0301| b| (|日本の| |キ| |한국|)| aIMGIMGAZ",
+    "deepseek-coder": "it|'|dx| SaM|'|S|  |1|2|3|4|,|\n| |\n|   | _|`|e|\u0301| b| (|日本の| |キ| |한국|)| aIMGIMGAZ",
+    "deepseek-v3": "it|'dx| SaM|'S|  |123|4|,\n| \n|   | _`|e\u0301| b| (|日本の| |キ| 한국|)| aIMGIMGAZ",
+    "spark2_5": "it|'dx| SaM|'S|  |1|2|3|4|,|\n| \n   | _`|e\u0301| b| (|日本の| |キ| 한국|)| aIMGIMGAZ",
+    "afmoe": "it|'dx| SaM|'S|  |1|234|,\n| \n|   | _`|e\u0301| b| (|日本の| |キ| |한국|)| aIMGIMGAZ",
+    "superbpe": "it'dx SaM'S  |1|234|,\n \n    _`e\u0301 b (日本の キ 한국) aIMGIMGAZ",
+    "poro-chat": "it'dx| SaM'S| | 1234|,\n \n   | _`e\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "viking": "it'dx| SaM'S| | |1|2|3|4|,\n \n   | _`e\u0301| b| (|日本の| キ| 한국|)| aIMGIMGAZ",
+    "chameleon": "it|'|dx| SaM|'|S|  |1|2|3|4|,|\n| |\n|    |_|`|e|\u0301| b| |(|日本の| キ| 한국|)| a|IMGIMGAZ",
+}
+SAME = {  # other names for it
+    "gpt-2": "phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 jina-es jina-de jina-v2-es jina-v2-de "
+    "jina-v1-en jina-v2-code roberta-bpe jais trillion granite-docling mpt olmo",
+    "smollm": "starcoder refact codeshell exaone minerva-7b mellum2 command-r",
+    "llama-bpe": "llama3 llama-v3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5 dbrx smaug-bpe chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen stablelm2 kormo f2llmv2 megrez hunyuan solar-open grok-2 bailingmoe "
+    "bailingmoe2 llada-moe",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m",
+    "tiny_aya": "cohere2moe",
+    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
+    "poro-chat": "bloom gpt3-finnish",
 }
 
 
-@pytest.mark.parametrize("names", CUTS)
-def test_text_is_cut_as_the_name_says(names):
+@pytest.mark.parametrize("name", CUTS)
+def test_text_is_cut_as_the_name_says(name):
     decode = tokenizers.decoders.ByteLevel().decode
-    for pre in names.split():
+    for pre in (name, *SAME.get(name, "").split()):
         words = byte_level(pre).raw.pre_tokenizer.pre_tokenize_str(TEXT)
-        assert [decode([w]) for w, _ in words] == CUTS[names].split("|"), pre
+        assert [decode([w]) for w, _ in words] == CUTS[name].split("|"), pre
 
 
 def test_what_else_the_name_says():
-    """Every name that llama.cpp knows, but "whitespace", of a model that writes nothing."""
-    bytewise = {name: cut for name, cut in cuts.CUTS.items() if not cut.marks}
-    assert {name for names in CUTS for name in names.split()} == set(bytewise) and len(set(CUTS.values())) == len(CUTS)
-    assert set(cuts.CUTS) - set(bytewise) == {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
+    """Of all names that llama.cpp knows but "whitespace", whose models write nothing."""
+    marks = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
+    assert {*CUTS, *" ".join(SAME.values()).split(), *marks} == set(cuts.CUTS)
+    assert len(cuts.CUTS) == 90 and len(set(CUTS.values())) == len(CUTS)
     llama = {"llama-bpe", "llama3", "llama-v3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"}
     whole = {"glm4", "glm5", "minicpm5", "youtu", "granite-embed-multi-97m"}
-    assert {name for name, cut in bytewise.items() if cut.whole} == llama | whole
-    assert {name for name, cut in bytewise.items() if cut.bos} == llama | {"chameleon"}
+    assert {name for name, cut in cuts.CUTS.items() if cut.whole} == llama | whole
+    assert {name for name, cut in cuts.CUTS.items() if cut.bos} == llama | {"chameleon"}
 
 
-@pytest.mark.parametrize("runs", [("1", "a"), ("1", ""), (" ", "a"), (" \n", "a"), ("A", "1")])
-def test_a_long_run_of_anything_is_cut_in_one_pass(runs):
-    text = runs[0] * 30000 + runs[1]
-    for names in CUTS:
-        steps, start = byte_level(names.split()[0]).raw.pre_tokenizer, time.perf_counter()
+@pytest.mark.parametrize("text", ["1" * 30000, "1" * 30000 + "a", " " * 30000 + "a", " \n" * 15000 + "a"])
+def test_a_long_run_of_anything_is_cut_in_one_pass(text):
+    for name in CUTS:
+        steps, start = byte_level(name).raw.pre_tokenizer, time.perf_counter()
         steps.pre_tokenize_str(text)
-        assert time.perf_counter() - start < 1.5, names  # one that looks at the rest of the run takes 3 to 10
+        assert time.perf_counter() - start < 1.5, name  # one that looks at the rest of the run takes 3 to 10
 
 
 def test_a_word_that_is_a_token_is_not_built_from_parts_where_llama_3_says_so():
@@ -230,7 +191,7 @@ def test_a_word_that_is_a_token_is_not_built_from_parts_where_llama_3_says_so():
 
 def test_qwen_composes_characters_and_others_do_not():
     decomposed, composed = "e\u0301", "\u00e9"
-    for pre, same in (("qwen2", True), ("mpt", True), ("gpt-2", False), ("smollm", False)):
+    for pre, same in (("qwen2", True), ("command-r", True), ("mpt", True), ("gpt-2", False), ("qwen35", False)):
         raw = byte_level(pre).raw
         assert (raw.encode(decomposed).ids == raw.encode(composed).ids) is same
 
@@ -292,24 +253,26 @@ def test_a_file_that_does_not_say_how_it_cuts_is_read_with_a_warning(caplog, pre
 
 
 def test_names_that_are_special_whatever_their_type():
-    """Of llama.cpp's lists; types of files are wrong at times."""
-    ends = ["<|im_end|>", "<|return|>", "<|call|>", "</s>", "_<EOT>", "[EOS]", "<turn|>", "<end_of_utterance>", "[e~["]
-    code = ["<|fim_pad|>", "<reponame>", "<|file_sep|>"]
-    marks = ["<|end|>", "<fim_prefix>", "▁<MID>"]  # <|end|> ends a message beside <|return|> and <|call|>
+    """Types in files are wrong at times."""
+    ends = [
+        "<|im_end|>",
+        "</s>",
+        "_<EOT>",
+        "[EOS]",
+        "<turn|>",
+        "<end_of_utterance>",
+        "[e~[",
+        "<|fim_pad|>",
+        "<|file_sep|>",
+    ]
+    tokens = [*ends, "<fim_prefix>", "▁<MID>"]
     for kind in (NORMAL, USER_DEFINED, CONTROL):
-        tokens = [*ends, *code, *marks, "<|x|>"]
-        pieces = byte_level(more=[(t, kind) for t in tokens])
-        text = Tokenizer(**pieces._asdict())
-        assert text.encode("".join(tokens[:-1])) == list(range(259, 259 + len(tokens) - 1))
-        assert [text.is_silent(i) for i in range(259, 259 + len(tokens))] == [True] * (len(tokens) - 1) + [
-            kind == CONTROL
-        ]
-        entries = {"tokens": list(text._raw.get_vocab()), "token_type": None}
-        entries["tokens"] = sorted(entries["tokens"], key=text._raw.token_to_id)
-        found = ends_of(**entries)
-        assert [entries["tokens"][i] for i in found] == [*ends, *code]
-        assert ends_of(**entries, eos_token_id=3, eot_token_id=5, fim_pad_token_id=7)[:3] == [3, 5, 7]
-        assert "<|fim_pad|>" not in [entries["tokens"][i] for i in ends_of(**entries, fim_pad_token_id=7)]
+        text = Tokenizer(**byte_level(more=[(t, kind) for t in tokens])._asdict())
+        ids = text.encode("".join(tokens))
+        assert ids == list(range(259, 259 + len(tokens))) and all(map(text.is_silent, ids))
+    assert ends_of(tokens=tokens) == list(range(9))
+    own = {"eos_token_id": 9, "eom_token_id": 10, "fim_pad_token_id": 0}  # the file's own come first
+    assert ends_of(tokens=tokens, **own) == [9, 10, 0, 1, 2, 3, 4, 5, 6, 8]
 
 
 @pytest.mark.parametrize(

