@@ -34,7 +34,8 @@ class Pieces(NamedTuple):
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
-_PADDING = re.compile(r"\[PAD\d+\]|<pad>|\[PAD\]|<unused\d*>")  # the first is llama.cpp's filling
+_FILLING = re.compile(r"\[PAD\d+\]")  # llama.cpp's, of ids without a token
+_PADDING = re.compile(r"\[PAD\d*\]|<pad>|<unused\d*>")
 _ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8, as read_header has them
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 
@@ -76,7 +77,10 @@ def _templates(source: _Source) -> dict[str, str]:
     named = {name: template for name, template in found.items() if isinstance(template, str)}
     for name, template in named.items():
         if _ESCAPED.search(template):
-            raise source.wrong("chat_template", "UTF-8", f"other bytes in the template {name!r}")
+            raise InvalidModelFiles(
+                f"{source.file}: the chat template {name!r:.80} must be UTF-8; got other bytes. Convert the model or "
+                f"download it again."
+            )
     return named
 
 
@@ -92,7 +96,7 @@ class _Source:
         self.types = [_CONTROL if t in known else kind for t, kind in zip(self.tokens, self.types, strict=True)]
         self.vocab: dict[str, int] = {}
         for i, token in enumerate(self.tokens):
-            if not token or (self.types[i] == _UNUSED and _PADDING.fullmatch(token)):
+            if not token or (self.types[i] == _UNUSED and _FILLING.fullmatch(token)):
                 continue  # nothing that a text can hold: the id stays without a token
             first = self.vocab.setdefault(token, i)
             if first != i and not self.is_silent(i):
@@ -148,7 +152,7 @@ class _Source:
 
 def _bpe(library: Any, source: _Source) -> Any:
     """BPE over the letters of bytes, or over characters as SentencePiece has them."""
-    kind = "gemma4" if source.text("model", "") == "gemma4" else source.text("pre", "default")
+    kind = "gemma4" if source.text("model", "") == "gemma4" else source.text("pre", "") or "default"
     if kind == "default":
         kind = OLD.get(source.metadata.get("general.architecture", ""), kind)
     cut = CUTS.get(kind)

@@ -574,9 +574,7 @@ def test_bytes_that_are_no_utf_8(tmp_path):
         model = damaged(before)
         assert dict(model) and model.tokenizer().chat_template == {"default": "h#"}
     assert damaged(b"Gr#sse").metadata["general.description"] == "Gr\ufffdsse"
-    with pytest.raises(
-        InvalidModelFiles, match="chat_template must be UTF-8; got other bytes in the template 'default'"
-    ):
+    with pytest.raises(InvalidModelFiles, match="chat template 'default' must be UTF-8; got other bytes"):
         damaged(b"h#").tokenizer()
     model = damaged("Ġthe".encode(), b"\xff\xa0the")
     assert dict(model)  # numbers need no text

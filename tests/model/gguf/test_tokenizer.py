@@ -238,7 +238,7 @@ def test_old_files_that_do_not_name_their_cut():
             assert raw.to_str() == byte_level(pre).raw.to_str()
 
 
-@pytest.mark.parametrize("pre", ["default", None])
+@pytest.mark.parametrize("pre", ["default", "", None])
 def test_a_file_that_does_not_say_how_it_cuts_is_read_with_a_warning(caplog, pre):
     raw = byte_level(pre, more=[(".,", NORMAL)]).raw
     [warning] = [r.getMessage() for r in caplog.records]
@@ -306,7 +306,7 @@ def test_chat_templates_by_name():
     assert text.chat_templates == {"default": "{{ bos_token }}", "tool_use": "tools {{ tools[0] }}", "rag": "r"}
     assert text.render_chat([]) == "" and text.render_chat([], tools=["x"]) == "tools x"
     assert Tokenizer(**byte_level()._asdict()).chat_templates == {}
-    with pytest.raises(InvalidModelFiles, match=r"chat_template must be UTF-8; got other bytes in the template 'rag'"):
+    with pytest.raises(InvalidModelFiles, match=r"chat template 'rag' must be UTF-8; got other bytes"):
         byte_level(**{"tokenizer.chat_template.rag": "caf\udce9"})
 
 
