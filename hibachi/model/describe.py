@@ -94,7 +94,7 @@ def describe(path: Path) -> Description:
 
 def _kind(files: ModelFiles) -> str:
     if files.gguf is not None:
-        return "GGUF"
+        return f"GGUF, {len(files.gguf.parts)} parts" if len(files.gguf.parts) > 1 else "GGUF"
     shards = len(list(files.path.glob("model-*-of-*.safetensors")))
     return f"safetensors, {shards} shards" if shards else "safetensors"
 

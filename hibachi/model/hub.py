@@ -17,10 +17,11 @@ from pathlib import Path
 from hibachi.errors import InvalidModelFiles, MissingExtra
 from hibachi.model.extras import need
 from hibachi.model.fields import read_json
+from hibachi.model.gguf.file import parts
 from hibachi.phases import ending_at_once, in_command, phase, phases_shown
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]{0,94}[A-Za-z0-9_])?"
-_NAME = re.compile(rf"({_PART}/{_PART})(/[A-Za-z0-9_.\-]+\.gguf)?(?:@([A-Za-z0-9_][A-Za-z0-9_.\-/]*))?")
+_NAME = re.compile(rf"({_PART}/{_PART})((?:/[A-Za-z0-9_.\-]+)+\.gguf)?(?:@([A-Za-z0-9_][A-Za-z0-9_.\-/]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _WANTED = [  # `model*`: some repositories hold their weights a second time, under other names
@@ -38,6 +39,11 @@ class HubName:
     repository: str
     gguf: str = ""
     revision: str = "main"
+
+    @property
+    def files(self) -> list[str]:
+        """The GGUF file, or all files of a model that is split; [] for a model in safetensors."""
+        return [file.as_posix() for file in parts(Path(self.gguf))] if self.gguf else []
 
 
 def parse_name(text: str) -> HubName | None:
@@ -58,8 +64,9 @@ def cache_folder() -> Path:
 def local_snapshot(name: str) -> Path:
     """The folder of a model by its name on the Hub: "org/name", or "org/name@revision" (a branch, tag or commit).
 
-    "org/name/file.gguf" gives the path of that file. What the cache holds is used as it is, without the network;
-    what it lacks is downloaded, if huggingface_hub is installed and HF_HUB_OFFLINE is not set.
+    "org/name/file.gguf", which may lie in a folder of the repository, gives the path of that file; any part of a model
+    that is split stands for all. What the cache holds is used as it is, without the network; what it lacks is
+    downloaded, if huggingface_hub is installed and HF_HUB_OFFLINE is not set.
 
     Raises InvalidModelFiles if `name` is no name on the Hub, or the files are neither there nor to be had.
     """
@@ -80,7 +87,9 @@ def local_snapshot(name: str) -> Path:
         why = "It has been downloaded, so the repository does not hold what is looked for"
     if found is not None and not lacking:
         return found / wanted.gguf
-    state = f"not complete in {found}, which lacks {', '.join(lacking)}" if found else f"not in {_repository(wanted)}"
+    state = (
+        f"not complete in {found}, which lacks {', '.join(lacking[:40])}" if found else f"not in {_repository(wanted)}"
+    )
     raise InvalidModelFiles(
         f"There is no folder {name}; as a name on the Hugging Face Hub, {wanted.repository} (revision "
         f"{wanted.revision}) is {state}. {why}. Give a folder with the model in Hugging Face layout, or name one GGUF "
@@ -107,7 +116,7 @@ def _cached(wanted: HubName) -> Path | None:
 def _lacking(snapshot: Path, wanted: HubName) -> list[str]:
     """Files that the model needs and that are not there; a link to a file that is gone does not count."""
     if wanted.gguf:
-        return [] if (snapshot / wanted.gguf).is_file() else [wanted.gguf]
+        return [file for file in wanted.files if not (snapshot / file).is_file()]
     if not (snapshot / "config.json").is_file():
         return [] if any(f.is_file() for f in snapshot.glob("*.gguf")) else ["config.json"]
     if (snapshot / "model.safetensors").is_file():
@@ -129,7 +138,7 @@ def _download(name: str, wanted: HubName) -> str | None:
         hub = need("huggingface_hub", f"Downloading {name}", "hf")
     except MissingExtra as e:
         return str(e).removesuffix(".")
-    patterns = [wanted.gguf] if wanted.gguf else _WANTED
+    patterns = wanted.files or _WANTED
     revision, blobs = wanted.revision, _repository(wanted) / "blobs"
     before, total = _megabytes(blobs), None
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -13,7 +14,7 @@ from pathlib import Path
 from hibachi.engine.batchengine import Facts
 from hibachi.lm.own import is_own
 from hibachi.model.files import SHIPPED, locate
-from hibachi.model.gguf import find_gguf
+from hibachi.model.gguf import find_gguf, parts
 from hibachi.named import look_here
 
 SMALL = 1 << 20  # bytes of a file that is read in full
@@ -22,11 +23,11 @@ _ENDINGS = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja")
 
 
 def name_of(model: str) -> str:
-    """Of files the last part of their path, without .gguf; `org/name` and `pkg:Class` as given."""
+    """Of files the last part of their path, without .gguf and a part's number; `org/name` and `pkg:Class` as given."""
     path = Path(model).expanduser()
     if model in SHIPPED or not path.exists():
         return model
-    return Path(os.path.abspath(path)).name.removesuffix(".gguf") or model
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(os.path.abspath(path)).name) or model
 
 
 def system_fingerprint(facts: Facts, model: str) -> str:
@@ -49,7 +50,7 @@ def _files(model: str) -> list[tuple[Path, str]]:
     """With their names, which are the same wherever the files lie."""
     path = locate(model)
     if (file := find_gguf(path)) is not None:  # however it is called
-        return [(file, "gguf")]
+        return [(part, "gguf") for part in parts(file)]
     return [(each, each.name) for each in sorted(path.iterdir()) if each.suffix in _ENDINGS and each.is_file()]
 
 

@@ -107,6 +107,24 @@ def test_one_gguf_file(store):
         hub.local_snapshot("org/files/c.gguf")
 
 
+def test_any_part_of_a_split_file_brings_all(store, online):
+    names = [f"Q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    snapshot, asked = store({}, "org/files"), []
+    (snapshot / "Q4").mkdir()
+    (snapshot / names[2]).touch()
+
+    def download(*_, allow_patterns, **__):
+        asked.append(allow_patterns)
+        for name in allow_patterns:
+            (snapshot / name).touch()
+
+    with pytest.raises(InvalidModelFiles, match=r"lacks Q4/m-00001-of-00003\.gguf, Q4/m-00002-of-00003\.gguf\."):
+        hub.local_snapshot(f"org/files/{names[2]}")
+    online(download)
+    assert hub.local_snapshot(f"org/files/{names[2]}@main") == snapshot / names[2]
+    assert asked == [names]
+
+
 def test_a_model_without_a_tokenizer_is_complete_where_nothing_can_be_downloaded(store):
     snapshot = store({k: v for k, v in MODEL.items() if k != "tokenizer.json"})
     assert hub.local_snapshot("some-org/a_model.v2") == snapshot

@@ -1,4 +1,5 @@
-"""Models in one GGUF file: its header and numbers, its config, its tokenizer."""
+"""Models in GGUF: header and numbers of a file or its parts, its config, its tokenizer."""
 
+from hibachi.model.gguf.file import parts as parts
 from hibachi.model.gguf.reader import GGUF as GGUF
 from hibachi.model.gguf.reader import find_gguf as find_gguf

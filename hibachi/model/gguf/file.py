@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -64,11 +65,19 @@ _TYPES = {  # number -> name, values of a block, bytes of a block
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
 }
+_UNREAD = {  # given up by llama.cpp, its own between two computations, or nothing that gguf unpacks
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+    **{9: "Q8_1", 15: "Q8_K", 41: "Q1_0", 42: "Q2_0"},
+}
+_NAN = {"MXFP4": (1, 0xFF), "NVFP4": (4, 0x7F)}  # bytes of scales before a block's numbers, and the bits that are NaN
 QUANTIZED = frozenset(n for n, values, _ in _TYPES.values() if values > 1)
 READABLE = QUANTIZED | PLAIN.keys()
 _NUMBERS = {name: number for number, (name, _, _) in _TYPES.items()}
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
 _QUANTIZED_WINDOW = 1 << 17  # values that are dequantized at a time: what fits into a processor's cache
 _MOST_HEADER = 64 << 20  # bytes; a vocabulary of 256k tokens takes 10 MB
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_NAME, _MOST_DIMS = 1 << 16, 1 << 17, 1 << 16, 4
@@ -84,12 +93,12 @@ class Blocks(Stored):
         """As of `Stored`. Raises InvalidModelFiles for blocks of which the scale is NaN or infinite as well."""
         for rows in super().rows(multiple):
             if self.dtype in QUANTIZED:
-                self._check(rows)
+                upper = rows.reshape(-1, BLOCKS[self.dtype][1])[:, 1]  # byte of the scale, float16
+                self._check((upper & 0x7C != 0x7C).all())
             yield rows
 
-    def _check(self, blocks: HostArray) -> None:
-        upper = blocks.reshape(-1, BLOCKS[self.dtype][1])[:, 1]  # byte of the scale, float16
-        if (upper & 0x7C == 0x7C).any():
+    def _check(self, finite: np.bool_) -> None:
+        if not finite:
             raise InvalidModelFiles(
                 f"{self.file}: a block of a tensor {self.shape} in {self.dtype} has a scale that is NaN or infinite. "
                 f"{AGAIN}."
@@ -98,7 +107,8 @@ class Blocks(Stored):
     @override
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
         """As of `Stored`; quantized numbers as float32. Raises MissingExtra for these without the library gguf,
-        InvalidModelFiles for integers.
+        InvalidModelFiles for integers, for blocks that the installed gguf does not know, and for those whose scale is
+        NaN or infinite.
         """
         if self.dtype not in READABLE:
             raise InvalidModelFiles(f"{self.file}: weights are stored as {self.dtype}; expected {_listed(READABLE)}.")
@@ -120,11 +130,57 @@ class Blocks(Stored):
             ) from e
         bytes_, step = flat.size // values * size, _QUANTIZED_WINDOW // values * size
         for start, part in windows(self.file, self.offset, np.dtype(np.uint8), bytes_, step):
-            if self.dtype in BLOCKS:  # others have their scales elsewhere
-                self._check(part)
+            if self.dtype in _NAN:  # the library makes numbers of it
+                count, nan = _NAN[self.dtype]
+                self._check((part.reshape(-1, size)[:, :count] & nan != nan).all())
             with np.errstate(all="ignore"):  # the numbers of a damaged file may be anything
                 numbers = library.quants.dequantize(part.reshape(1, -1), kind)[0]
+            self._check(np.isfinite(numbers).all())
             flat[start // size * values :][: len(numbers)] = numbers
+
+
+def parts(file: Path) -> list[Path]:
+    """All files of a split model in their order, by the name of one, NAME-00002-of-00003.gguf; any other file alone.
+
+    By names only: what is not there is in the list as well.
+    """
+    m = _PART.fullmatch(file.name)
+    if m is None or not 1 <= int(m[2]) <= int(m[3]):
+        return [file]
+    return [file.with_name(f"{m[1]}-{i:05}-of-{m[3]}.gguf") for i in range(1, int(m[3]) + 1)]
+
+
+def read_parts(files: list[Path]) -> tuple[dict[str, Any], dict[str, Blocks]]:
+    """Metadata of the first of `parts`, and the tensors of all. Raises InvalidModelFiles as `read_header` does, and for
+    parts that are missing or do not belong together.
+    """
+    if len(files) > 1 and (missing := [f.name for f in files if not f.is_file()]):
+        raise InvalidModelFiles(
+            f"{files[0].parent} lacks {len(missing)} of the {len(files)} parts of a GGUF model: "
+            f"{', '.join(missing[:8])}. Copy or download what is missing into this folder."
+        )
+    headers = [read_header(file) for file in files]
+    stored: dict[str, Blocks] = {}
+    for i, (file, (metadata, tensors)) in enumerate(zip(files, headers, strict=True)):
+        no, count = metadata.get("split.no", 0), metadata.get("split.count", 1)
+        if type(no) is not int or type(count) is not int or (no, max(count, 1)) != (i, len(files)):
+            raise InvalidModelFiles(
+                f"{file} has split.no {no!r:.100} and split.count {count!r:.100}; expected {i} and {len(files)}, by "
+                f"its name. Parts are called NAME-00001-of-00003.gguf and so on, from split.no + 1: give it its own "
+                f"name again, or copy or download it again."
+            )
+        for name in tensors.keys() & stored.keys():
+            raise InvalidModelFiles(f"{file} holds the tensor {name!r:.100}, as {stored[name].file} does. {AGAIN}.")
+        stored |= tensors
+    told = [metadata.get("split.tensors.count") for metadata, _ in headers]
+    if len(files) > 1 and any(type(n) is not int or n != len(stored) for n in told):
+        each = zip(files[:8], headers, told, strict=False)
+        raise InvalidModelFiles(
+            f"The parts in {files[0].parent} hold {len(stored)} tensors, and one of them is of another model: "
+            + ", ".join(f"{file.name} holds {len(h[1])} of a model's {n!r:.100}" for file, h, n in each)
+            + f". {AGAIN}."
+        )
+    return headers[0][0], stored
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Blocks]]:
@@ -254,8 +310,9 @@ class _Cursor:
             raise self.broken(f"{name!r:.100} has the shape {shape}")
         kind, offset = self.number("I"), self.number("Q")
         if kind not in _TYPES:
+            called = _UNREAD.get(kind, f"type {kind}")
             raise InvalidModelFiles(
-                f"{self.file}: {name!r:.100} is stored as type {kind}, which is unknown here; expected "
+                f"{self.file}: {name!r:.100} is stored as {called}, which cannot be read here; expected "
                 f"{_listed(READABLE)}. Use the model in another quantization."
             )
         dtype, values, size = _TYPES[kind]

@@ -1,4 +1,4 @@
-"""Models in one GGUF file, as llama.cpp uses them: weights, config and tokenizer.
+"""Models in a GGUF file or its parts, as llama.cpp uses them: weights, config and tokenizer.
 
 Weights come under canonical names (hibachi.model.arch) and as they were before llama.cpp's converter changed them: rows
 of queries and keys in the order of Hugging Face, Gemma's norms minus one, Mamba's a_log.
@@ -17,23 +17,24 @@ import numpy.typing as npt
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.gguf.config import NAMES, SETTINGS, Source, find_architecture, read_config
-from hibachi.model.gguf.file import QUANTIZED, READABLE, Blocks, Shape, read_header
+from hibachi.model.gguf.file import QUANTIZED, READABLE, Blocks, Shape, parts, read_parts
 from hibachi.model.gguf.tokenizer import Pieces, read_tokenizer
 from hibachi.model.weights import Tensors
 from hibachi.tensor.stored import HostArray, Stored
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """The GGUF file that `path` means: itself, or the only one in a folder without config.json; else None.
+    """The GGUF file that `path` means: itself, or the only one in a folder without config.json; else None. Of a model
+    that is split the first part, whichever `path` is.
 
     Raises InvalidModelFiles if such a folder holds several.
     """
     path = Path(path)
     if path.suffix == ".gguf":
-        return path
+        return parts(path)[0]
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    found = sorted(path.glob("*.gguf"))
+    found = list(dict.fromkeys(parts(file)[0] for file in sorted(path.glob("*.gguf"))))
     if len(found) > 1:
         raise InvalidModelFiles(
             f"{path} holds {len(found)} GGUF files: {', '.join(f.name for f in found[:8])}. Pass one of these "
@@ -65,7 +66,8 @@ class _Entry:
 class GGUF(Tensors):
     """The tensors of a GGUF file by canonical name; quantized ones come as float32.
 
-    unpack: quantized matrices are read as float32 also where kernels multiply their blocks.
+    path: the file, or any part of a model that is split. parts: all its files. unpack: quantized matrices are read as
+    float32 also where kernels multiply their blocks.
     metadata: all of the file's entries. config: the same in the terms of config.json.
     Raises InvalidModelFiles for a damaged file, UnknownArchitecture for a model that we do not know.
     """
@@ -75,8 +77,9 @@ class GGUF(Tensors):
     readable = READABLE
 
     def __init__(self, path: str | Path, *, unpack: bool = False) -> None:
-        self.path, self._unpack = Path(path), unpack
-        self.metadata, stored = read_header(self.path)
+        self.parts, self._unpack = parts(Path(path)), unpack
+        self.path = self.parts[0]
+        self.metadata, stored = read_parts(self.parts)
         source = Source(self.path, self._architecture(), self.metadata, stored)
         self.config: dict[str, Any] = read_config(source)
         self._how = find_architecture(source)
@@ -84,8 +87,11 @@ class GGUF(Tensors):
         self._names = {**NAMES, **(own(source) if callable(own) else own)}
         self._entries: dict[str, _Entry] = {}
         for name, tensor in stored.items():
+            base, _, suffix = name.rpartition(".")
+            if suffix in ("scale", "input_scale") and f"{base}.weight" in stored:
+                continue  # a part of that one; activations, which input_scale is for, are not quantized
             if name not in SETTINGS:
-                self._add(name, tensor)
+                self._add(name, tensor, stored.get(f"{base}.scale") if suffix == "weight" else None)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -139,22 +145,31 @@ class GGUF(Tensors):
                 f"{self.path} holds no language model: general.type is {kind!r:.100}, general.architecture "
                 f"{name!r:.100}. Name the file of the model itself."
             )
-        parts = self.metadata.get("split.count", 1)
-        if type(parts) is not int or parts > 1:
-            raise InvalidModelFiles(
-                f"{self.path} is one of {parts!r:.100} parts. Join them first: llama-gguf-split --merge."
-            )
         return name
 
-    def _add(self, name: str, tensor: Blocks) -> None:
+    def _add(self, name: str, tensor: Blocks, scale: Blocks | None) -> None:
         m = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z0-9_]+?)(?:\.(weight|bias))?", name)
         block, kind, suffix = m.groups() if m else (None, "", None)
         block, suffix = f"layers.{block}." if block else "", f".{suffix}" if suffix else ""
         for ours in self._names.get(kind, ()):
             change, shape = self._change(ours, tensor)
+            if scale is not None:
+                change = _scaled(self._factor(scale, tensor), change)
             self._entries[f"{block}{ours}{suffix}"] = _Entry(tensor, change, shape)
         if kind not in self._names:  # the check against the config will say that there is no place for it
             self._entries[name] = _Entry(tensor, None, tensor.shape)
+
+    def _factor(self, scale: Blocks, tensor: Blocks) -> HostArray:
+        """What all numbers of a tensor are multiplied by, or those of each of its experts, as with NVFP4."""
+        each = tensor.shape[:1] if len(tensor.shape) == 3 else (1,)
+        factor = scale.read(np.float32) if scale.shape in (each, (1,), ()) else None
+        if factor is None or not np.isfinite(factor).all():
+            raise InvalidModelFiles(
+                f"{scale.file}: the scale of a tensor {tensor.shape} in {tensor.dtype} must be finite numbers of the "
+                f"shape {each}; got {f'the shape {scale.shape}' if factor is None else factor}. Convert or download it "
+                f"again."
+            )
+        return factor.reshape(-1, *(1,) * (len(tensor.shape) - 1))
 
     def _change(self, name: str, tensor: Blocks) -> tuple[Callable[[HostArray], HostArray] | None, Shape]:
         """What undoes the converter's work, and the shape after it."""
@@ -189,6 +204,15 @@ def _unpaired(name: str, rows: int, heads: int, kv_heads: int) -> Any:
     if name == "qkv":
         order[heads + kv_heads :] = np.arange(rows).reshape(every, -1)[heads + kv_heads :]
     return order.reshape(-1).astype(np.int32)
+
+
+def _scaled(factor: HostArray, change: Callable[[HostArray], HostArray] | None) -> Callable[[HostArray], HostArray]:
+    def scaled(w: HostArray) -> HostArray:
+        w = w.astype(np.float32, copy=False)
+        w *= factor
+        return w if change is None else change(w)
+
+    return scaled
 
 
 def _log_of_minus(a: HostArray) -> HostArray:

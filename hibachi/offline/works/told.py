@@ -14,6 +14,7 @@ from hibachi.installed import version
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate
+from hibachi.model.gguf import parts
 from hibachi.offline.works.work import Told
 from hibachi.remote.opening import about
 
@@ -48,7 +49,7 @@ def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:
         file = _source(model)
         return {"name": model} if file is None else {"name": model, "source": _digest(file)}
     place = locate(model)
-    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file() and _of_model(f))
+    files = parts(place) if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file() and _of_model(f))
     found: dict[str, Any] = {"name": model, "files": {}}
     for file in files:
         name = file.name if place.is_file() else file.relative_to(place).as_posix()

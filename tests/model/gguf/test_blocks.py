@@ -29,12 +29,22 @@ def quantized(path, kind_of, what="llama", **entries):
     blocks = {}
     for name, array in stored.items():
         kind = kind_of(name)
-        if kind is None or np.ndim(array) < 2 or array.shape[-1] % 32:
+        number = None if kind is None else gguf.GGMLQuantizationType[kind]
+        if kind is None or np.ndim(array) < 2 or array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
             continue
-        number = gguf.GGMLQuantizationType[kind]
-        blocks[name] = kind, gguf.quants.quantize(np.asarray(array, np.float32), number)
+        blocks[name] = kind, packed(array, number)
         stored[name] = gguf.quants.dequantize(blocks[name][1], number)
     return make(path, what, entries, blocks)[0], stored
+
+
+def packed(array, number):
+    """Blocks; of NVFP4, which the library does not write, random ones of that shape, with scales of usual size."""
+    if number.name != "NVFP4":
+        return gguf.quants.quantize(np.asarray(array, np.float32), number)
+    rng = np.random.default_rng(array.size)
+    raw = rng.integers(0, 256, (array.size // 64, 36), dtype=np.uint8)
+    raw[:, :4] = rng.integers(0x20, 0x30, (len(raw), 4))
+    return raw.reshape(*array.shape[:-1], -1)
 
 
 def mixed(name):
@@ -147,23 +157,88 @@ def test_backends_without_kernels_unpack(tmp_path):
     assert model.quantization == "none" and isinstance(model.params["layers"][0]["qkv"], np.ndarray)
 
 
+# ---- blocks that are unpacked ----------------------------------------------------------------------------------------
+
+WIDE = {"embedding_length": 256, "feed_forward_length": 256}  # for blocks of any kind
+
+
+def widened(path, kind):
+    """As `quantized`, all matrices of a Llama whose rows are whole blocks of any kind."""
+    wide, rng = {64: 256, 32: 128, 96: 256}, np.random.default_rng(0)
+    stored = {
+        name: rng.normal(size=[wide.get(n, n) for n in a.shape]) / 8 for name, a in make(path, "llama")[1].items()
+    }
+    number = gguf.GGMLQuantizationType[kind]
+    blocks = {name: (kind, packed(array, number)) for name, array in stored.items() if array.ndim > 1}
+    stored |= {name: gguf.quants.dequantize(raw, number) for name, (_, raw) in blocks.items()}
+    return make(path, "llama", WIDE, stored | blocks)[0], stored
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4", "TQ1_0", "TQ2_0"])
+def test_answers_are_those_of_the_numbers_that_blocks_come_to(tmp_path, kind):
+    path, stored = widened(tmp_path / "m.gguf", kind)
+    assert GGUF(path).dtype("layers.0.q.weight") == kind
+    plain, _ = make(tmp_path / "plain.gguf", "llama", WIDE, stored)
+    want, got = (answers(load_model(p, NumpyBackend(), dtype="float32"))[0] for p in (plain, path))
+    assert got == want
+
+
+@pytest.mark.parametrize("what, kind", [("llama", "NVFP4"), ("mixtral", "NVFP4"), ("llama", "Q4_0")])
+def test_scales_beside_matrices_are_multiplied_in(tmp_path, what, kind):
+    """One of a matrix, or one of each expert; those of activations, which are not quantized here, change nothing."""
+    path, stored = quantized(tmp_path / "m.gguf", lambda _: kind, what)
+    blocks = {}
+    for name, array in list(stored.items()):
+        if np.ndim(array) > 1:
+            factors = np.linspace(0.5, 2, len(array) if np.ndim(array) == 3 else 1, dtype=np.float32)
+            stored[name] = np.asarray(array, np.float32) * factors.reshape(-1, *(1,) * (np.ndim(array) - 1))
+            base = name.removesuffix(".weight")
+            blocks |= {f"{base}.scale": factors, f"{base}.input_scale": np.float32([7])}
+    raw = {t.name: (t.tensor_type.name, t.data) for t in gguf.GGUFReader(path).tensors}
+    scaled, _ = make(tmp_path / "scaled.gguf", what, (), raw | blocks)
+    plain, _ = make(tmp_path / "plain.gguf", what, (), stored)
+    want, got = (answers(load_model(p, NumpyBackend(), dtype="float32"))[0] for p in (plain, scaled))
+    assert got == want
+    for wrong in (np.float32([np.inf]), np.ones(3, np.float32)):
+        make(scaled, what, (), raw | blocks | {"blk.1.attn_q.scale": wrong})
+        with pytest.raises(InvalidModelFiles, match=rf"scaled.gguf: the scale of a tensor .* in {kind} must be finite"):
+            GGUF(scaled)
+
+
 # ---- what is wrong with a file ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "kind, at, scale",
+    [
+        *[("Q4_0", 0, np.float16(number).tobytes()) for number in (np.nan, np.inf, -np.inf)],
+        *[("Q4_1", 2, np.float16(np.nan).tobytes()), ("TQ1_0", 52, np.float16(np.inf).tobytes())],
+        *[("MXFP4", 0, b"\xff"), ("NVFP4", 3, b"\x7f")],
+    ],
+)
 @pytest.mark.parametrize("where", ["blk.1.attn_k.weight", "token_embd.weight", "blk.0.ffn_down.weight"])
-def test_a_scale_that_is_no_number_is_refused(tmp_path, where, scale):
-    path, _ = quantized(tmp_path / "m.gguf", lambda _: "Q4_0")
+def test_a_scale_that_is_no_number_is_refused(tmp_path, where, kind, at, scale):
+    path, _ = widened(tmp_path / "m.gguf", kind)
     tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == where)
+    values, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
     with path.open("r+b") as file:
-        file.seek(int(tensor.data_offset) + 18 * (tensor.n_elements // 32 - 1))
-        file.write(np.float16(scale).tobytes())
-    with pytest.raises(
-        InvalidModelFiles, match=r"m.gguf: a block of .* in Q4_0 has a scale that is NaN or infinite.*again"
-    ):
-        load_model(path, NumpyBackend(), dtype="float32")
-    with pytest.raises(InvalidModelFiles, match=r"in Q4_0 has a scale that is NaN or infinite"):
-        load_model(path, NumpyBackend(native=False), dtype="float32")  # where blocks are unpacked
+        file.seek(int(tensor.data_offset) + size * (tensor.n_elements // values - 1) + at)
+        file.write(scale)
+    for native in (True, False):  # False: where blocks are unpacked
+        with pytest.raises(
+            InvalidModelFiles, match=rf"m.gguf: a block of .* in {kind} has a scale that is NaN or infinite.*again"
+        ):
+            load_model(path, NumpyBackend(native=native), dtype="float32")
+
+
+@pytest.mark.parametrize("number, name", [(9, "Q8_1"), (31, "Q4_0_4_4"), (77, "type 77"), (41, "Q1_0")])
+def test_blocks_that_cannot_be_read_are_named(tmp_path, number, name):
+    path, _ = make(tmp_path / "m.gguf", "llama")
+    data = path.read_bytes()
+    at = data.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 20  # after two dimensions
+    path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(InvalidModelFiles, match=rf"ffn_down.weight' is stored as {name}, which cannot be read here"):
+        GGUF(path)
 
 
 def test_a_file_that_is_cut_is_refused(tmp_path):

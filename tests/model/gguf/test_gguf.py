@@ -7,7 +7,9 @@ import re
 import struct
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -15,9 +17,12 @@ import pytest
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.arch import shapes
+from hibachi.model.describe import describe
 from hibachi.model.gguf import GGUF, find_gguf
 from hibachi.model.gguf.file import read_header
 from hibachi.model.registry import find
+from hibachi.offline.works.told import model_facts
+from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.tensor.packing import joined
 from hibachi.tensor.stored import Stored
 
@@ -458,7 +463,7 @@ def test_ids_that_begin_and_end_a_text(tmp_path, entries, ids):
     "what, entries, tensors, error, message",
     [
         ("llama", {"/general.type": "adapter"}, {}, InvalidModelFiles, "holds no language model: general.type is 'ad"),
-        ("llama", {"/split.count": 3}, {}, InvalidModelFiles, "is one of 3 parts. Join them first: llama-gguf-split"),
+        ("llama", {"/split.count": 3}, {}, InvalidModelFiles, "split.count 3; expected 0 and 1, by its name"),
         ("llama", {"attention.head_count": 0}, {}, InvalidModelFiles, "llama.attention.head_count must be an integer"),
         ("llama", {"attention.head_count": 3}, {}, InvalidModelFiles, "q has the shape .64, 64., which 3 and 2 heads"),
         ("llama", {"embedding_length": "wide"}, {}, InvalidModelFiles, "embedding_length must be.*>= 1; got 'wide'"),
@@ -608,6 +613,63 @@ def test_where_a_gguf_file_is(tmp_path):
     assert find_gguf(tmp_path) is None
 
 
+# ---- models that are split -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def split(tmp_path, monkeypatch):
+    """split(name): the three parts of a model of llama, as the library writes them; as a whole in `whole.gguf`."""
+    writer = gguf.GGUFWriter
+
+    def made(name, what="llama"):
+        monkeypatch.setattr(gguf, "GGUFWriter", writer)
+        make(tmp_path / "whole.gguf", what)
+        monkeypatch.setattr(gguf, "GGUFWriter", partial(writer, split_max_tensors=8))
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / f"{name}.gguf", what)
+        return sorted((tmp_path / name).iterdir())
+
+    return made
+
+
+def test_any_part_or_the_folder_is_the_whole_model(tmp_path, split, capsys):
+    files = split("m")
+    whole = GGUF(tmp_path / "whole.gguf")
+    assert [f.name for f in files] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for place in (*files, tmp_path / "m"):
+        assert find_gguf(place) == files[0]
+    for path in files:
+        model = GGUF(path)
+        assert model.parts == files and model.path == files[0] and model.config == whole.config
+        assert model.keys() == whole.keys() and all(np.array_equal(model[name], whole[name]) for name in whole)
+        assert name_of(str(path)) == "m" and model_facts(str(path))["files"].keys() == {f.name for f in files}
+    assert describe(files[2]).files == "GGUF, 3 parts"
+    facts = SimpleNamespace(numerics="cpu-2 float32", dtype="float32", quantization="none")
+    before = system_fingerprint(facts, str(files[0]))
+    assert system_fingerprint(facts, str(tmp_path / "m")) == before
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"\x01")
+    assert system_fingerprint(facts, str(files[0])) != before
+
+
+def test_parts_that_do_not_make_a_model_are_named(split):
+    first, second, third = split("m")
+    other = split("other", "qwen3")
+    good = second.read_bytes()
+    for wrong, message in [
+        (None, r"m lacks 1 of the 3 parts of a GGUF model: m-00002-of-00003\.gguf\. Copy or download what is missing"),
+        (first.read_bytes(), r"m-00002-of-00003\.gguf has split.no 0 and split.count 3; expected 1 and 3, by its name"),
+        (other[1].read_bytes(), r"m-00002-of-00003\.gguf holds 8 of a model's 24"),
+        (good.replace(b"count\2\0\0\0\3", b"count\2\0\0\0\4"), r"00002-of-00003.* split.count 4; expected"),
+        (
+            good.replace(b"blk.0.ffn_gate", b"blk.1.ffn_gate"),
+            r"00003\.gguf holds the tensor 'blk.1.ffn_gate.weight', as .*00002-",
+        ),
+    ]:
+        second.unlink() if wrong is None else second.write_bytes(wrong)
+        with pytest.raises(InvalidModelFiles, match=message):
+            GGUF(third)
+
+
 @pytest.mark.parametrize("what", ["mixtral", "gemma3", "phi3", "falcon", "mamba"])
 def test_entries_of_any_type_are_read_or_refused(tmp_path, monkeypatch, what):
     path, _ = make(tmp_path / "m.gguf", what, vocabulary()[0], {"token_embd.weight": np.zeros((vocabulary()[1], 64))})
@@ -618,7 +680,7 @@ def test_entries_of_any_type_are_read_or_refused(tmp_path, monkeypatch, what):
     for key in metadata:
         for value in odd:
             changed = {**metadata, key: value} if value is not None else {k: v for k, v in metadata.items() if k != key}
-            monkeypatch.setattr("hibachi.model.gguf.reader.read_header", lambda path, m=changed: (m, stored))
+            monkeypatch.setattr("hibachi.model.gguf.file.read_header", lambda path, m=changed: (m, stored))
             with contextlib.suppress(InvalidModelFiles, UnknownArchitecture):
                 model = GGUF(path)
                 json.dumps(model.config)
