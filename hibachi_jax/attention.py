@@ -4,18 +4,20 @@ A cache is [blocks, kv_heads, block_size, dim]: the keys of a head lie together,
 SPAN positions of a few sequences, so that what it copies stays in the processor's cache until it has been multiplied,
 and keeps a running softmax (Milakov & Gimelshein 2018). Single tokens go in groups of rows of about one length; longer
 pieces by query tiles, one after another.
+
+Whatever is made here names its dtype, bounds of loops included: with jax_enable_x64 a number of Python's has 64 bits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from hibachi.tensor.array_backend import Array
 from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.terms import by_distance
+from hibachi.tensor.terms import by_distance, terms
 
 SPAN = 64  # cached positions of a turn for single tokens
 TILE_SPAN = 128  # for a query tile
@@ -32,6 +34,13 @@ class Scoring(NamedTuple):
     sinks: Array | None = None
 
 
+def scoring(b: Any, q: Array, scale: Any, window: int | None, softcap: Any, bias: Any, sinks: Any) -> Scoring:
+    """The arguments of `ArrayBackend.attend`. Numbers become Python's, as NumPy's would make 64 bits of 32."""
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    window, softcap = None if window is None else int(window), None if softcap is None else float(softcap)
+    return Scoring(scale, window, softcap, *terms(b, bias, sinks, q.shape[1]))
+
+
 def attend(q: Array, keys: Array, values: Array, x: StepInputs[Array], how: Scoring) -> Array:
     """q [T, heads, dim] over what the cache holds up to each token's position: [T, heads, v_dim]."""
     (tokens, heads, dim), kv_heads, v_dim = q.shape, keys.shape[1], values.shape[3]
@@ -41,10 +50,10 @@ def attend(q: Array, keys: Array, values: Array, x: StepInputs[Array], how: Scor
         out = _singles(q[first], keys, values, x.block_table[x.tile_row], x.pos[first], real, how)[x.tile_of]
         return out.reshape(tokens, heads, v_dim)
     rows = min(x.block_table.shape[0], tokens)
-    count = jnp.sum(x.cu_q[1:] - x.cu_q[:-1] == 1)  # rows of one token; they come first
+    count = jnp.sum(x.cu_q[1:] - x.cu_q[:-1] == 1, dtype=jnp.int32)  # rows of one token; they come first
     out = _singles(q[:rows], keys, values, x.block_table[:rows], x.pos[:rows], count, how)
     tiled = _tiles(q, keys, values, x, count, how)[x.tile_of]
-    alone = (jnp.arange(tokens) < count)[:, None, None, None]
+    alone = (jnp.arange(tokens, dtype=jnp.int32) < count)[:, None, None, None]
     out = jnp.where(alone, jnp.pad(out, ((0, tokens - rows), (0, 0), (0, 0), (0, 0))), tiled)
     return out.reshape(tokens, heads, v_dim)
 
@@ -53,7 +62,7 @@ def _singles(q: Array, keys: Array, values: Array, table: Array, pos: Array, cou
     """The first `count` rows, one token each: q [B, kv_heads, group, dim] -> [B, kv_heads, group, v_dim]."""
     rows = q.shape[0]
     each = min(GROUP, rows)
-    pos = jnp.where(jnp.arange(rows) < count, pos, 0)
+    pos = jnp.where(jnp.arange(rows, dtype=jnp.int32) < count, pos, 0)
     order = jnp.argsort(-pos)  # rows of about one length together
     fill = -rows % each
     sorted_q, sorted_table, sorted_pos = (
@@ -66,7 +75,7 @@ def _singles(q: Array, keys: Array, values: Array, table: Array, pos: Array, cou
         return lax.dynamic_update_slice_in_dim(out, done, i * each, 0)
 
     out = jnp.zeros((rows + fill, *q.shape[1:3], values.shape[3]), values.dtype)
-    return lax.fori_loop(0, -(-count // each), group, out)[jnp.argsort(order)]
+    return lax.fori_loop(jnp.int32(0), -(-count // each), group, out)[jnp.argsort(order)]
 
 
 def _tiles(q: Array, keys: Array, values: Array, x: StepInputs[Array], first: Array, how: Scoring) -> Array:
@@ -121,13 +130,13 @@ def _look(q: Array, at: Array, table: Array, keys: Array, values: Array, span: i
 
     shape = (count, kv_heads, many)
     if how.sinks is None:
-        top = jnp.full(shape, jnp.finfo(jnp.float32).min)  # not -inf: the difference with itself would be NaN
+        top = jnp.full(shape, jnp.finfo(jnp.float32).min, jnp.float32)  # -inf minus itself would be NaN
         mass = jnp.zeros(shape, jnp.float32)
     else:
         top = jnp.broadcast_to(jnp.repeat(how.sinks.reshape(kv_heads, -1), tile, axis=1), shape)
         mass = jnp.ones(shape, jnp.float32)  # of exp(sink - top)
     start = top, mass, jnp.zeros((*shape, v_dim), jnp.float32)
-    begin = 0 if how.window is None else jnp.maximum(jnp.min(at) - how.window + 1, 0) // span
+    begin = jnp.int32(0) if how.window is None else jnp.maximum(jnp.min(at) - how.window + 1, 0) // span
     _, mass, total = lax.fori_loop(begin, jnp.max(at) // span + 1, turn, start)
     return (total / mass[..., None]).astype(values.dtype)
 

@@ -20,9 +20,8 @@ from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.candidates import Candidate
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.terms import terms
 from hibachi_jax import programs, tpu
-from hibachi_jax.attention import Scoring, attend
+from hibachi_jax.attention import attend, scoring
 
 VOCABULARY = 16
 """A matrix with this many times as many rows as columns is one of a vocabulary: its rows are looked up."""
@@ -177,14 +176,13 @@ class JaxBackend(ArrayBackend):
         bias: Array | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
-        bias, sinks = terms(self, bias, sinks, q.shape[1])
-        how = Scoring(q.shape[2] ** -0.5 if scale is None else scale, window, softcap, bias, sinks)
+        how = scoring(self, q, scale, window, softcap, bias, sinks)
         if len(cache) != 1 and not self._loops:
             return super().attend(q, k, v, cache, x, **how._asdict())
         k, v = self.storable(k, v, cache[-1].dtype)
         if len(cache) == 1:
             pages = tpu.write(cache[0], x.slot, k, v)
-            if bias is None and sinks is None:
+            if how.bias is None and how.sinks is None:
                 return tpu.attend(q, pages, x, how), (pages,)
             return super().attend(q, k, v, tpu.halves(pages), x, **how._asdict())[0], (pages,)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)

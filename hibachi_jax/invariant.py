@@ -22,8 +22,8 @@ from typing_extensions import override
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.terms import by_distance, terms
-from hibachi_jax.attention import Scoring
+from hibachi.tensor.terms import by_distance
+from hibachi_jax.attention import Scoring, scoring
 from hibachi_jax.backend import JaxBackend
 
 STEP_TOKENS = 8
@@ -84,8 +84,7 @@ class InvariantJaxBackend(JaxBackend):
         bias: Array | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
-        factor = q.shape[2] ** -0.5 if scale is None else scale
-        how = Scoring(factor, window, softcap, *terms(self, bias, sinks, q.shape[1]))
+        how = scoring(self, q, scale, window, softcap, bias, sinks)
         k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
 
@@ -139,11 +138,11 @@ def _attend(q: Array, keys: Array, values: Array, table: Array, pos: Array, how:
         return higher, mass * keep + weights.sum(axis=-1), total * keep[..., None] + part
 
     if how.sinks is None:
-        top = jnp.full(q.shape[:-1], jnp.finfo(jnp.float32).min)  # not -inf: the difference with itself would be NaN
+        top = jnp.full(q.shape[:-1], jnp.finfo(jnp.float32).min, jnp.float32)  # -inf minus itself would be NaN
         mass = jnp.zeros(q.shape[:-1], jnp.float32)
     else:
         top = jnp.broadcast_to(how.sinks.reshape(kv_heads, -1), q.shape[:-1])
         mass = jnp.ones(q.shape[:-1], jnp.float32)  # of exp(sink - top)
     start = top, mass, jnp.zeros((*q.shape[:-1], v_dim), jnp.float32)
-    _, mass, total = jax.lax.fori_loop(0, jnp.max(pos) // span + 1, turn, start)
+    _, mass, total = jax.lax.fori_loop(jnp.int32(0), jnp.max(pos) // span + 1, turn, start)
     return (total / mass[..., None]).astype(values.dtype).reshape(tokens, heads, v_dim)

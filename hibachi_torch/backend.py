@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -216,6 +216,8 @@ class TorchBackend(ArrayBackend):
 
     @override
     def guard(self) -> AbstractContextManager[Any]:
+        if torch.is_autocast_enabled(self.device.type):
+            return _without_autocast(self.device.type)
         return torch.inference_mode()
 
     @override
@@ -247,3 +249,10 @@ class TorchBackend(ArrayBackend):
             "library": f"torch {torch.__version__}",
             "device": f"{device}, {torch.get_num_threads()} threads",
         }
+
+
+@contextmanager
+def _without_autocast(device: str) -> Iterator[None]:
+    """For the thread that makes an engine: in the engine's own, where models compute, its caller's autocast is off."""
+    with torch.inference_mode(), torch.autocast(device, enabled=False):
+        yield

@@ -78,7 +78,7 @@ class CudaTorchBackend(TorchBackend):
     # ---- movement ----------------------------------------------------------------------------------------------
 
     def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     @override
     def put(self, a: HostArray, dtype: str | None = None) -> Array:

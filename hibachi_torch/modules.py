@@ -191,7 +191,7 @@ class _Layer:
         self.w_in, self.w_state = weight_of(arranged_all[0]), weight_of(arranged_all[1])
         self.b_in: Tensor | None = arranged_all[2] if len(w) > 2 else None
         self.b_state: Tensor | None = arranged_all[3] if len(w) > 2 else None
-        self.shift = torch.full((4 * hidden,), 0.5)
+        self.shift = torch.full((4 * hidden,), 0.5, dtype=torch.float32, device=w[0].device)
         self.shift[3 * hidden :] = 0
         self.scale = 1 - self.shift
 
@@ -317,7 +317,7 @@ def _additive(mask: Tensor | None, name: str) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape).masked_fill_(mask, -math.inf)
+        return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(mask, -math.inf)
     if not mask.is_floating_point():
         raise ConfigError(f"{name}: expected bool or floats, got {mask.dtype}. Cast it.")
     return mask.float()

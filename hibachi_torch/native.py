@@ -34,7 +34,7 @@ class NativeTorchBackend(NativeBackend, InvariantTorchBackend):
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     @override
     def from_host(self, t: HostArray, dtype: Any) -> Array:

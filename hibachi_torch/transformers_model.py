@@ -158,7 +158,7 @@ def load(
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
     files = Checkpoint(path)  # checks the files, so that transformers meets none that is damaged or lies elsewhere
     refuse_quantized(files, contents)
-    with _quiet():
+    with _quiet(), torch.device("cpu"):  # also where the caller's is "meta"
         config = _config(make, contents)
         max_model_len = _max_len(config, max_model_len)
         eos_ids, bos_ids = (_ids(path, name, config.get_text_config()) for name in ("eos_token_id", "bos_token_id"))

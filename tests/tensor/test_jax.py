@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,6 +152,53 @@ def test_parameters_are_arguments_of_the_step_and_no_constants():
     constants = [line for line in text.splitlines() if "stablehlo.constant" in line]
     assert constants and not any(f"tensor<{shape}>" in line for line in constants for shape in weights)
     assert "float64" not in text and "xf64" not in text
+
+
+# ---- 64 bits -------------------------------------------------------------------------------------------------------
+
+LANGUAGE = """
+import json, sys
+import numpy as np
+from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
+from hibachi.testing.toys import TinyDecoder, tiny_weights
+from hibachi_jax import JaxBackend
+
+greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+drawn = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=6, repetition_penalty=1.1,
+                       presence_penalty=0.2, logprobs=1, ignore_eos=True)
+guided = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"regex": "[a-z]{3,9} [0-9]+"})
+guess = {"method": "ngram", "num_speculative_tokens": 3}
+found = []
+for how in {"fast": [{}], "all": [dict(deterministic=True), dict(speculative_config=guess), dict(dtype="bfloat16"),
+                                  dict(quantization="int8")]}[sys.argv[1]]:
+    with LLM("tiny", backend=JaxBackend("cpu", native=False), max_model_len=128, max_num_seqs=2, **how) as llm:
+        for params in (greedy, drawn, guided):
+            [done] = llm.generate(["Emma was not sorry to"], params)
+            found.append([done.token_ids, str(done.logprobs), str(done.prompt_logprobs), done.text])
+        found.append(llm.embed(["The evening passed off"])[0].embedding.tobytes().hex())
+backend = JaxBackend("cpu", native=False)
+attend, numbers = backend.attend, dict(scale=np.float64(0.2), window=np.int64(5), softcap=np.float64(9))
+backend.attend = lambda *args: attend(*args, **numbers)  # as a model of one's own may have them
+with AutoregressiveBatchInference(TinyDecoder(backend, tiny_weights()), backend=backend, max_model_len=16) as engine:
+    found.append([int(t) for t in engine.run([5, 9, 2], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("which", ["fast", pytest.param("all", marks=pytest.mark.slow)])
+def test_x64_changes_no_bit(which):
+    """A process that has switched it on makes arrays of 64 bits wherever no dtype is named."""
+    code = f"import sys; sys.argv = ['', '{which}']{LANGUAGE}"
+    assert run(code, JAX_ENABLE_X64="1") == run(code, JAX_ENABLE_X64="0")
+
+
+@pytest.mark.slow
+def test_the_conformance_suite_holds_with_x64():
+    suite = Path(__file__).parents[2] / "conformance"
+    command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "--backend", "jax", "--no-smoke"]
+    env = os.environ | {"JAX_ENABLE_X64": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, cwd=suite.parent)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------

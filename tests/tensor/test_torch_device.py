@@ -6,6 +6,9 @@ raises there. This is the way without PyTorch's varlen kernel, which older versi
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -90,3 +93,75 @@ def test_attention_with_a_bias_and_sinks_asks_nothing_of_the_host(device):
 def test_what_asks_is_seen(asks):
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), NoCopy(), NoNumbers():
         asks(torch.zeros(3, device="meta"))
+
+
+# ---- what a caller has switched --------------------------------------------------------------------------------------
+
+SWITCHED = """
+import json, sys
+from contextlib import contextmanager
+import numpy as np, torch
+from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
+from hibachi_torch import TorchBackend
+
+class Own(torch.nn.Module):
+    vocab_size, max_model_len = 50, 64
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = torch.nn.Embedding(50, 16), torch.nn.LSTM(16, 16, batch_first=True)
+
+    def logits(self, tokens, lengths):
+        x, _ = self.lstm(self.embed(tokens))
+        return x[torch.arange(len(tokens), device=tokens.device), lengths - 1] @ self.embed.weight.T
+
+def answers(engine, prompt):
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+    stream = engine.run(prompt, params)
+    return list(map(int, stream)), str(stream.logprobs)
+
+def fast():
+    backend, x = TorchBackend("cpu"), np.arange(64, dtype=np.float32).reshape(2, 32)
+    w = backend.put_weight(np.eye(24, 32, dtype=np.float32), "float32")
+    made = backend.weight_rows(w, backend.put(np.array([3, 1]))), backend.linear(backend.put(x), w)
+    with LLM("tiny", backend="torch") as llm, AutoregressiveBatchInference(own) as engine:
+        shown = [answers(llm.engine, [37, 958, 310]), answers(engine, [1, 2, 3]), llm.embed(["She"])[0].embedding]
+    return [backend.get(t).tolist() for t in made], shown[:2], shown[2].tolist()
+
+def fallback():
+    with LLM(sys.argv[2], backend="torch") as llm:
+        return answers(llm.engine, [5, 6, 7])
+
+@contextmanager
+def switched(switch, on, off):
+    switch(on)
+    try:
+        yield
+    finally:
+        switch(off)
+
+own, compute = Own().eval(), {"fast": fast, "fallback": fallback}[sys.argv[1]]
+want, dtype = compute(), torch.set_default_dtype
+contexts = {"meta": torch.device("meta"), "set meta": switched(torch.set_default_device, "meta", None),
+            "float64": switched(dtype, torch.float64, torch.float32),
+            "float16": switched(dtype, torch.float16, torch.float32), "inference": torch.inference_mode(),
+            "autocast": torch.autocast("cpu", dtype=torch.bfloat16)}
+for name, context in contexts.items():
+    with context:
+        found = compute()
+    assert found == want, (name, found, want)
+"""
+
+
+@pytest.mark.parametrize("what", ["fast", pytest.param("fallback", marks=pytest.mark.slow)])
+def test_what_a_caller_has_switched_changes_no_bit(tmp_path, what):
+    """Default devices and dtypes, inference mode and autocast, around models from files and of one's own. In a process
+    of its own: an array without memory, where one is expected, ends it."""
+    if what == "fallback":
+        transformers = pytest.importorskip("transformers")
+        sizes = dict(vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)
+        kinds = dict(attention_types=[[["global", "local"], 1]], window_size=8, bos_token_id=1, eos_token_id=2)
+        transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **kinds)).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", SWITCHED, what, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.returncode, done.stderr)
