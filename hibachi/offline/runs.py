@@ -199,9 +199,9 @@ class _Run:
             head["input"] = last["input"]
             self._input.rename(list(last["input"]))
         changed = list(told.differences({key: last.get(key) for key in head}, head))
-        if same or self._takes_changes:
-            return self._accepted(changed)
-        return self._accepted([*changed, self._input.edited(work, self._journal)])
+        if not same and not self._takes_changes:
+            changed.append(self._input.edited(work, self._journal))
+        return self._accepted(changed, told.other_meaning(last, head))
 
     @property
     def _takes_changes(self) -> bool:

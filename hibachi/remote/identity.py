@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hibachi.engine.batchengine import Facts
 from hibachi.lm.own import is_own
+from hibachi.model import MEANING
 from hibachi.model.files import SHIPPED, locate
 from hibachi.model.gguf import find_gguf, parts
 from hibachi.named import look_here
@@ -33,11 +34,12 @@ def name_of(model: str) -> str:
 def system_fingerprint(facts: Facts, model: str) -> str:
     """`fp_` and twelve digits: replicas with the same ones compute the same bits, as far as can be told beforehand.
 
-    Of the bits' name (else library, device and kernels), dtype, quantization, and the model's files: their names and
-    sizes, small ones in full, and pieces of large ones. Read once, at the start.
+    Of the bits' name (else library, device and kernels), dtype, quantization, and the model's files: how they are
+    understood (`MEANING`), their names and sizes, small ones in full, and pieces of large ones. Read at the start.
     """
     own = is_own(model)
-    said = facts.numerics or facts.fingerprint, facts.dtype, facts.quantization, model.rpartition("/")[2] if own else ""
+    what = model.rpartition("/")[2] if own else f"meaning {MEANING}"
+    said = facts.numerics or facts.fingerprint, facts.dtype, facts.quantization, what
     found = hashlib.sha256("\0".join(said).encode())
     for path, name in _sources(model) if own else _files(model):
         found.update(f"\0{name}\0".encode())

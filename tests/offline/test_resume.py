@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hibachi.kernels.library import NUMERICS, possible
+from hibachi.model import MEANING
 
 from .made import MODELS, PLAIN, SLOW, lines
 
@@ -450,6 +451,26 @@ def test_numerics_of_another_name_are_told_with_what_to_do(runs):
     assert f"The name of the bits changed from cpu-0 float32 to {numerics}: " in runs.said()
     assert "finish with the version of hibachi" in runs.said() and "begin anew with --overwrite" in runs.said()
     assert journal.read_bytes() == before
+
+
+@pytest.mark.parametrize("before", [b"", b'"meaning":99,'])
+def test_files_that_were_understood_in_another_way_are_told_with_what_to_do(runs, before):
+    """A journal of the time before the number, or with another one."""
+    plain = (*PLAIN, "--backend", "numpy", "--max-tokens", "2")
+    assert runs("--limit", "5", model="tiny", plain=plain) in (0, 3), runs.said()
+    journal, now = runs.folder / "out.jsonl.journal", f'"meaning":{MEANING},'.encode()
+    head, *others = journal.read_bytes().splitlines(keepends=True)
+    assert head.count(now) == 1
+    text = head[9:-1].replace(now, before)
+    journal.write_bytes(b"%08x %b\n" % (zlib.crc32(text), text) + b"".join(others))
+    written = journal.read_bytes()
+    assert runs(model="tiny", plain=plain) == 1
+    was = 99 if before else 1
+    assert f"model.meaning: {was if before else 'nothing'} before, now {MEANING}" in runs.said()
+    assert f"understands a model's files in another way (meaning {was} before, now {MEANING};" in runs.said()
+    assert "finish with the version of hibachi that began" in runs.said() and "--accept-changes" in runs.said()
+    assert journal.read_bytes() == written
+    assert runs(plain=plain) == 1 and "in another way" not in runs.said()  # of a model of one's own there are no files
 
 
 def test_overwrite_begins_anew_what_differs_and_only_that(runs):

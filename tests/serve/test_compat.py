@@ -452,7 +452,9 @@ def test_a_fingerprint_is_of_bits_and_files_not_of_places(facts, tmp_path, monke
         data[-1 if place == "end" else (len(data) - 64) // 15 * 3 + 32 if place == "weights" else 1] ^= 1
         file.write_bytes(data)
         found.add(system_fingerprint(facts, str(here)))
-    assert len(found) == 8 and mine not in found
+    monkeypatch.setattr(identity, "MEANING", 1)
+    found.add(system_fingerprint(facts, "tiny"))
+    assert len(found) == 9 and mine not in found
 
 
 def test_of_a_model_of_ones_own_its_file_counts(facts, tmp_path, monkeypatch):

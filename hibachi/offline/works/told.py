@@ -13,6 +13,7 @@ from typing import Any
 from hibachi.installed import version
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
+from hibachi.model import MEANING
 from hibachi.model.files import locate
 from hibachi.model.gguf import parts
 from hibachi.offline.works.work import Told
@@ -41,7 +42,8 @@ def told_of(texts: Texts) -> Told:
 
 
 def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:
-    """The files of a model: digests of all but the weights, whose sizes and samples stand for them.
+    """The files of a model, and how they are understood: digests of all but the weights, whose sizes and samples stand
+    for them.
 
     weights: read all of them. For a model of one's own: the file that its class stands in. Raises InvalidModelFiles.
     """
@@ -50,7 +52,7 @@ def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:
         return {"name": model} if file is None else {"name": model, "source": _digest(file)}
     place = locate(model)
     files = parts(place) if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file() and _of_model(f))
-    found: dict[str, Any] = {"name": model, "files": {}}
+    found: dict[str, Any] = {"name": model, "meaning": MEANING, "files": {}}
     for file in files:
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         found["files"][name] = _sampled(file) if file.suffix in _WEIGHTS and not weights else _digest(file)
@@ -79,6 +81,20 @@ def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         f"The name of the bits changed from {was} to {will or 'none'}: what is left would be computed in another "
         f"arithmetic than what is done. To have one in all rows, begin anew, or finish with the version of hibachi, "
         f"machine and --dtype that compute {was}.\n"
+    )
+
+
+def other_meaning(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What follows where a model's files are understood in another way than by the run that began; "" where they are
+    not. A sentence. before, now: heads."""
+    models = [head.get("model") or {} for head in (before, now)]
+    was, will = (model.get("meaning", 1) if "files" in model else None for model in models)
+    if None in (was, will) or was == will:
+        return ""
+    return (
+        f"This version of hibachi understands a model's files in another way (meaning {was} before, now {will}; "
+        f"CHANGELOG.md says what changed): what is left may be answered otherwise than what is done. To have one in "
+        f"all rows, begin anew, or finish with the version of hibachi that began.\n"
     )
 
 
