@@ -5,5 +5,6 @@ MEANING = 2
 raised with whatever makes other models of the same files.
 
 1: until there was this number.
-2: fields that config.json leaves out mean what their class takes; the tokenizer's eos_token ends an answer as well.
+2: fields that config.json leaves out take their class's defaults; heads in the files that differ from the embeddings
+   count; the tokenizer's eos_token ends an answer as well.
 """
