@@ -98,8 +98,7 @@ def test_what_asks_is_seen(asks):
 # ---- what a caller has switched --------------------------------------------------------------------------------------
 
 SWITCHED = """
-import json, sys
-from contextlib import contextmanager
+import sys
 import numpy as np, torch
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
 from hibachi_torch import TorchBackend
@@ -115,41 +114,22 @@ class Own(torch.nn.Module):
         x, _ = self.lstm(self.embed(tokens))
         return x[torch.arange(len(tokens), device=tokens.device), lengths - 1] @ self.embed.weight.T
 
-def answers(engine, prompt):
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
-    stream = engine.run(prompt, params)
-    return list(map(int, stream)), str(stream.logprobs)
+def compute():
+    backend, w = TorchBackend("cpu"), np.eye(24, 32, dtype=np.float32)
+    backend.weight_rows(backend.put_weight(w, "float32"), backend.put(np.array([3, 1])))
+    with LLM(sys.argv[1], backend="torch") as llm, AutoregressiveBatchInference(own) as engine:
+        runs = [each.run([5, 6, 7], params) for each in (llm.engine, engine)]
+        return [(list(map(int, run)), str(run.logprobs)) for run in runs]
 
-def fast():
-    backend, x = TorchBackend("cpu"), np.arange(64, dtype=np.float32).reshape(2, 32)
-    w = backend.put_weight(np.eye(24, 32, dtype=np.float32), "float32")
-    made = backend.weight_rows(w, backend.put(np.array([3, 1]))), backend.linear(backend.put(x), w)
-    with LLM("tiny", backend="torch") as llm, AutoregressiveBatchInference(own) as engine:
-        shown = [answers(llm.engine, [37, 958, 310]), answers(engine, [1, 2, 3]), llm.embed(["She"])[0].embedding]
-    return [backend.get(t).tolist() for t in made], shown[:2], shown[2].tolist()
-
-def fallback():
-    with LLM(sys.argv[2], backend="torch") as llm:
-        return answers(llm.engine, [5, 6, 7])
-
-@contextmanager
-def switched(switch, on, off):
-    switch(on)
-    try:
-        yield
-    finally:
-        switch(off)
-
-own, compute = Own().eval(), {"fast": fast, "fallback": fallback}[sys.argv[1]]
-want, dtype = compute(), torch.set_default_dtype
-contexts = {"meta": torch.device("meta"), "set meta": switched(torch.set_default_device, "meta", None),
-            "float64": switched(dtype, torch.float64, torch.float32),
-            "float16": switched(dtype, torch.float16, torch.float32), "inference": torch.inference_mode(),
-            "autocast": torch.autocast("cpu", dtype=torch.bfloat16)}
-for name, context in contexts.items():
+own, params = Own().eval(), SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+want = compute()
+for context in (torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
     with context:
-        found = compute()
-    assert found == want, (name, found, want)
+        assert compute() == want, context
+for switch, value in ((torch.set_default_dtype, torch.float64), (torch.set_default_dtype, torch.float16),
+                      (torch.set_default_dtype, torch.float32), (torch.set_default_device, "meta")):
+    switch(value)
+    assert compute() == want, value
 """
 
 
@@ -162,6 +142,6 @@ def test_what_a_caller_has_switched_changes_no_bit(tmp_path, what):
         sizes = dict(vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64)
         kinds = dict(attention_types=[[["global", "local"], 1]], window_size=8, bos_token_id=1, eos_token_id=2)
         transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **kinds)).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", SWITCHED, what, str(tmp_path)]
+    command = [sys.executable, "-c", SWITCHED, "tiny" if what == "fast" else str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr)
