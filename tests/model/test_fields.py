@@ -73,7 +73,7 @@ FAMILIES = {  # name -> class, settings: as many as can be other than the class'
     "SmolLM3": ("SmolLM3", SIZES | dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=7)),
     "GPT-NeoX": ("GPTNeoX", FALCON | dict(rope_parameters=ROPE | {"partial_rotary_factor": 0.5}, hidden_act="silu")),
     "GPT-NeoX, serial": ("GPTNeoX", FALCON | dict(use_parallel_residual=False, attention_bias=False)),
-    "GPT-2": ("GPT2", GPT2 | dict(activation_function="gelu", tie_word_embeddings=False)),
+    "GPT-2": ("GPT2", GPT2 | dict(activation_function="gelu")),
     "StarCoder2": ("Starcoder2", SIZES | dict(sliding_window=8, rope_parameters=ROPE)),
     "Falcon": ("Falcon", FALCON | dict(bias=True, ffn_hidden_size=80)),
     "Falcon 40B": ("Falcon", FALCON | dict(new_decoder_architecture=True, num_kv_heads=2)),
