@@ -29,245 +29,109 @@ def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-_IDS: Mapping[str, Any] = {"bos_token_id": OrNull(1), "eos_token_id": OrNull(2)}
-_ROPE: Mapping[str, Any] = {
-    "rope_theta": OrNull(1e4),
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "original_max_position_embeddings": None,
-}
-_ATTENTION: Mapping[str, Any] = {**_ROPE, "head_dim": None, "is_causal": True}
+def _ids(bos: int | None, eos: int | None) -> dict[str, Any]:
+    ids = {"bos_token_id": bos, "eos_token_id": eos}
+    return {name: None if i is None else OrNull(i) for name, i in ids.items()}
 
-_LLAMA: dict[str, Any] = {
-    **_ATTENTION,
-    **_IDS,
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
+
+def _sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int | OrNull | None, positions: int
+) -> dict[str, Any]:
+    return dict(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=positions,
+    )
+
+
+_IDS = ("bos_token_id", "eos_token_id")
+_ROPE = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
+_KV_HEADS = "num_key_value_heads"
+_OWN_BIASES = dict(attention_bias=False, mlp_bias=False)
+
+# What most have, and then each: sizes in the order of `_sizes`, and what else is its own.
+_MOST: dict[str, Any] = {
+    **_ids(1, 2),
+    **dict.fromkeys((*_ROPE, "head_dim")),
+    **dict(rope_theta=OrNull(1e4), is_causal=True, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False),
 }
-_NO_IDS = {"bos_token_id": None, "eos_token_id": None}
-_WITHOUT_BIASES = _without(_LLAMA, "attention_bias", "mlp_bias")
-_MISTRAL = _WITHOUT_BIASES | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": OrNull(4096),
-}
-_QWEN2: dict[str, Any] = {
-    **_WITHOUT_BIASES,
-    **_NO_IDS,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": OrNull(32),
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": OrNull(4096),
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_GEMMA = _WITHOUT_BIASES | {
-    "bos_token_id": OrNull(2),
-    "eos_token_id": OrNull(1),
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "use_bidirectional_attention": None,
-}
-_GEMMA2 = _without(_GEMMA, "hidden_act") | {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": OrNull(4096),
-    "layer_types": None,
-    "final_logit_softcapping": OrNull(30.0),
-    "attn_logit_softcapping": OrNull(50.0),
-}
-_LAYER_NORMS = _without(_WITHOUT_BIASES, "rms_norm_eps", "num_key_value_heads", "head_dim")
+_MISTRAL = _MOST | _sizes(32000, 4096, 14336, 32, 32, 8, 131072)
+_QWEN = _MOST | _ids(None, None) | dict(use_sliding_window=False, sliding_window=OrNull(4096))
+_QWEN2 = _QWEN | _sizes(151936, 4096, 22016, 32, 32, OrNull(32), 32768) | dict(max_window_layers=28, layer_types=None)
+_GEMMA = _MOST | _ids(2, 1) | dict(head_dim=256, tie_word_embeddings=True, attention_bias=False)
+_GELU = "gelu_pytorch_tanh"
+_WINDOWS = dict(sliding_window=OrNull(4096), layer_types=None, query_pre_attn_scalar=256, hidden_activation=_GELU)
+_LAYER_NORMS = _without(_MOST, "rms_norm_eps", "head_dim")
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
+    "llama": _MOST | _sizes(32000, 4096, 11008, 32, 32, None, 2048) | _OWN_BIASES,
+    "mistral": _MISTRAL | dict(sliding_window=OrNull(4096)),
     "mixtral": _MISTRAL
-    | {
-        "rope_theta": OrNull(1e6),
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-    },
+    | dict(rope_theta=OrNull(1e6), rms_norm_eps=1e-5, sliding_window=None, num_experts_per_tok=2, num_local_experts=8),
     "qwen2": _QWEN2,
-    "qwen3": _QWEN2 | {"head_dim": 128, "attention_bias": False},
-    "qwen3_moe": _without(_QWEN2, "max_window_layers", "layer_types")
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "num_experts": 128,
-        "norm_topk_prob": False,
-        "mlp_only_layers": None,
-    },
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA2,
-    "gemma3_text": _without(_GEMMA2, "attn_logit_softcapping")
-    | {
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "final_logit_softcapping": None,
-        "use_bidirectional_attention": OrNull(False),
-        "sliding_window_pattern": 6,
-        "rope_theta": OrNull(1e6),
-        "rope_local_base_freq": OrNull(1e4),
-    },
-    "phi3": _WITHOUT_BIASES
-    | {
-        "eos_token_id": OrNull(32000),
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "partial_rotary_factor": 1.0,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
-    "olmo2": _without(_LLAMA, "mlp_bias")
-    | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": OrNull(50279)},
-    "granite": _LLAMA
-    | {
-        "attention_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
-    "smollm3": _LLAMA
-    | {
-        "rope_theta": OrNull(2e6),
-        "bos_token_id": OrNull(128000),
-        "eos_token_id": OrNull(128001),
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": OrNull(4),
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": None,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-    },
-    "gpt_neox": _without(_LAYER_NORMS, "rope_theta")
-    | {
-        "bos_token_id": OrNull(0),
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "rotary_emb_base": OrNull(1e4),
-        "rotary_pct": OrNull(0.25),
-        "use_parallel_residual": True,
-        "attention_bias": True,
-    },
-    "gpt2": {
-        "is_causal": True,
-        "bos_token_id": OrNull(50256),
-        "eos_token_id": OrNull(50256),
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
+    "qwen3": _QWEN2 | dict(head_dim=128, attention_bias=False),
+    "qwen3_moe": _QWEN
+    | _sizes(151936, 2048, 6144, 24, 32, 4, 32768)
+    | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False)
+    | dict(decoder_sparse_step=1, mlp_only_layers=None, attention_bias=False),
+    "gemma": _GEMMA
+    | _sizes(256000, 3072, 24576, 28, 16, 16, 8192)
+    | dict(hidden_act=_GELU, use_bidirectional_attention=None),
+    "gemma2": _without(_GEMMA, "hidden_act")
+    | _sizes(256000, 2304, 9216, 26, 8, 4, 8192)
+    | _WINDOWS
+    | dict(final_logit_softcapping=OrNull(30.0), attn_logit_softcapping=OrNull(50.0), use_bidirectional_attention=None),
+    "gemma3_text": _without(_GEMMA, "hidden_act")  # its layers do not look at attn_logit_softcapping
+    | _sizes(262208, 2304, 9216, 26, 8, 4, 131072)
+    | _WINDOWS
+    | dict(final_logit_softcapping=None, use_bidirectional_attention=OrNull(False), sliding_window_pattern=6)
+    | dict(rope_theta=OrNull(1e6), rope_local_base_freq=OrNull(1e4)),
+    "phi3": _MOST
+    | _ids(1, 32000)
+    | _sizes(32064, 3072, 8192, 32, 32, None, 4096)
+    | dict(original_max_position_embeddings=4096, partial_rotary_factor=1.0, rms_norm_eps=1e-5, sliding_window=None),
+    "olmo2": _MOST
+    | _ids(None, 50279)
+    | _sizes(50304, 4096, 11008, 32, 32, None, 2048)
+    | dict(rms_norm_eps=1e-5, attention_bias=False),
+    "granite": _MOST
+    | _sizes(32000, 4096, 11008, 32, 32, None, 2048)
+    | _OWN_BIASES
+    | dict(attention_multiplier=1.0, embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0),
+    "smollm3": _MOST
+    | _ids(128000, 128001)
+    | _sizes(128256, 2048, 11008, 36, 16, OrNull(4), 32768)
+    | _OWN_BIASES
+    | dict(rope_theta=OrNull(2e6), tie_word_embeddings=True, use_sliding_window=False, sliding_window=None)
+    | dict(layer_types=None, no_rope_layers=None, no_rope_layer_interval=4),
+    "gpt_neox": _without(_LAYER_NORMS | _sizes(50432, 6144, 24576, 44, 64, None, 2048), "rope_theta", _KV_HEADS)
+    | _ids(0, 2)
+    | dict(hidden_act="gelu", layer_norm_eps=1e-5, rotary_emb_base=OrNull(1e4), rotary_pct=OrNull(0.25))
+    | dict(use_parallel_residual=True, attention_bias=True),
+    "gpt2": _ids(50256, 50256)
+    | dict(vocab_size=50257, n_embd=768, n_inner=None, n_layer=12, n_head=12, n_positions=1024, is_causal=True)
+    | dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True)
+    | dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     "starcoder2": _LAYER_NORMS
-    | {
-        "head_dim": None,
-        "bos_token_id": OrNull(50256),
-        "eos_token_id": OrNull(50256),
-        "vocab_size": 49152,
-        "hidden_size": 3072,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 2,
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 4096,
-        "norm_epsilon": 1e-5,
-        "sliding_window": None,
-        "use_bias": True,
-        "tie_word_embeddings": True,
-    },
-    "falcon": _without(_LAYER_NORMS, "hidden_act", "intermediate_size")
-    | {
-        "bos_token_id": OrNull(11),
-        "eos_token_id": OrNull(11),
-        "vocab_size": 65024,
-        "hidden_size": 4544,
-        "num_attention_heads": 71,
-        "num_ln_in_parallel_attn": None,
-        "layer_norm_epsilon": 1e-5,
-        "num_kv_heads": None,
-        "alibi": OrNull(False),
-        "new_decoder_architecture": OrNull(False),
-        "multi_query": OrNull(True),
-        "parallel_attn": OrNull(True),
-        "bias": OrNull(False),
-        "ffn_hidden_size": None,
-        "activation": "gelu",
-        "tie_word_embeddings": True,
-    },
-    "mamba": {
-        "bos_token_id": OrNull(0),
-        "eos_token_id": OrNull(0),
-        "vocab_size": 50280,
-        "hidden_size": 768,
-        "state_size": 16,
-        "num_hidden_layers": 32,
-        "layer_norm_epsilon": 1e-5,
-        "expand": 2,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "hidden_act": "silu",
-        "time_step_rank": "auto",
-        "tie_word_embeddings": True,
-    },
+    | _ids(50256, 50256)
+    | _sizes(49152, 3072, 12288, 30, 24, 2, 4096)
+    | dict(head_dim=None, hidden_act=_GELU, norm_epsilon=1e-5, sliding_window=None, use_bias=True)
+    | dict(tie_word_embeddings=True),
+    "falcon": _without(
+        _LAYER_NORMS | _sizes(65024, 4544, 0, 32, 71, None, 2048), "hidden_act", "intermediate_size", _KV_HEADS
+    )
+    | _ids(11, 11)
+    | dict(activation="gelu", ffn_hidden_size=None, num_kv_heads=None, num_ln_in_parallel_attn=None)
+    | dict(multi_query=OrNull(True), parallel_attn=OrNull(True), new_decoder_architecture=OrNull(False))
+    | dict(alibi=OrNull(False), bias=OrNull(False), layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    "mamba": _ids(0, 0)
+    | dict(vocab_size=50280, hidden_size=768, num_hidden_layers=32, state_size=16, expand=2, conv_kernel=4)
+    | dict(hidden_act="silu", layer_norm_epsilon=1e-5, time_step_rank="auto", use_bias=False, use_conv_bias=True)
+    | dict(tie_word_embeddings=True),
 }
 """model_type -> field that its class reads -> what the class takes where the field is left out.
 
@@ -276,12 +140,12 @@ A field whose default is None or an `OrNull` may be null. Of `original_max_posit
 """
 
 _SPELLINGS: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "n_embd": "hidden_size",
-        "n_positions": "max_position_embeddings",
-        "n_head": "num_attention_heads",
-        "n_layer": "num_hidden_layers",
-    },
+    "gpt2": dict(
+        n_embd="hidden_size",
+        n_positions="max_position_embeddings",
+        n_head="num_attention_heads",
+        n_layer="num_hidden_layers",
+    ),
     "mixtral": {"num_local_experts": "num_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "falcon": {"hidden_size": "n_embed"},
