@@ -1,5 +1,6 @@
 """Every architecture on every library against transformers: chunks of prompts mixed with decode, greedy tokens."""
 
+import copy
 import json
 from functools import cache
 
@@ -107,17 +108,22 @@ NEW = 32
 def make(name, folder, **saved):
     """A random model in transformers, saved in `folder`. saved: options of save_pretrained."""
     kind, settings = (CASES | WITH_IMAGES)[name]
-    config = getattr(transformers, f"{kind}Config")(**settings)
-    auto = transformers.AutoModelForImageTextToText if name in WITH_IMAGES else transformers.AutoModelForCausalLM
+    model = random_model(kind, settings, images=name in WITH_IMAGES)
+    model.save_pretrained(folder, **saved)
+    return model
+
+
+def random_model(kind, settings, *, images=False):
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(settings))
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter, p in model.named_parameters():  # the default is too small to tell errors from noise
             if p.ndim == 1 and "norm" in parameter and parameter.endswith("weight"):
-                p.normal_(0.0 if name.startswith("Gemma") else 1.0, 0.3)
+                p.normal_(0.0 if kind.startswith("Gemma") else 1.0, 0.3)
             elif "A_log" not in parameter:
                 p.normal_(0.0, 0.2 if p.ndim == 1 else 0.12)
-    model.save_pretrained(folder, **saved)
     return model
 
 
