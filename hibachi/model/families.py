@@ -178,13 +178,19 @@ def sliding_if_used(c: Fields) -> tuple[Layer, ...]:
     return tuple(Layer(window=w) for w in windowed(c, slides=lambda i: i >= first))
 
 
+def _alternating(c: Fields, every: int) -> list[int | None]:
+    """Gemma: a window on all layers but each `every`th, unless layer_types says otherwise."""
+    if c.get("layer_types") is None:
+        c.count("sliding_window")  # must be there
+    return windowed(c, slides=lambda i: (i + 1) % every != 0)
+
+
 def _gemma2_layers(c: Fields) -> tuple[Layer, ...]:
-    return tuple(Layer(window=w) for w in windowed(c, slides=lambda i: i % 2 == 0))
+    return tuple(Layer(window=w) for w in _alternating(c, 2))
 
 
 def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
-    every = c.count("sliding_window_pattern", default=6)
-    windows = windowed(c, slides=lambda i: (i + 1) % every != 0)
+    windows = _alternating(c, c.count("sliding_window_pattern", default=6))
     return tuple(Layer(window=w, rope=0 if w is None else 1) for w in windows)
 
 
@@ -192,7 +198,8 @@ def _gemma3_ropes(c: Fields) -> tuple[Any, ...]:
     """The global frequencies and those of layers with a window, which are never stretched."""
     head_dim, new = c.count("head_dim"), c.inside("rope_parameters")
     local = {"rope_theta": c.number("rope_local_base_freq", default=10000.0)}
-    everywhere = {**new.inside("full_attention").config, **c.inside("rope_scaling").config}
+    kept = new.inside("full_attention").config if new.config else {"rope_type": "default"}
+    everywhere = {**kept, **c.inside("rope_scaling").config}
     return (
         read_rope(c, head_dim, theta=1e6, given=Fields(everywhere, "rope_parameters.full_attention.")),
         read_rope(Fields({**c.config, **local}), head_dim, given=new.inside("sliding_attention")),

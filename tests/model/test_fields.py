@@ -70,17 +70,20 @@ def written(name):
 
 
 def older(config):
-    """The same as transformers 4 wrote it, or None."""
-    rope = config.get("rope_parameters")
-    if rope is None or "full_attention" in rope:
+    """The same as transformers 4 wrote it, without a list of layers; None for those without rotary positions."""
+    rope, neox = config.get("rope_parameters"), config["model_type"] == "gpt_neox"
+    if rope is None:
         return None
-    neox = config["model_type"] == "gpt_neox"
-    old = {k: v for k, v in config.items() if k != "rope_parameters"}
+    old = {k: v for k, v in config.items() if k not in ("rope_parameters", "layer_types")}
+    if "full_attention" in rope:
+        old |= {"rope_local_base_freq": rope["sliding_attention"]["rope_theta"], "sliding_window_pattern": 2}
+        rope = rope["full_attention"]
     old |= {"rotary_emb_base" if neox else "rope_theta": rope["rope_theta"]}
     if "partial_rotary_factor" in rope:
         old |= {"rotary_pct" if neox else "partial_rotary_factor": rope["partial_rotary_factor"]}
     more = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor", "rope_type")}
-    return old | ({"rope_scaling": {"type": rope["rope_type"], **more}} if rope["rope_type"] != "default" else {})
+    named = "rope_type" if config["model_type"] == "gemma3_text" else "type"  # for which `type` means nothing
+    return old | ({"rope_scaling": {named: rope["rope_type"], **more}} if rope["rope_type"] != "default" else {})
 
 
 def variants(config):
