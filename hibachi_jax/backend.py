@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -232,6 +233,13 @@ class JaxBackend(ArrayBackend):
     def compilations(self) -> int:
         """Programs that JAX has made in this process so far, by compiling or from its cache on disk."""
         return programs.made()
+
+    @override
+    def guard(self) -> AbstractContextManager[Any]:
+        if getattr(jax.config, "jax_numpy_rank_promotion", "allow") == "allow":
+            return nullcontext()
+        allowed: AbstractContextManager[Any] = jax.numpy_rank_promotion("allow")  # which ours needs
+        return allowed
 
     @override
     def out_of_memory(self, error: BaseException) -> bool:

@@ -216,8 +216,8 @@ class TorchBackend(ArrayBackend):
 
     @override
     def guard(self) -> AbstractContextManager[Any]:
-        if torch.is_autocast_enabled(self.device.type):
-            return _without_autocast(self.device.type)
+        if torch.is_autocast_enabled(self.device.type) or torch.get_default_device().type != "cpu":
+            return _as_in_a_new_thread(self.device.type)
         return torch.inference_mode()
 
     @override
@@ -252,7 +252,7 @@ class TorchBackend(ArrayBackend):
 
 
 @contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
-    """For the thread that makes an engine: in the engine's own, where models compute, its caller's autocast is off."""
-    with torch.inference_mode(), torch.autocast(device, enabled=False):
+def _as_in_a_new_thread(device: str) -> Iterator[None]:
+    """For the thread that makes an engine: the engine's own sees none of its caller's autocast and default device."""
+    with torch.inference_mode(), torch.autocast(device, enabled=False), torch.device("cpu"):
         yield

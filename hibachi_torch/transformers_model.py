@@ -161,7 +161,8 @@ def load(
     with _quiet(), torch.device("cpu"):  # also where the caller's is "meta"
         config = _config(make, contents)
         max_model_len = _max_len(config, max_model_len)
-        eos_ids, bos_ids = (_ids(path, name, config.get_text_config()) for name in ("eos_token_id", "bos_token_id"))
+        said, rows = Fields(open_files(path).config), config.get_text_config().vocab_size
+        eos_ids, bos_ids = (said.ids(name, rows) for name in ("eos_token_id", "bos_token_id"))
         module = _module(cls, config, files, backend.dtype(dtype)).to(backend.device)
         facts: Any = {"dtype": dtype, "max_model_len": max_model_len, "eos_ids": eos_ids, "bos_ids": bos_ids}
         with backend.guard():
@@ -288,12 +289,6 @@ def _module(cls: Any, config: Any, files: Checkpoint, dtype: Any) -> Any:
     for name in [name for name, source in tied if find(name) is not find(source)]:
         log.warning(OWN_HEAD, name)  # transformers' own warning is silenced
     return module.eval()
-
-
-def _ids(path: Path, name: str, text: Any) -> tuple[int, ...]:
-    """Token ids from the files, else those that the class has by default."""
-    own, default = Fields(open_files(path).config), Fields({name: getattr(text, name, None)})
-    return own.ids(name, text.vocab_size) or default.ids(name, text.vocab_size)
 
 
 def _attend_by(module: Any, name: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.fields import Config, Fields, is_int
+from hibachi.model.fields import Config, Fields
 from hibachi.model.rope import kind_of
 
 
@@ -27,11 +27,6 @@ class Derived(dict[str, Any]):
 
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
-
-
-def _ids(bos: int | None, eos: int | None) -> dict[str, Any]:
-    ids = {"bos_token_id": bos, "eos_token_id": eos}
-    return {name: None if i is None else OrNull(i) for name, i in ids.items()}
 
 
 def _sizes(
@@ -55,14 +50,13 @@ _OWN_BIASES = dict(attention_bias=False, mlp_bias=False)
 
 # What most have, and then each: sizes in the order of `_sizes`, and what else is its own.
 _MOST: dict[str, Any] = {
-    **_ids(1, 2),
-    **dict.fromkeys((*_ROPE, "head_dim")),
+    **dict.fromkeys((*_IDS, *_ROPE, "head_dim")),
     **dict(rope_theta=OrNull(1e4), is_causal=True, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False),
 }
 _MISTRAL = _MOST | _sizes(32000, 4096, 14336, 32, 32, 8, 131072)
-_QWEN = _MOST | _ids(None, None) | dict(use_sliding_window=False, sliding_window=OrNull(4096))
+_QWEN = _MOST | dict(use_sliding_window=False, sliding_window=OrNull(4096))
 _QWEN2 = _QWEN | _sizes(151936, 4096, 22016, 32, 32, OrNull(32), 32768) | dict(max_window_layers=28, layer_types=None)
-_GEMMA = _MOST | _ids(2, 1) | dict(head_dim=256, tie_word_embeddings=True, attention_bias=False)
+_GEMMA = _MOST | dict(head_dim=256, tie_word_embeddings=True, attention_bias=False)
 _GELU = "gelu_pytorch_tanh"
 _WINDOWS = dict(sliding_window=OrNull(4096), layer_types=None, query_pre_attn_scalar=256, hidden_activation=_GELU)
 _LAYER_NORMS = _without(_MOST, "rms_norm_eps", "head_dim")
@@ -91,52 +85,45 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     | dict(final_logit_softcapping=None, use_bidirectional_attention=OrNull(False), sliding_window_pattern=6)
     | dict(rope_theta=OrNull(1e6), rope_local_base_freq=OrNull(1e4)),
     "phi3": _MOST
-    | _ids(1, 32000)
     | _sizes(32064, 3072, 8192, 32, 32, None, 4096)
     | dict(original_max_position_embeddings=4096, partial_rotary_factor=1.0, rms_norm_eps=1e-5, sliding_window=None),
-    "olmo2": _MOST
-    | _ids(None, 50279)
-    | _sizes(50304, 4096, 11008, 32, 32, None, 2048)
-    | dict(rms_norm_eps=1e-5, attention_bias=False),
+    "olmo2": _MOST | _sizes(50304, 4096, 11008, 32, 32, None, 2048) | dict(rms_norm_eps=1e-5, attention_bias=False),
     "granite": _MOST
     | _sizes(32000, 4096, 11008, 32, 32, None, 2048)
     | _OWN_BIASES
     | dict(attention_multiplier=1.0, embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0),
     "smollm3": _MOST
-    | _ids(128000, 128001)
     | _sizes(128256, 2048, 11008, 36, 16, OrNull(4), 32768)
     | _OWN_BIASES
     | dict(rope_theta=OrNull(2e6), tie_word_embeddings=True, use_sliding_window=False, sliding_window=None)
     | dict(layer_types=None, no_rope_layers=None, no_rope_layer_interval=4),
     "gpt_neox": _without(_LAYER_NORMS | _sizes(50432, 6144, 24576, 44, 64, None, 2048), "rope_theta", _KV_HEADS)
-    | _ids(0, 2)
     | dict(hidden_act="gelu", layer_norm_eps=1e-5, rotary_emb_base=OrNull(1e4), rotary_pct=OrNull(0.25))
     | dict(use_parallel_residual=True, attention_bias=True),
-    "gpt2": _ids(50256, 50256)
+    "gpt2": dict.fromkeys(_IDS)
     | dict(vocab_size=50257, n_embd=768, n_inner=None, n_layer=12, n_head=12, n_positions=1024, is_causal=True)
     | dict(activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True)
     | dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     "starcoder2": _LAYER_NORMS
-    | _ids(50256, 50256)
     | _sizes(49152, 3072, 12288, 30, 24, 2, 4096)
     | dict(head_dim=None, hidden_act=_GELU, norm_epsilon=1e-5, sliding_window=None, use_bias=True)
     | dict(tie_word_embeddings=True),
     "falcon": _without(
         _LAYER_NORMS | _sizes(65024, 4544, 0, 32, 71, None, 2048), "hidden_act", "intermediate_size", _KV_HEADS
     )
-    | _ids(11, 11)
     | dict(activation="gelu", ffn_hidden_size=None, num_kv_heads=None, num_ln_in_parallel_attn=None)
     | dict(multi_query=OrNull(True), parallel_attn=OrNull(True), new_decoder_architecture=OrNull(False))
     | dict(alibi=OrNull(False), bias=OrNull(False), layer_norm_epsilon=1e-5, tie_word_embeddings=True),
-    "mamba": _ids(0, 0)
+    "mamba": dict.fromkeys(_IDS)
     | dict(vocab_size=50280, hidden_size=768, num_hidden_layers=32, state_size=16, expand=2, conv_kernel=4)
     | dict(hidden_act="silu", layer_norm_epsilon=1e-5, time_step_rank="auto", use_bias=False, use_conv_bias=True)
     | dict(tie_word_embeddings=True),
 }
 """model_type -> field that its class reads -> what the class takes where the field is left out.
 
-A field whose default is None or an `OrNull` may be null. Of `original_max_position_embeddings`, `head_dim` and
-`is_causal` some classes do not know the name, but their models look for it.
+A field whose default is None or an `OrNull` may be null. Ids that begin and end a text are none where a file names
+none: transformers does not end texts at those that its classes have. Some classes do not know the names
+`original_max_position_embeddings`, `head_dim` and `is_causal`, but their models look for them.
 """
 
 _SPELLINGS: Mapping[str, Mapping[str, str]] = {
@@ -175,7 +162,7 @@ def filled(model_type: str, config: Config) -> Config:
     out |= {name: None for name in ("attention_bias", "mlp_bias") if name in known and name not in config}
     if not {"partial_rotary_factor", "rotary_pct"} & known.keys():
         out |= {name: _whole(c.inside(name)) for name in ("rope_parameters", "rope_scaling") if config.get(name)}
-    return out | _ends(config, known, out["vocab_size"])
+    return out
 
 
 def _whole(rope: Fields) -> Config:
@@ -185,12 +172,6 @@ def _whole(rope: Fields) -> Config:
         raise rope.wrong(("partial_rotary_factor",), "1 or left out in this architecture", share)
     inner = {name: _whole(rope.inside(name)) for name, value in rope.config.items() if isinstance(value, Mapping)}
     return _without(rope.config, "partial_rotary_factor") | inner
-
-
-def _ends(config: Config, known: Mapping[str, Any], vocab_size: Any) -> dict[str, Any]:
-    """Ids of the class's own that such a vocabulary does not have are none; nobody wrote them."""
-    usual = {name: known[name].default for name in _IDS if isinstance(known[name], OrNull) and name not in config}
-    return {name: None for name, i in usual.items() if is_int(vocab_size) and i >= vocab_size}
 
 
 @contextmanager

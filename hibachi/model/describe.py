@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hibachi.errors import HibachiError
+from hibachi.errors import HibachiError, MissingExtra
 from hibachi.model.arch import Arch
 from hibachi.model.families import Family
 from hibachi.model.files import ModelFiles, open_files
 from hibachi.model.registry import architectures, canonical, find
 from hibachi.model.tensors import Canonical
+from hibachi.model.text import Tokenizer
+from hibachi.model.text.own import NoTokenizer
 
 _TEMPLATES = {  # what a template writes that no other does -> its name
     "<|im_start|>": "ChatML",
@@ -60,7 +62,7 @@ def describe(path: Path) -> Description:
     files = open_files(path)
     tensors = files.tensors()
     named = files.config.get("architectures") or [files.config.get("model_type")]
-    architecture, mapping, arch, problem = str(named[0]), None, None, None
+    architecture, mapping, arch, problem, template = str(named[0]), None, None, None, None
     try:
         architecture, found = find(files.config)
         by = architectures()[architecture]
@@ -71,6 +73,13 @@ def describe(path: Path) -> Description:
             tensors = known.files if isinstance(known, Canonical) else tensors
     except HibachiError as e:
         problem = str(e)
+    try:
+        files.generation.params(), files.generation.rules(0, ())
+        template = _template(files.tokenizer(vocab_size=arch.vocab_size if arch else None))
+    except MissingExtra:
+        pass  # of the tokenizer: its template is not known
+    except HibachiError as e:
+        problem = problem or str(e)
     stored: Counter[str] = Counter()
     for name in tensors:
         stored[tensors.dtype(name)] += math.prod(tensors.shape(name))
@@ -87,7 +96,7 @@ def describe(path: Path) -> Description:
         context=context if isinstance(context, int) else None,
         vocab_size=arch.vocab_size if arch else files.config.get("vocab_size"),
         token=2 * arch.kv_heads * arch.head_dim * len(arch.layers) if arch else 0,
-        template=_template(files),
+        template=template,
         not_obeyed=files.generation.not_obeyed(),
     )
 
@@ -99,15 +108,11 @@ def _kind(files: ModelFiles) -> str:
     return f"safetensors, {shards} shards" if shards else "safetensors"
 
 
-def _template(files: ModelFiles) -> str | None:
+def _template(tokenizer: Tokenizer | NoTokenizer) -> str | None:
     """The name of the chat template by the marks that it writes, or "its own"; None means there is none."""
-    try:
-        template = files.tokenizer().chat_template
-    except HibachiError:
+    if tokenizer.chat_template is None:
         return None
-    if template is None:
-        return None
-    return next((name for mark, name in _TEMPLATES.items() if mark in str(template)), "its own")
+    return next((name for mark, name in _TEMPLATES.items() if mark in str(tokenizer.chat_template)), "its own")
 
 
 def as_json(d: Description) -> dict[str, Any]:

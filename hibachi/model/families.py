@@ -197,7 +197,7 @@ def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
 def _gemma3_ropes(c: Fields) -> tuple[Any, ...]:
     """The global frequencies and those of layers with a window, which are never stretched."""
     head_dim, new = c.count("head_dim"), c.inside("rope_parameters")
-    local = {"rope_theta": c.number("rope_local_base_freq", default=10000.0)}
+    local = {"rope_theta": c.number("rope_local_base_freq")}
     kept = new.inside("full_attention").config if new.config else {"rope_type": "default"}
     everywhere = {**kept, **c.inside("rope_scaling").config}
     return (
@@ -225,7 +225,7 @@ def _smollm3_layers(c: Fields) -> tuple[Layer, ...]:
 
 
 def _qwen3_moe_layers(c: Fields) -> tuple[Layer, ...]:
-    dense, every = c.get("mlp_only_layers", default=[]), c.count("decoder_sparse_step", default=1)
+    dense, every = c.get("mlp_only_layers", default=[]), c.count("decoder_sparse_step")
     if not isinstance(dense, list):
         raise c.wrong(("mlp_only_layers",), "a list of layers", dense)
     return tuple(
@@ -281,7 +281,7 @@ _EXPERTS = {
 
 def _falcon_weights(c: Fields) -> Mapping[str, str | None]:
     two_norms = c.flag("new_decoder_architecture") and c.get("num_ln_in_parallel_attn", default=2) == 2
-    after = "input_layernorm" if c.flag("parallel_attn", default=True) else "post_attention_layernorm"
+    after = "input_layernorm" if c.flag("parallel_attn") else "post_attention_layernorm"
     return {
         **_FUSED_QKV,
         **_UNGATED,
@@ -298,10 +298,10 @@ def _falcon_weights(c: Fields) -> Mapping[str, str | None]:
 
 
 def _falcon_kv_heads(c: Fields) -> int:
-    heads = c.count("num_attention_heads", "n_head")
+    heads = c.count("num_attention_heads")
     if c.flag("new_decoder_architecture"):
-        return c.count("num_kv_heads", "n_head_kv", default=heads)
-    if c.flag("multi_query", default=True):
+        return c.count("num_kv_heads", default=heads)
+    if c.flag("multi_query"):
         return 1
     if (kv_heads := c.count("num_kv_heads", default=heads)) != heads:
         raise contradiction(f"num_kv_heads ({kv_heads}) must be num_attention_heads ({heads}) without multi_query")
@@ -309,7 +309,7 @@ def _falcon_kv_heads(c: Fields) -> int:
 
 
 def _falcon_parallel(c: Fields) -> bool:
-    new, parallel = c.flag("new_decoder_architecture"), c.flag("parallel_attn", default=True)
+    new, parallel = c.flag("new_decoder_architecture"), c.flag("parallel_attn")
     if new and not parallel:
         raise contradiction("new_decoder_architecture is true, which needs parallel_attn")
     return bool(parallel)
@@ -399,10 +399,10 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": Family(
         "granite",
         fields=dict(
-            attention_scale=lambda c: c.number("attention_multiplier", default=1.0),
-            embed_scale=lambda c: c.number("embedding_multiplier", default=1.0),
-            residual_scale=lambda c: c.number("residual_multiplier", default=1.0),
-            logit_divisor=lambda c: c.number("logits_scaling", default=1.0),
+            attention_scale=lambda c: c.number("attention_multiplier"),
+            embed_scale=lambda c: c.number("embedding_multiplier"),
+            residual_scale=lambda c: c.number("residual_multiplier"),
+            logit_divisor=lambda c: c.number("logits_scaling"),
         ),
     ),
     "SmolLM3ForCausalLM": Family("smollm3", fields=dict(layers=_smollm3_layers)),
@@ -411,7 +411,7 @@ FAMILIES: dict[str, Family] = {
         fields=dict(
             norm="layer",
             gated=False,
-            parallel=lambda c: c.flag("use_parallel_residual", default=True) is True,
+            parallel=lambda c: c.flag("use_parallel_residual") is True,
         ),
         prefix="gpt_neox.",
         weights={
@@ -463,8 +463,8 @@ FAMILIES: dict[str, Family] = {
             layers=sliding,
             norm="layer",
             gated=False,
-            attention_bias=lambda c: c.flag("use_bias", default=True),
-            mlp_bias=lambda c: c.flag("use_bias", default=True),
+            attention_bias=lambda c: c.flag("use_bias"),
+            mlp_bias=lambda c: c.flag("use_bias"),
         ),
         weights={**_UNGATED, "up": "mlp.c_fc", "down": "mlp.c_proj"},
     ),
@@ -476,8 +476,8 @@ FAMILIES: dict[str, Family] = {
             kv_heads=_falcon_kv_heads,
             parallel=_falcon_parallel,
             intermediate=lambda c: c.count("ffn_hidden_size", default=4 * c.count("hidden_size")),
-            attention_bias=lambda c: c.flag("bias", default=False),
-            mlp_bias=lambda c: c.flag("bias", default=False),
+            attention_bias=lambda c: c.flag("bias"),
+            mlp_bias=lambda c: c.flag("bias"),
         ),
         prefix="transformer.",
         weights=_falcon_weights,

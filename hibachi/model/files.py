@@ -78,7 +78,13 @@ class ModelFiles:
         if not self.gguf.has_tokenizer:
             return NoTokenizer(f"{self.path} holds no vocabulary")
         raw, special, chat_template = self.gguf.tokenizer()
-        return Tokenizer(raw, special=special, chat_template=chat_template)
+        found = Tokenizer(raw, special=special, chat_template=chat_template)
+        if vocab_size is not None and found.vocab_size > vocab_size:
+            raise InvalidModelFiles(
+                f"{self.path}: expected at most {vocab_size} tokens, as many as rows of token_embd.weight; got "
+                f"{found.vocab_size}. Convert or download it again."
+            )
+        return found
 
 
 def locate(model: str | Path) -> Path:

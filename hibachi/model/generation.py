@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.model.fields import Config, is_int, read_json
 from hibachi.request import SamplingParams
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 _FIELDS = {  # name in the file -> field of SamplingParams
     "temperature": "temperature",
@@ -94,15 +97,28 @@ class Generation:
 
     @classmethod
     def read(cls, folder: str | Path) -> Generation:
-        """Of a folder; a generation_config.json that is not there says nothing. Raises InvalidModelFiles."""
-        file = Path(folder) / "generation_config.json"
+        """Of a folder: its generation_config.json, or without one its config.json, where old files say it. Raises
+        InvalidModelFiles.
+        """
+        own, older = Path(folder) / "generation_config.json", Path(folder) / "config.json"
+        file = own if own.is_file() or not older.is_file() else older
         return cls(read_json(file) if file.is_file() else {}, str(file))
 
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], file: Path) -> Generation:
-        """Of the entries of a GGUF file."""
-        found = {_GGUF.get(k, k): v for k, v in metadata.items() if k in _GGUF or k in NOT_OBEYED}
-        return cls({k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}, str(file))
+        """Of the entries of a GGUF file; the log names those that cannot be followed, as nobody mends such a file."""
+        found: dict[str, Any] = {}
+        for entry, value in metadata.items():
+            name, said = _GGUF.get(entry, entry), value.tolist() if isinstance(value, np.ndarray) else value
+            if entry not in _GGUF and entry not in NOT_OBEYED:
+                continue
+            try:
+                one = cls({name: said}, str(file))
+                one.params(), one.rules(0, ())
+                found[name] = said
+            except InvalidModelFiles:
+                log.warning("%s: %s is %.80r, which cannot be followed", file, entry, said)
+        return cls(found, str(file))
 
     def params(self) -> dict[str, Any]:
         """The fields of SamplingParams that the file sets.

@@ -60,25 +60,23 @@ class MambaArch:
 
 def read_arch(config: Config) -> MambaArch:
     """The description in a config.json. Raises UnknownArchitecture, InvalidModelFiles."""
-    c, width = Fields(filled("mamba", config)), ("intermediate_size", "d_inner")
-    if (act := c.get("hidden_act", default="silu")) != "silu":
+    c, given = Fields(filled("mamba", config)), Fields(config)
+    if (act := c.get("hidden_act")) != "silu":
         raise c.unknown("hidden_act", act, ["silu"])
-    hidden, vocab_size = c.count("hidden_size", "d_model"), c.count("vocab_size")
-    rank = c.get("time_step_rank", default="auto")
+    hidden, vocab_size = c.count("hidden_size"), c.count("vocab_size")
+    rank = c.get("time_step_rank")
     return MambaArch(
         hidden_size=hidden,
-        inner=Fields(config).count(
-            *width, default=None if width[0] in config else c.count("expand", default=2) * hidden
-        ),
-        state_size=c.count("state_size", default=16),
-        kernel=c.count("conv_kernel", default=4),
+        inner=given.count(wide) if (wide := "intermediate_size") in config else c.count("expand") * hidden,
+        state_size=c.count("state_size"),
+        kernel=c.count("conv_kernel"),
         rank=-(-hidden // 16) if rank == "auto" else c.count("time_step_rank"),
-        layers=c.count("num_hidden_layers", "n_layer", most=10_000),
+        layers=c.count("num_hidden_layers", most=10_000),
         vocab_size=vocab_size,
-        norm_eps=c.number("layer_norm_epsilon", default=1e-5),
-        conv_bias=c.flag("use_conv_bias", default=True) is True,
-        bias=c.flag("use_bias", default=False) is True,
-        tied=c.flag("tie_word_embeddings", default=True) is True,
+        norm_eps=c.number("layer_norm_epsilon"),
+        conv_bias=c.flag("use_conv_bias") is True,
+        bias=c.flag("use_bias") is True,
+        tied=c.flag("tie_word_embeddings") is True,
         bos_ids=c.ids("bos_token_id", vocab_size),
         eos_ids=c.ids("eos_token_id", vocab_size),
     )

@@ -201,7 +201,7 @@ class _Run:
         changed = list(told.differences({key: last.get(key) for key in head}, head))
         if not same and not self._takes_changes:
             changed.append(self._input.edited(work, self._journal))
-        return self._accepted(changed, told.other_meaning(last, head))
+        return self._accepted(changed)
 
     @property
     def _takes_changes(self) -> bool:
@@ -319,7 +319,7 @@ class _Run:
         before = journal.heads[-1].get("engine") if journal.heads else None
         if before is not None and not changed:
             differ = [*told.differences({"engine": before}, {"engine": opened.facts})]
-            changed = self._accepted(differ, told.other_bits(before, opened.facts))
+            changed = self._accepted(differ, told.advice(before, opened.facts))
             if changed and not self._batch.accept_changes:
                 closing.close()
                 return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -15,7 +14,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.lm.own import is_own
 from hibachi.model import MEANING
 from hibachi.model.files import SHIPPED, locate
-from hibachi.model.gguf import find_gguf, parts
+from hibachi.model.gguf import find_gguf, parts, stem
 from hibachi.named import look_here
 
 SMALL = 1 << 20  # bytes of a file that is read in full
@@ -28,7 +27,8 @@ def name_of(model: str) -> str:
     path = Path(model).expanduser()
     if model in SHIPPED or not path.exists():
         return model
-    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(os.path.abspath(path)).name) or model
+    path = Path(os.path.abspath(path))
+    return stem(path) or path.name or model
 
 
 def system_fingerprint(facts: Facts, model: str) -> str:
@@ -38,8 +38,8 @@ def system_fingerprint(facts: Facts, model: str) -> str:
     understood (`MEANING`), their names and sizes, small ones in full, and pieces of large ones. Read at the start.
     """
     own = is_own(model)
-    what = model.rpartition("/")[2] if own else f"meaning {MEANING}"
-    said = facts.numerics or facts.fingerprint, facts.dtype, facts.quantization, what
+    bits = facts.numerics or facts.fingerprint
+    said = bits, facts.dtype, facts.quantization, f"meaning {MEANING}", model.rpartition("/")[2] if own else ""
     found = hashlib.sha256("\0".join(said).encode())
     for path, name in _sources(model) if own else _files(model):
         found.update(f"\0{name}\0".encode())

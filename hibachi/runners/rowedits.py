@@ -92,9 +92,8 @@ class RowEdits:
         self._always = np.zeros(rows, bool)  # wants changes in every step
         self._guided = np.zeros(rows, bool)  # likewise, but these can be made late: see `RowSampler.plain`
         self._looks = np.zeros(rows, bool)  # what it changes depends on the tokens before
-        self._until = np.zeros(
-            rows, np.int32
-        )  # length before which some tokens may not come: ends, or those banned first
+        # The length before which some tokens may not come: ends, or those banned first.
+        self._until = np.zeros(rows, np.int32)
         self.some: bool = False  # does a row want changes, in any step?
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)

@@ -130,6 +130,15 @@ def test_a_model_that_would_not_load_is_described_all_the_same(facts, inspect, t
     assert status == 1 and "nothing that is registered" in out and "Nearest known: LlamaForCausalLM" in out
 
 
+@pytest.mark.parametrize(
+    "name, content", [("generation_config", '{"temperature": "x"}'), ("tokenizer", '{"model": {}}'), ("tokenizer", "{")]
+)
+def test_a_file_that_every_command_refuses_is_a_problem(facts, model_copy, name, content):
+    folder = model_copy()
+    (folder / f"{name}.json").write_text(content)
+    assert f"{name}.json" in facts(folder)["problem"]
+
+
 def test_what_is_no_model_is_an_error(inspect, tmp_path):
     for model, says in (("no/such/folder/x", "There is no folder"), (tmp_path, "config.json is missing")):
         status, out, err = inspect(model)

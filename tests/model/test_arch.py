@@ -101,7 +101,7 @@ def test_what_files_leave_out_is_as_their_class_has_it():
     left_out = ("num_key_value_heads", "rope_theta", "tie_word_embeddings", "attention_bias", "architectures")
     config = {k: v for k, v in OLD.items() if k not in (*left_out, "bos_token_id", "eos_token_id")}
     assert read_arch(config) == replace(
-        EXPECTED, kv_heads=8, ropes=(Rope(10000.0, 8),), tied=False, attention_bias=None, eos_ids=(2,)
+        EXPECTED, kv_heads=8, ropes=(Rope(10000.0, 8),), tied=False, attention_bias=None, bos_ids=(), eos_ids=()
     )
 
 

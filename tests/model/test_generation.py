@@ -180,6 +180,12 @@ def test_what_may_come_is_as_in_transformers(tmp_path, config):
         assert [c.token_ids for c in llm.generate([[5, 6, *theirs, 5, 6]] * 2, SamplingParams(**SAYS))] == [theirs] * 2
 
 
+def test_old_files_forbid_in_config_json(tmp_path):
+    path = made(tmp_path, config=dict(suppress_tokens=[50]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert said(path) == model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False)[0, 2:].tolist()
+
+
 def test_a_request_goes_before_what_the_files_forbid(tmp_path):
     rules = dict(suppress_tokens=[50], begin_suppress_tokens=[0], min_new_tokens=3, eos_token_id=1)
     path = made(tmp_path, generation_config=rules)
@@ -213,7 +219,7 @@ def test_a_text_ends_where_any_file_says(tmp_path, config, generation, named, en
     assert said(path, ignore_eos=True) == [90] * 4 and said(path, min_tokens=2) == [0, 0, 90]
 
 
-def test_a_gguf_file_recommends_too(tmp_path):
+def test_a_gguf_file_recommends_too(tmp_path, caplog):
     keys, path = gguf.Keys.General, tmp_path / "m.gguf"
     make(path, "llama")
     [first, *_] = said(path)
@@ -228,9 +234,10 @@ def test_a_gguf_file_recommends_too(tmp_path):
     with LLM(path, backend="numpy") as llm:
         assert (llm.default_params, llm.rules) == (SamplingParams(**want), TokenRules(bad_words=((first,),)))
     assert first not in said(path)
-    make(path, "llama", {f"/{keys.SAMPLING_TEMP}": -1.0})
-    with pytest.raises(InvalidModelFiles, match=r"m\.gguf: temperature cannot be used: .* >= 0"):
-        LLM(path, backend="numpy")
+    make(path, "llama", {f"/{keys.SAMPLING_TEMP}": -1.0, f"/{keys.SAMPLING_TOP_K}": 9})
+    with LLM(path, backend="numpy") as llm:
+        assert llm.default_params == SamplingParams(top_k=9)
+    assert "m.gguf: general.sampling.temp is -1.0, which cannot be followed" in caplog.text
 
 
 def test_ids_outside_the_vocabulary_are_left_out_with_one_warning(tmp_path, caplog):

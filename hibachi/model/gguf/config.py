@@ -163,6 +163,11 @@ def read_config(source: Source) -> Config:
     """The contents of a config.json for the model. Raises UnknownArchitecture, InvalidModelFiles."""
     architecture = find_architecture(source)
     own = {"model_type": architecture.model_type, "architectures": [architecture.name]}
+    if source.get("attention.causal") is False:
+        raise UnknownArchitecture(
+            f"{source.file}: {source.architecture}.attention.causal is false; supported: true. Its vectors and answers "
+            f"look ahead: use a model that does not."
+        )
     blocks = {int(m[1]) for n in source.stored if (m := re.match(r"blk\.([0-9]{1,9})\.", n))}
     if len(blocks) != source.count("block_count") or max(blocks, default=0) != len(blocks) - 1:
         raise InvalidModelFiles(
@@ -241,12 +246,23 @@ def _rope_scaling(s: Source) -> Config | None:
             "original_max_position_embeddings": original,
             **({"attention_factor": factor} if factor is not None else {}),
         }
+    factor = s.number("rope.scaling.factor", s.get("rope.scale_linear") or 1.0)
+    kind = s.get("rope.scaling.type") or ("linear" if factor != 1.0 else "none")
+    for name, beside in {"rope.scaling.attn_factor": 1.0, "rope.freq_base_swa": s.get("rope.freq_base")}.items():
+        if s.get(name) not in (None, beside) and s.architecture != "gemma3":
+            raise UnknownArchitecture(
+                f"{s.file}: {s.architecture}.{name} must be {beside} or left out; got {s.get(name)}, which is not "
+                f"supported. Use another file of this model."
+            )
     if "rope_freqs.weight" in s.stored:
+        if kind != "none":
+            raise UnknownArchitecture(
+                f"{s.file} has rope_freqs.weight and {s.architecture}.rope.scaling ({kind!r:.100}); both together are "
+                f"not supported. Use another file of this model."
+            )
         return _llama3(s, _factors(s, "rope_freqs.weight"))
-    kind = s.get("rope.scaling.type") or ("linear" if s.get("rope.scale_linear") else "none")
     if kind == "none":
         return None
-    factor = s.number("rope.scaling.factor", s.get("rope.scale_linear") or 1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
     if kind == "yarn":
@@ -255,8 +271,8 @@ def _rope_scaling(s: Source) -> Config | None:
         own = {ours: value for ours, value in found.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **own}
     raise UnknownArchitecture(
-        f"{s.file}: {s.architecture}.rope.scaling.type is {kind!r:.100}; known: none, linear, yarn, longrope. Use a "
-        f"model with one of these."
+        f"{s.file}: {s.architecture}.rope.scaling.type is {kind!r:.100}; known: none, linear, yarn. Use a model "
+        f"with one of these."
     )
 
 
@@ -450,8 +466,12 @@ def _mamba(s: Source) -> Config:
 _LLAMA = Architecture("llama", "LlamaForCausalLM", paired=True)
 _MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, paired=True)
 _MISTRAL = Architecture("mistral", "MistralForCausalLM", paired=True)
-_OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM")
-_OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", lambda s: _windows(s, 4))
+
+
+def _olmo2(s: Source) -> Architecture:
+    if s.get("attention.sliding_window"):
+        raise UnknownArchitecture(f"{s.file} holds an OLMo 3, whose windows are not supported. Use the folder of it.")
+    return Architecture("olmo2", "Olmo2ForCausalLM")
 
 
 def _mistral3(s: Source) -> Architecture:
@@ -470,7 +490,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Source], Architecture]] = {
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, plus_one=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, plus_one=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, {"ffn_up": ("gate_up",)}),
-    "olmo2": lambda s: _OLMO3 if s.get("attention.sliding_window") else _OLMO2,
+    "olmo2": _olmo2,
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, paired=True),
     "smollm3": Architecture(
         "smollm3",

@@ -150,6 +150,12 @@ def parts(file: Path) -> list[Path]:
     return [file.with_name(f"{m[1]}-{i:05}-of-{m[3]}.gguf") for i in range(1, int(m[3]) + 1)]
 
 
+def stem(file: Path) -> str:
+    """The name of a model's file: without .gguf, and without the number of a part."""
+    m = _PART.fullmatch(file.name)
+    return file.name.removesuffix(".gguf") if m is None else m[1]
+
+
 def read_parts(files: list[Path]) -> tuple[dict[str, Any], dict[str, Blocks]]:
     """Metadata of the first of `parts`, and the tensors of all. Raises InvalidModelFiles as `read_header` does, and for
     parts that are missing or do not belong together.

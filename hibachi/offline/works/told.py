@@ -35,6 +35,7 @@ def told_of(texts: Texts) -> Told:
             "backend": facts.fingerprint,
             "dtype": facts.dtype,
             "numerics": facts.numerics,
+            "meaning": MEANING,
             "deterministic": facts.deterministic,
             "max_model_len": facts.limits.max_model_len,
         },
@@ -42,8 +43,7 @@ def told_of(texts: Texts) -> Told:
 
 
 def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:
-    """The files of a model, and how they are understood: digests of all but the weights, whose sizes and samples stand
-    for them.
+    """The files of a model: digests of all but the weights, whose sizes and samples stand for them.
 
     weights: read all of them. For a model of one's own: the file that its class stands in. Raises InvalidModelFiles.
     """
@@ -52,7 +52,7 @@ def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:
         return {"name": model} if file is None else {"name": model, "source": _digest(file)}
     place = locate(model)
     files = parts(place) if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file() and _of_model(f))
-    found: dict[str, Any] = {"name": model, "meaning": MEANING, "files": {}}
+    found: dict[str, Any] = {"name": model, "files": {}}
     for file in files:
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         found["files"][name] = _sampled(file) if file.suffix in _WEIGHTS and not weights else _digest(file)
@@ -72,29 +72,21 @@ def differences(before: Any, now: Any, place: str = "") -> Iterator[str]:
         yield f"{place}: {_short(before)} before, now {_short(now)}"
 
 
-def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What follows where the engine's bits had a name and now have another; "" where they did not. A sentence."""
-    was, will = before.get("numerics"), now.get("numerics")
-    if was is None or was == will:
+def advice(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What follows where the engine's bits or the meaning of files had another name or number; "" where both are as
+    they were. Sentences.
+    """
+    was, will, changed = before.get("numerics"), now.get("numerics"), []
+    if was not in (None, will):
+        changed.append(f"The name of the bits changed from {was} to {will or 'none'}")
+    was, will = before.get("meaning", 1), now.get("meaning")
+    if will not in (None, was):
+        changed.append(f"The meaning of a model's files changed from {was} to {will} (docs/offline.md)")
+    if not changed:
         return ""
     return (
-        f"The name of the bits changed from {was} to {will or 'none'}: what is left would be computed in another "
-        f"arithmetic than what is done. To have one in all rows, begin anew, or finish with the version of hibachi, "
-        f"machine and --dtype that compute {was}.\n"
-    )
-
-
-def other_meaning(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What follows where a model's files are understood in another way than by the run that began; "" where they are
-    not. A sentence. before, now: heads."""
-    models = [head.get("model") or {} for head in (before, now)]
-    was, will = (model.get("meaning", 1) if "files" in model else None for model in models)
-    if None in (was, will) or was == will:
-        return ""
-    return (
-        f"This version of hibachi understands a model's files in another way (meaning {was} before, now {will}; "
-        f"CHANGELOG.md says what changed): what is left may be answered otherwise than what is done. To have one in "
-        f"all rows, begin anew, or finish with the version of hibachi that began.\n"
+        f"{'. '.join(changed)}: what is left would be computed otherwise than what is done. To have all rows alike, "
+        f"begin anew, or finish with the version of hibachi, the machine and the --dtype of before.\n"
     )
 
 

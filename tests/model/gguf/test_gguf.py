@@ -375,6 +375,7 @@ def llama3_factors(theta, dims, factor, low, high, context):
 PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SCALINGS = {  # what: (entries, tensors, rope_scaling)
     "none": ({"rope.scaling.type": "none"}, {}, None),
+    "a factor alone": ({"rope.scaling.factor": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),
     "linear": (
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
         {},
@@ -482,6 +483,14 @@ def test_ids_that_begin_and_end_a_text(tmp_path, entries, ids):
         ),
         ("llama", {"rope.dimension_count": 32}, {}, UnknownArchitecture, "must be 16, the size of a head; got 32"),
         ("gemma3", {"rope.dimension_count_swa": 8}, {}, UnknownArchitecture, "of which a part is turned"),
+        ("llama", {"attention.causal": False}, {}, UnknownArchitecture, "attention.causal is false; supported: true"),
+        ("llama", {"rope.scaling.attn_factor": 0.5}, {}, UnknownArchitecture, "attn_factor must be 1.0 or left out"),
+        ("gemma2", {"rope.freq_base_swa": 7.0}, {}, UnknownArchitecture, "freq_base_swa must be .* got 7.0"),
+        (
+            *("llama", {"rope.scaling.factor": 2.0}, {"rope_freqs.weight": np.ones(8)}),
+            *(UnknownArchitecture, "both together are not supported"),
+        ),
+        ("olmo2", {"attention.sliding_window": 4}, {}, UnknownArchitecture, "holds an OLMo 3, whose windows"),
         ("mistral", {"attention.temperature_scale": 0.1}, {}, UnknownArchitecture, "Ministral 3"),
         ("mamba", {"ssm.dt_b_c_rms": True}, {}, UnknownArchitecture, "Falcon-Mamba"),
     ],
