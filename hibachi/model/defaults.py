@@ -63,7 +63,8 @@ _LAYER_NORMS = _without(_MOST, "rms_norm_eps", "head_dim")
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _MOST | _sizes(32000, 4096, 11008, 32, 32, None, 2048) | _OWN_BIASES,
-    "mistral": _MISTRAL | dict(sliding_window=OrNull(4096)),
+    # With layer_types transformers takes the class of Ministral, which is Mistral's but for these.
+    "mistral": _MISTRAL | dict(sliding_window=OrNull(4096), layer_types=None),
     "mixtral": _MISTRAL
     | dict(rope_theta=OrNull(1e6), rms_norm_eps=1e-5, sliding_window=None, num_experts_per_tok=2, num_local_experts=8),
     "qwen2": _QWEN2,
@@ -168,7 +169,7 @@ def filled(model_type: str, config: Config) -> Config:
 def _whole(rope: Fields) -> Config:
     """Rotary settings of a class whose heads turn as a whole: it does not look for the part of them that turns."""
     share = rope.get("partial_rotary_factor", default=1)
-    if share != 1 and kind_of(rope) != "default":
+    if share != 1 and kind_of(rope) in ("linear", "llama3", "yarn", "longrope", "su"):
         raise rope.wrong(("partial_rotary_factor",), "1 or left out in this architecture", share)
     inner = {name: _whole(rope.inside(name)) for name, value in rope.config.items() if isinstance(value, Mapping)}
     return _without(rope.config, "partial_rotary_factor") | inner

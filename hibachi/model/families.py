@@ -68,14 +68,21 @@ class Family:
         Raises UnknownArchitecture for a variant that we do not compute, InvalidModelFiles for a field that is missing,
         of the wrong type or in contradiction to another.
         """
-        with saying_what_is_left_out(self.model_type, config):
-            return self._read(config)
-
-    def _read(self, config: Config) -> Arch:
         said = Fields(config)
         if self.within and (kind := said.inside("text_config").get("model_type")) not in (None, self.model_type):
             raise said.unknown("text_config.model_type", kind, [self.model_type])
-        c = Fields(filled(self.model_type, config))
+        own = self._own(config)
+        with saying_what_is_left_out(self.model_type, own):
+            return self._read(Fields(filled(self.model_type, own)))
+
+    def _own(self, config: Config) -> Config:
+        """The fields of the text model: of those beside a text_config only the ones that are for the whole."""
+        if not self.within:
+            return config
+        whole = {name: config[name] for name in _OF_THE_WHOLE if name in config}
+        return {**Fields(config).inside("text_config").config, **whole}
+
+    def _read(self, c: Fields) -> Arch:
         for name, only in {"is_causal": True, "use_bidirectional_attention": False, **self.refused}.items():
             if (found := c.get(name, default=only)) != only:
                 raise c.unknown(name, found, [only])
@@ -83,8 +90,13 @@ class Family:
 
     def names(self, config: Config) -> dict[str, str]:
         """Canonical name -> name in the file, without those that the file does not have."""
-        own = self.weights(Fields(filled(self.model_type, config))) if callable(self.weights) else self.weights
+        own = (
+            self.weights(Fields(filled(self.model_type, self._own(config)))) if callable(self.weights) else self.weights
+        )
         return {ours: name for ours, name in {**WEIGHTS, **own}.items() if name is not None}
+
+
+_OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 # ---- fields --------------------------------------------------------------------------------------------------------
@@ -197,6 +209,7 @@ def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
 def _gemma3_ropes(c: Fields) -> tuple[Any, ...]:
     """The global frequencies and those of layers with a window, which are never stretched."""
     head_dim, new = c.count("head_dim"), c.inside("rope_parameters")
+    c = Fields({**c.config, "original_max_position_embeddings": None})  # only what is inside counts
     local = {"rope_theta": c.number("rope_local_base_freq")}
     kept = new.inside("full_attention").config if new.config else {"rope_type": "default"}
     everywhere = {**kept, **c.inside("rope_scaling").config}
@@ -488,6 +501,10 @@ FAMILIES: dict[str, Family] = {
 """Class in `architectures` of config.json -> its family."""
 
 FAMILIES |= {
-    "Gemma3ForConditionalGeneration": replace(FAMILIES["Gemma3ForCausalLM"], within="gemma3"),
+    "Gemma3ForConditionalGeneration": replace(
+        FAMILIES["Gemma3ForCausalLM"],
+        fields={**FAMILIES["Gemma3ForCausalLM"].fields, "logit_softcap": None},  # which this class does not look at
+        within="gemma3",
+    ),
     "Mistral3ForConditionalGeneration": replace(FAMILIES["MistralForCausalLM"], within="mistral3"),
 }

@@ -161,6 +161,13 @@ class Generation:
             min_tokens=least,
         )
 
+    def special(self, name: str) -> Any:
+        """Its bos_token_id or eos_token_id: an id, ids, or None. Raises InvalidModelFiles for another value."""
+        value = self.said.get(name)
+        if value is not None and not all(map(is_int, value if isinstance(value, list) else [value])):
+            raise self._wrong(name, "must be an integer, a list of integers, or null", value)
+        return value
+
     def not_obeyed(self) -> dict[str, Any]:
         """What the file sets that answers elsewhere follow, and answers here do not."""
         said = {name: self.said[name] for name in NOT_OBEYED if name in self.said}

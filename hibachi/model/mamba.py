@@ -61,8 +61,8 @@ class MambaArch:
 def read_arch(config: Config) -> MambaArch:
     """The description in a config.json. Raises UnknownArchitecture, InvalidModelFiles."""
     c, given = Fields(filled("mamba", config)), Fields(config)
-    if (act := c.get("hidden_act")) != "silu":
-        raise c.unknown("hidden_act", act, ["silu"])
+    if (act := c.get("hidden_act")) not in ("silu", "swish"):
+        raise c.unknown("hidden_act", act, ["silu", "swish"])
     hidden, vocab_size = c.count("hidden_size"), c.count("vocab_size")
     rank = c.get("time_step_rank")
     return MambaArch(

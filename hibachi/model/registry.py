@@ -15,7 +15,7 @@ from hibachi.model.arch import Arch, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.defaults import saying_what_is_left_out
 from hibachi.model.families import FAMILIES, Family
-from hibachi.model.fields import Config, Fields
+from hibachi.model.fields import Config, Fields, contradiction
 from hibachi.model.files import ModelFiles, locate, open_files, warn_of_ids
 from hibachi.model.ladder import LanguageModel
 from hibachi.model.tensors import Canonical
@@ -84,11 +84,15 @@ def find(config: Config) -> tuple[str, Family | Loader]:
     if classes:
         for name in classes:
             if name in known:
-                return name, _resolved(name)
+                model = _resolved(name)
+                own, kinds = _kind(model), ["mamba", *map(_kind, FAMILIES.values())]
+                if own != kind and own in kinds and kind in kinds:
+                    raise contradiction(f"architectures names {name}, whose model_type is {own}; got {kind!r}")
+                return name, model
     elif kind is not None:
         for name in known:
             model = _resolved(name)
-            if kind == (getattr(model, "within", None) or getattr(model, "model_type", None)):
+            if kind == _kind(model):
                 return name, model
     found = f"architectures {classes}" if classes else f"model_type {kind!r} and no architectures"
     near = difflib.get_close_matches(classes[0] if classes else str(kind), known, n=4, cutoff=0.5)
@@ -99,6 +103,11 @@ def find(config: Config) -> tuple[str, Family | Loader]:
         "'hf' (through transformers), or write the model as a hibachi.model.ladder.CachedModel and pass the object to "
         "the engine."
     )
+
+
+def _kind(model: Any) -> str | None:
+    """What config.json calls it as model_type."""
+    return getattr(model, "within", None) or getattr(model, "model_type", None)
 
 
 def load_model(

@@ -134,9 +134,8 @@ def test_a_model_that_would_not_load_is_described_all_the_same(facts, inspect, t
     "name, content", [("generation_config", '{"temperature": "x"}'), ("tokenizer", '{"model": {}}'), ("tokenizer", "{")]
 )
 def test_a_file_that_every_command_refuses_is_a_problem(facts, model_copy, name, content):
-    folder = model_copy()
-    (folder / f"{name}.json").write_text(content)
-    assert f"{name}.json" in facts(folder)["problem"]
+    status, d = facts(model_copy({f"{name}.json": lambda _: content.encode()}))
+    assert status == 1 and f"{name}.json" in d["problem"]
 
 
 def test_what_is_no_model_is_an_error(inspect, tmp_path):

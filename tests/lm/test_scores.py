@@ -55,6 +55,14 @@ def test_the_files_say_how_to_pool(tmp_path):
         np.testing.assert_array_equal(by_files.embedding, asked.embedding)
         (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Normalize"}]))
         assert np.linalg.norm(llm.embed(TEXTS[2])[0].embedding) == pytest.approx(1)
+        config.write_text(json.dumps({"pooling_mode": "mean"}))  # as newer files have it
+        np.testing.assert_array_equal(llm.embed(TEXTS[2], normalize=False)[0].embedding, asked.embedding)
+        (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+        with pytest.raises(
+            InvalidModelFiles, match=r"got sentence_transformers\.models\.Dense, which vectors here do not"
+        ):
+            llm.embed(TEXTS[2])
+        (tmp_path / "modules.json").unlink()
         config.write_text(json.dumps({"pooling_mode_max_tokens": True}))
         with pytest.raises(InvalidModelFiles, match="got pooling_mode_max_tokens"):
             llm.embed(TEXTS[2])

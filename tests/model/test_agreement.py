@@ -212,6 +212,8 @@ def own_head_of_text(tensors, config):
 def left_out(tensors, config):
     for name in ("layer_types", "query_pre_attn_scalar", "rope_parameters", "sliding_window", "hidden_activation"):
         del config["text_config"][name]
+    config.update(sliding_window=3, query_pre_attn_scalar=3, is_causal=False)  # beside text_config these are nothing
+    config["text_config"]["final_logit_softcapping"] = 1.0  # nor this in the class for images
 
 
 def renamed(find, old, new):
@@ -234,6 +236,11 @@ FILES = {  # name -> model, options of save_pretrained, what changes the tensors
     "the head alone": ("Llama 3.1", {}, lambda t, c: t.update({HEAD: t.pop(embedding(t))})),
     "the head below the prefix": ("Llama 2", {}, renamed(HEAD, HEAD, f"model.{HEAD}")),
     "GPT-2, masks": ("GPT-2", {}, masks),
+    "Mistral, types of layers": (
+        "Mistral",
+        {},
+        lambda t, c: c.update(layer_types=["full_attention", "sliding_attention"]),
+    ),
     "Mixtral, one array": ("Mixtral", IN_ONE, None),
     "Mixtral, one array, older names": ("Mixtral", IN_ONE, renamed(".mlp.", ".mlp.", ".block_sparse_moe.")),
     "Qwen3-MoE, one array": ("Qwen3-MoE", IN_ONE, None),
@@ -262,8 +269,8 @@ def test_what_the_files_hold_counts_as_in_transformers(tmp_path, caplog, name, l
     make(model, tmp_path, **saved)
     if change is not None:
         rewrite(tmp_path, change)
-    cls = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
-    reference = getattr(transformers, cls).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    auto = transformers.AutoModelForImageTextToText if model in WITH_IMAGES else transformers.AutoModelForCausalLM
+    reference = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
     agree(reference, tmp_path, LIBRARIES[library](), 2e-5)
     assert caplog.text.count("holds other numbers than the embeddings") == (change in (own_head, own_head_of_text))
 

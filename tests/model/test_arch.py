@@ -160,7 +160,11 @@ def test_a_contradiction_is_named(change, says):
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor must be a number > 0; got no such field"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number > 0; got nan"),
         (
-            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2 + ["linear_attention"]},
+            {
+                "architectures": None,
+                "model_type": "qwen2",
+                "layer_types": ["full_attention"] * 2 + ["linear_attention"],
+            },
             "layer_types must be a list of 3 out of 'full_attention', 'sliding_attention'",
         ),
     ],

@@ -211,7 +211,13 @@ NO_EFFECT = {
     "attn_logit_softcapping",  # of Gemma 3 alone, whose layers do not look at it
 }
 OWN_WORDS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "is_causal"}
-OWN_WORDS |= {"head_dim", "original_max_position_embeddings", "sliding_window_pattern", "rope_local_base_freq"}
+OWN_WORDS |= {
+    "layer_types",
+    "head_dim",
+    "original_max_position_embeddings",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+}
 
 
 @pytest.mark.parametrize("model_type", DEFAULTS)

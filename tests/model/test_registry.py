@@ -3,7 +3,7 @@
 import pytest
 
 import hibachi
-from hibachi.errors import ConfigError, UnknownArchitecture
+from hibachi.errors import ConfigError, InvalidModelFiles, UnknownArchitecture
 from hibachi.model import registry
 from hibachi.model.families import FAMILIES, Family
 from hibachi.model.registry import architectures, find
@@ -72,6 +72,11 @@ def test_a_registered_model_goes_before_a_built_in_one():
 def test_the_first_known_of_several_names_counts():
     config = {"architectures": ["SomethingElse", "MistralForCausalLM"], "model_type": "mistral"}
     assert find(config)[0] == "MistralForCausalLM"
+
+
+def test_a_class_and_a_model_type_that_contradict_each_other_are_named():
+    with pytest.raises(InvalidModelFiles, match="names LlamaForCausalLM, whose model_type is llama; got 'gemma'"):
+        find({"architectures": ["LlamaForCausalLM"], "model_type": "gemma"})
 
 
 @pytest.mark.parametrize("place", ["no.such.module:X", "hibachi.errors:NoSuchName"])
