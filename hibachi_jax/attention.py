@@ -5,7 +5,7 @@ SPAN positions of a few sequences, so that what it copies stays in the processor
 and keeps a running softmax (Milakov & Gimelshein 2018). Single tokens go in groups of rows of about one length; longer
 pieces by query tiles, one after another.
 
-Whatever is made here names its dtype, bounds of loops included: with jax_enable_x64 a number of Python's has 64 bits.
+Bounds of loops and what is added to them name their dtype: with jax_enable_x64 a number of Python's has 64 bits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,5 @@ MEANING = 2
 """How files of models are understood, as a number: what answers depend on besides the bits (`Library.numerics`). It is
 raised with whatever makes other models of the same files.
 
-1: until there was this number.
-2: fields that config.json leaves out take their class's defaults; heads in the files that differ from the embeddings
-   count; the tokenizer's eos_token ends an answer as well.
+1: until there was this number. 2: see "What files mean" in CHANGELOG.md.
 """
