@@ -162,21 +162,25 @@ def filled(model_type: str, config: Config) -> Config:
     # Files are older than these fields, and their weights have biases or have none.
     out |= {name: None for name in ("attention_bias", "mlp_bias") if name in known and name not in config}
     if not {"partial_rotary_factor", "rotary_pct"} & known.keys():
-        out |= {name: _whole(c.inside(name)) for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+        out |= {
+            name: _without_share(c.inside(name)) for name in ("rope_parameters", "rope_scaling") if config.get(name)
+        }
     return out
 
 
-def _whole(rope: Fields) -> Config:
+def _without_share(rope: Fields) -> Config:
     """Rotary settings of a class whose heads turn as a whole: it does not look for the part of them that turns."""
     share = rope.get("partial_rotary_factor", default=1)
     if share != 1 and kind_of(rope) in ("linear", "llama3", "yarn", "longrope", "su"):
         raise rope.wrong(("partial_rotary_factor",), "1 or left out in this architecture", share)
-    inner = {name: _whole(rope.inside(name)) for name, value in rope.config.items() if isinstance(value, Mapping)}
+    inner = {
+        name: _without_share(rope.inside(name)) for name, value in rope.config.items() if isinstance(value, Mapping)
+    }
     return _without(rope.config, "partial_rotary_factor") | inner
 
 
 @contextmanager
-def saying_what_is_left_out(model_type: str, config: Config) -> Iterator[None]:
+def naming_left_out(model_type: str, config: Config) -> Iterator[None]:
     """Within, an InvalidModelFiles also names the fields that are left out or null."""
     try:
         yield

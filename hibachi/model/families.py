@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hibachi.model.arch import Arch, Experts, Layer
-from hibachi.model.defaults import filled, saying_what_is_left_out
+from hibachi.model.defaults import filled, naming_left_out
 from hibachi.model.fields import Config, Fields, contradiction, is_int
-from hibachi.model.rope import HostArray, kind_of, read_rope, stretching
+from hibachi.model.rope import HostArray, gemma3_ropes, phi3_ropes, read_rope
 
 WEIGHTS: Mapping[str, str | None] = {
     "embed": "embed_tokens",
@@ -72,7 +72,7 @@ class Family:
         if self.within and (kind := said.inside("text_config").get("model_type")) not in (None, self.model_type):
             raise said.unknown("text_config.model_type", kind, [self.model_type])
         own = self._own(config)
-        with saying_what_is_left_out(self.model_type, own):
+        with naming_left_out(self.model_type, own):
             return self._read(Fields(filled(self.model_type, own)))
 
     def _own(self, config: Config) -> Config:
@@ -204,30 +204,6 @@ def _gemma2_layers(c: Fields) -> tuple[Layer, ...]:
 def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
     windows = _alternating(c, c.count("sliding_window_pattern", default=6))
     return tuple(Layer(window=w, rope=0 if w is None else 1) for w in windows)
-
-
-def _gemma3_ropes(c: Fields) -> tuple[Any, ...]:
-    """The global frequencies and those of layers with a window, which are never stretched."""
-    head_dim, new = c.count("head_dim"), c.inside("rope_parameters")
-    c = Fields({**c.config, "original_max_position_embeddings": None})  # only what is inside counts
-    local = {"rope_theta": c.number("rope_local_base_freq")}
-    kept = new.inside("full_attention").config if new.config else {"rope_type": "default"}
-    everywhere = {**kept, **c.inside("rope_scaling").config}
-    return (
-        read_rope(c, head_dim, theta=1e6, given=Fields(everywhere, "rope_parameters.full_attention.")),
-        read_rope(Fields({**c.config, **local}), head_dim, given=new.inside("sliding_attention")),
-    )
-
-
-def _phi3_ropes(c: Fields) -> tuple[Any, ...]:
-    """Phi-3 has LongRoPE, which its first files call yarn, or none."""
-    p = stretching(c)
-    kind = kind_of(p)
-    if kind not in ("default", "longrope", "su", "yarn"):
-        raise p.unknown("rope_type", kind, ["default", "longrope"])
-    named = Fields({**p.config, "rope_type": "default" if kind == "default" else "longrope"}, p.where)
-    head_dim = c.count("head_dim", default=c.count("hidden_size") // c.count("num_attention_heads"))
-    return (read_rope(c, head_dim, given=named),)
 
 
 def _smollm3_layers(c: Fields) -> tuple[Layer, ...]:
@@ -378,7 +354,7 @@ FAMILIES: dict[str, Family] = {
         fields=dict(
             **_GEMMA,
             layers=_gemma3_layers,
-            ropes=_gemma3_ropes,
+            ropes=gemma3_ropes,
             norms="both",
             qk_norm="head",
             attention_scale=_query_scale,
@@ -389,7 +365,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
-        fields=dict(layers=sliding, ropes=_phi3_ropes),
+        fields=dict(layers=sliding, ropes=phi3_ropes),
         weights={
             **_FUSED_QKV,
             **_UNGATED,

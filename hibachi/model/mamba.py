@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.model.decoder import Params, checked, matrices_of
-from hibachi.model.defaults import filled, saying_what_is_left_out
+from hibachi.model.defaults import filled, naming_left_out
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
@@ -125,7 +125,7 @@ class Mamba:
             refuse_quantized(tensors, files.config)
             embed, head = (f"{names[name]}.weight" for name in ("embed", "head"))
             arch = replace(arch, tied=settle_vocabulary(tensors, embed, head, arch.vocab_size, tied=arch.tied))
-        with saying_what_is_left_out("mamba", files.config):
+        with naming_left_out("mamba", files.config):
             tensors.check(*_shapes(arch, names))
         return cls(
             arch, _params(arch, tensors, names, backend, dtype), backend, dtype=dtype, max_model_len=max_model_len

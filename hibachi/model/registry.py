@@ -13,7 +13,7 @@ from hibachi.errors import ConfigError, UnknownArchitecture
 from hibachi.installed import entry_points
 from hibachi.model.arch import Arch, shapes
 from hibachi.model.decoder import Decoder
-from hibachi.model.defaults import saying_what_is_left_out
+from hibachi.model.defaults import naming_left_out
 from hibachi.model.families import FAMILIES, Family
 from hibachi.model.fields import Config, Fields, contradiction
 from hibachi.model.files import ModelFiles, locate, open_files, warn_of_ids
@@ -187,7 +187,7 @@ def canonical(files: ModelFiles, family: Family) -> tuple[Arch, Weights]:
     """
     arch = family.read(files.config)
     if files.gguf is None:
-        with saying_what_is_left_out(family.model_type, files.config):
+        with naming_left_out(family.model_type, files.config):
             known = Canonical(files.checkpoint(), family, files.config, arch)
         return known.arch, known
     fused = [name for name in ("qkv", "gate_up") if f"layers.0.{name}.weight" in files.gguf]

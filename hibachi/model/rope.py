@@ -139,18 +139,18 @@ def _place(rope: Rope, context: float, turns: float) -> float:
 # `rope_parameters` (transformers 5), which for some models holds one such object for each type of layer.
 
 
-def read_rope(c: Fields, head_dim: int, *, theta: float = 10000.0, given: Fields | None = None) -> Rope:
-    """The rotary frequencies that a config describes. theta: the default; given: the object that says how they
-    are stretched; None means `stretching(c)`.
+def read_rope(c: Fields, head_dim: int, *, given: Fields | None = None) -> Rope:
+    """The rotary frequencies that a config describes.
 
-    What is inside that object goes before what is beside it.
+    given: the object that says how they are stretched; None means `stretching(c)`. What is inside it goes before what is
+    beside it. Raises InvalidModelFiles, UnknownArchitecture.
     """
     p = given or stretching(c)
     if given is None and (nested := [name for name, value in p.config.items() if isinstance(value, dict)]):
         raise p.unknown(nested[0], "an object for one type of layer", ["one set of frequencies for all layers"])
     where = p if "rope_theta" in p.config else c
     names = ("rope_theta", "rotary_emb_base")
-    base = where.number(*names, default=None if any(n in where.config for n in names) else theta)
+    base = where.number(*names, default=None if any(n in where.config for n in names) else 1e4)
     parts = ("partial_rotary_factor", "rotary_pct")
     where = p if parts[0] in p.config else c
     share = where.number(*parts, default=None if any(n in where.config for n in parts) else 1.0)
@@ -224,6 +224,30 @@ def _scaling(c: Fields, p: Fields, dims: int) -> Scaling | None:
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(context)) if min(factor, context) > 1 else 1.0
     return LongRope(p.numbers("short_factor", dims // 2), p.numbers("long_factor", dims // 2), context, magnitude)
+
+
+def gemma3_ropes(c: Fields) -> tuple[Rope, ...]:
+    """The global frequencies and those of layers with a window, which are never stretched."""
+    head_dim, new = c.count("head_dim"), c.inside("rope_parameters")
+    c = Fields({**c.config, "original_max_position_embeddings": None})  # only what is inside counts
+    local = {"rope_theta": c.number("rope_local_base_freq")}
+    kept = new.inside("full_attention").config if new.config else {"rope_type": "default"}
+    everywhere = {**kept, **c.inside("rope_scaling").config}
+    return (
+        read_rope(c, head_dim, given=Fields(everywhere, "rope_parameters.full_attention.")),
+        read_rope(Fields({**c.config, **local}), head_dim, given=new.inside("sliding_attention")),
+    )
+
+
+def phi3_ropes(c: Fields) -> tuple[Rope, ...]:
+    """Phi-3 has LongRoPE, which its first files call yarn, or none."""
+    p = stretching(c)
+    kind = kind_of(p)
+    if kind not in ("default", "longrope", "su", "yarn"):
+        raise p.unknown("rope_type", kind, ["default", "longrope"])
+    named = Fields({**p.config, "rope_type": "default" if kind == "default" else "longrope"}, p.where)
+    head_dim = c.count("head_dim", default=c.count("hidden_size") // c.count("num_attention_heads"))
+    return (read_rope(c, head_dim, given=named),)
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:
