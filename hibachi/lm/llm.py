@@ -18,6 +18,7 @@ from hibachi.model.files import locate, open_files
 from hibachi.model.ladder import LanguageModel
 from hibachi.model.pooling import pooling_of
 from hibachi.model.registry import arch_of, is_portable, load_model
+from hibachi.model.text.own import NoTokenizer
 from hibachi.options import spelled
 from hibachi.plan.policy import Policy
 from hibachi.request import Pooling, SamplingParams
@@ -168,12 +169,15 @@ class LLM(Texts):
             overlap=overlap,
             speculative_config=speculation,
         )
+        params = files.generation.params()
+        if isinstance(tokenizer, NoTokenizer):
+            params.pop("stop", None)  # there is no text to find them in
         super().__init__(
             engine,
             tokenizer,
             vocab_size=self.model.vocab_size,
             eos_ids=ends,
-            default_params=SamplingParams(**files.generation.params()),
+            default_params=SamplingParams(**params),
         )
         self.rules = rules
 

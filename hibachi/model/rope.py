@@ -142,8 +142,8 @@ def _place(rope: Rope, context: float, turns: float) -> float:
 def read_rope(c: Fields, head_dim: int, *, given: Fields | None = None) -> Rope:
     """The rotary frequencies that a config describes.
 
-    given: the object that says how they are stretched; None means `stretching(c)`. What is inside it goes before what is
-    beside it. Raises InvalidModelFiles, UnknownArchitecture.
+    given: the object that says how they are stretched; None means `stretching(c)`. What is inside it goes before what
+    is beside it. Raises InvalidModelFiles, UnknownArchitecture.
     """
     p = given or stretching(c)
     if given is None and (nested := [name for name, value in p.config.items() if isinstance(value, dict)]):

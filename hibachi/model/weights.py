@@ -200,6 +200,8 @@ class Checkpoint(Tensors):
                 f"which can run any code when they are read, so hibachi reads none. If you trust their source, convert "
                 f"them once: transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)."
             )
+        if found := sorted(f.name for f in self.path.glob("*.gguf")):
+            return f"{self.path} has its weights in {_listed(found)} beside a config.json: name that file instead."
         return (
             f"No weights in {self.path}: expected {_SINGLE}, or {_INDEX} and its shards. Download them, or convert "
             f"other formats with transformers' save_pretrained."

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import sys
 
 import gguf
@@ -82,6 +83,13 @@ def test_texts_among_the_parameters_are_refused(llm, name):
     told = rf"^{name} takes a tokenizer, and this model has none; got \('x',\)\. Use stop_token_ids"
     with pytest.raises(InvalidRequest, match=told):
         llm.generate([PROMPT], GREEDY.with_(**{name: ["x"]}))
+
+
+def test_texts_that_the_files_would_stop_at_are_passed_over(folder, expected, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"stop_strings": ["x"]}')
+    with LLM(tmp_path / "model", backend="numpy") as llm:
+        assert llm.default_params.stop == () and llm.generate([PROMPT])[0].token_ids
 
 
 def test_a_conversation_is_refused(llm):

@@ -102,6 +102,9 @@ def test_a_name_that_is_not_there(tmp_path):
 def test_no_weights_at_all(tmp_path):
     with pytest.raises(InvalidModelFiles, match=r"expected model\.safetensors.*save_pretrained"):
         Checkpoint(tmp_path)
+    (tmp_path / "m.Q4_0.gguf").touch()
+    with pytest.raises(InvalidModelFiles, match=r"weights in m\.Q4_0\.gguf beside a config\.json: name that file"):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
