@@ -202,12 +202,12 @@ def _gemma2_layers(c: Fields) -> tuple[Layer, ...]:
 
 
 def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
-    windows = _alternating(c, c.count("sliding_window_pattern", default=6))
+    windows = _alternating(c, c.count("sliding_window_pattern"))
     return tuple(Layer(window=w, rope=0 if w is None else 1) for w in windows)
 
 
 def _smollm3_layers(c: Fields) -> tuple[Layer, ...]:
-    n, every = layers_of(c), c.count("no_rope_layer_interval", default=4)
+    n, every = layers_of(c), c.count("no_rope_layer_interval")
     turns = c.each("no_rope_layers", n, (0, 1)) or [int((i + 1) % every != 0) for i in range(n)]
     windows = windowed(c, slides=lambda i: bool(c.flag("use_sliding_window")) and not turns[i])
     return tuple(Layer(window=w, rope=0 if t else None) for w, t in zip(windows, turns, strict=True))

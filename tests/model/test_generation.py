@@ -196,6 +196,11 @@ def test_a_request_goes_before_what_the_files_forbid(tmp_path):
     assert said(path, allowed_token_ids=[1, 2], min_tokens=1) == [2, 1]
 
 
+def test_a_sequence_stays_forbidden_where_a_request_names_its_tokens(tmp_path):
+    path = made(tmp_path, generation_config=dict(bad_words_ids=[[50, 50], [50, 0]]))
+    assert said(path, logit_bias={50: 0}) == said(path) != [50] * 4
+
+
 @pytest.mark.parametrize(
     "config, generation, named, ends",
     [

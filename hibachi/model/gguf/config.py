@@ -363,7 +363,7 @@ def _gemma2(s: Source) -> Config:
 
 
 def _gemma3(s: Source) -> Config:
-    local = {"rope_local_base_freq": s.number("rope.freq_base_swa", 10000.0)}
+    local = {"rope_local_base_freq": s.number("rope.freq_base_swa", 10000.0), "sliding_window_pattern": 6}
     return _gemma_scores(s, 62, (None, None)) | _windows(s, 6) | local
 
 
@@ -495,7 +495,10 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Source], Architecture]] = {
     "smollm3": Architecture(
         "smollm3",
         "SmolLM3ForCausalLM",
-        lambda s: {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(s.count("block_count"))]},
+        lambda s: {
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(s.count("block_count"))],
+        },
         paired=True,
     ),
     "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", _gpt_neox, base=_layer_norm),
