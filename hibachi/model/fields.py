@@ -132,7 +132,7 @@ class Fields:
         )
 
     def unknown(self, name: str, found: Any, supported: Sequence[Any]) -> UnknownArchitecture:
-        got = "is missing" if found is None else f"is {found!r}"
+        got = "is missing" if found is None else f"is {found!r:.200}"
         return UnknownArchitecture(
             f"config.json: {self.where}{name} {got}; supported: {', '.join(map(repr, supported))}. Use a model with "
             f"one of these, or write the model as a hibachi.model.ladder.CachedModel and pass the object to the engine."

@@ -155,7 +155,7 @@ def warn_of_ids(files: ModelFiles, vocab_size: int) -> None:
         if (ids := [i for each in _listed(config.get(name)) for i in _listed(each) if is_int(i) and i >= vocab_size])
     }
     if odd:
-        told = "; ".join(f"{where}: {', '.join(map(str, ids))}" for where, ids in odd.items())
+        told = "; ".join(f"{where}: {', '.join(map(str, ids)):.200}" for where, ids in odd.items())
         log.warning("token ids outside the vocabulary of %d tokens are left out: %s", vocab_size, told)
 
 

@@ -101,8 +101,8 @@ class Generation:
         InvalidModelFiles.
         """
         own, older = Path(folder) / "generation_config.json", Path(folder) / "config.json"
-        file = own if own.is_file() or not older.is_file() else older
-        return cls(read_json(file) if file.is_file() else {}, str(file))
+        file = own if own.exists() else older
+        return cls(read_json(file) if file.exists() else {}, str(file))
 
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], file: Path) -> Generation:

@@ -110,6 +110,10 @@ def test_a_file_that_is_no_object_is_refused(tmp_path):
         (tmp_path / "generation_config.json").write_text(content)
         with pytest.raises(InvalidModelFiles, match=r"generation_config\.json"):
             Generation.read(tmp_path).params()
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(InvalidModelFiles, match=r"generation_config\.json cannot be read as JSON: it is no file"):
+        Generation.read(tmp_path)
 
 
 def test_files_at_hand(tmp_path):

@@ -25,7 +25,7 @@ from hibachi.model.text import Tokenizer
 MB = 2**20
 LARGE = [10**9, 2**31 - 1, 2**31, 2**63, 2**64, 10**400]
 ODD = [0, -1, 1, 7, *LARGE, float("nan"), float("inf"), -float("inf"), 1e308, 1e-308, 1e-45, 1.5, True, "8", "x", None]
-ODD += [[], [1], [1] * 300, [{}], ["x"] * 2, {}, {"x": 1}]
+ODD += [[], [1], [None] * 10**4, [{}], ["x"] * 2, {}, {"x": 1}]
 
 
 @pytest.fixture
