@@ -282,3 +282,11 @@ def test_what_is_not_obeyed_is_known():
     assert {n for n in theirs - obeyed if not n.startswith(tuple(NO_MATTER.split()))} == listed
     assert Generation(fresh._get_default_generation_params()).not_obeyed() == {}
     assert Generation(dict.fromkeys(NOT_OBEYED, 7)).not_obeyed() == dict.fromkeys(NOT_OBEYED, 7)
+
+
+def test_a_gguf_vocabulary_beyond_the_rows_is_refused(tmp_path):
+    tokens = {"tokens": [*"abcdefg", "ab", "cd"], "merges": ["a b"], "model": "gpt2", "pre": "gpt-2"}
+    make(path := tmp_path / "m.gguf", "llama", {f"/tokenizer.ggml.{name}": value for name, value in tokens.items()})
+    assert open_files(path).tokenizer(vocab_size=9).vocab_size == 9
+    with pytest.raises(InvalidModelFiles, match=r"at most 8 tokens, as many as rows of token_embd\.weight; got 9"):
+        open_files(path).tokenizer(vocab_size=8)
