@@ -121,3 +121,49 @@ def test_what_is_ones_own_or_somebody_elses_is_none(tmp_path, source):
 def test_lines_of_code_are_no_comments_and_no_docstrings(tmp_path):
     (file,) = made(tmp_path, a='"""Doc.\n\nMore."""\n\n# Why.\nclass A:\n    """Doc."""\n\n    x = """a\nb"""\n')
     assert file.code_lines == 3 and list(house.classes(file)) == [("A", 3)]
+
+
+def test_keyword_arguments_that_only_hand_on_are_told_apart(tmp_path):
+    handed = "f(x, a=a, b=self.b, c=x.y._c, d=e, g=self.a, h=a.b.c)"
+    own = "f(a=1, b=b(), c=a().c, d=d[0], e=not e, f=a.b.f + 1, **g)\nclass A(metaclass=M): pass\ndef h(a=a): pass"
+    (file,) = made(tmp_path, a=f"{handed}\n{own}")
+    assert list(house.keyword_arguments(file)) == ["same"] * 3 + ["other"] * 3 + ["made"] * 6
+
+
+def test_parameters_are_what_a_caller_gives_by_position_or_name(tmp_path):
+    (file,) = made(
+        tmp_path,
+        a="def f(a, b, /, c, d=1, *rest, e, g=2, **more):\n    def h(): pass\n\n"
+        'class A:\n    async def i(self, a):\n        """Doc."""\n        # Why.\n        return a',
+    )
+    assert sorted(house.functions(file)) == [("f", 6, 2), ("h", 0, 1), ("i", 1, 2)]
+
+
+def test_names_of_more_than_one_class_are_found_within_a_file_and_across(tmp_path):
+    found = made(
+        tmp_path, a="class A:\n    class B: pass\nclass C: pass", b="def f():\n    class B: pass\nclass D: pass\nD = 1"
+    )
+    assert house.repeated_classes(found) == ["B"]
+
+
+def test_imports_across_rooms_are_counted_by_files(tmp_path):
+    (tmp_path / "hibachi_torch").mkdir()
+    for name in "cd":
+        (tmp_path / "hibachi_torch" / f"{name}.py").write_text("import hibachi.a, hibachi.b, hibachi_torch.c")
+    assert house.crossings(made(tmp_path, a="import hibachi.b", b="")) == {
+        ("hibachi/a.py", "hibachi/b.py"): 1,
+        ("hibachi_torch", "hibachi/a.py"): 2,
+        ("hibachi_torch", "hibachi/b.py"): 2,
+    }
+
+
+def test_what_is_shipped_is_what_pyproject_says(tmp_path):
+    wheel = '[tool.hatch.build.targets.wheel]\npackages = ["hibachi"]\nexclude = ["hibachi/b.py"]\n'
+    extra = '[tool.hatch.build.targets.wheel.force-include]\nconformance = "hibachi/conformance"\nc = "hibachi/c"\n'
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "hibachi"\nversion = "1"\n{wheel}{extra}')
+    for folder in ("conformance", "c", "beside", "hibachi/left/__pycache__"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "d.py").write_text("x = 1")
+    made(tmp_path, a="x = 1", b="x = 1")
+    assert {f.path for f in house.shipped(tmp_path)} == {"hibachi/a.py", "c/d.py"}
+    assert house.entries(tmp_path) == 2  # what Python left of a folder is none

@@ -2,7 +2,8 @@
 
     python tools/house.py              the figures
     python tools/house.py draw PNG     the rooms and the imports between them, floor by floor (matplotlib)
-    python tools/house.py walk         files that a request passes, from `run()` to its first token, for each level
+    python tools/house.py walk [ROOT]  files that a request passes, from `run()` to its first token, for each level
+    python tools/house.py table [ROOT] counts, one a line; of another checkout where ROOT names one (hatchling)
 
 tests/test_house.py holds the walls with what is here.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import ast
 import io
+import re
+import subprocess
 import sys
 import threading
 import time
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,18 +64,26 @@ def files(root: Path = ROOT) -> list[File]:
     for top in PACKAGES:
         for path in sorted((root / top).rglob("*.py")):
             if "build" not in path.relative_to(root).parts and path.name != "hatch_build.py":
-                source = path.read_text()
-                out.append(File(path.relative_to(root).as_posix(), ast.parse(source), source))
+                out.append(read(root, path))
     return out
+
+
+def read(root: Path, path: Path) -> File:
+    source = path.read_text()
+    return File(path.relative_to(root).as_posix(), ast.parse(source), source)
+
+
+def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    """Its names, numbers, strings (docstrings, too) and operators."""
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    return (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in nothing)
 
 
 def _code(source: str, tree: ast.Module) -> set[int]:
     """Numbers of the lines that hold code: no blank ones, comments and docstrings."""
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in nothing:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    for token in _tokens(source):
+        lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if node.body else None
@@ -121,6 +132,13 @@ def graph(all_files: Iterable[File]) -> dict[str, set[str]]:
     kept = [f for f in all_files if not f.path.endswith("hibachi/__init__.py")]
     modules = {f.module for f in kept}
     return {f.module: imports(f, modules) for f in kept}
+
+
+def crossings(all_files: Iterable[File]) -> Counter[tuple[str, str]]:
+    """{(room, another that it imports): how many imports of a file by a file that is}."""
+    room_of = {f.module: f.room for f in all_files}
+    pairs = ((room_of[a], room_of[b]) for a, others in graph(all_files).items() for b in others)
+    return Counter((a, b) for a, b in pairs if a != b)
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -242,18 +260,11 @@ def draw(path: str) -> None:
     import matplotlib.pyplot as plt
 
     all_files = files()
-    room_of = {f.module: f.room.removeprefix("hibachi/") for f in all_files}
     sizes: dict[str, int] = defaultdict(int)
     for f in all_files:
-        sizes[f.room.removeprefix("hibachi/")] += f.code_lines
-    edges: dict[str, set[str]] = {room: set() for room in sizes}
-    weight: dict[tuple[str, str], int] = defaultdict(int)
-    for module, others in graph(all_files).items():
-        for other in others:
-            a, b = room_of[module], room_of[other]
-            if a != b:
-                edges[a].add(b)
-                weight[a, b] += 1
+        sizes[f.room] += f.code_lines
+    weight = crossings(all_files)
+    edges = {room: {b for a, b in weight if a == room} for room in sizes}
     floors: dict[int, list[str]] = defaultdict(list)
     for room, floor in heights(edges).items():
         floors[floor].append(room)
@@ -271,7 +282,7 @@ def draw(path: str) -> None:
                         "alpha": 0.7, "connectionstyle": "arc3,rad=0.06"},
         )  # fmt: skip
     for room, (x, y) in at.items():
-        axes.text(x, y, f"{room}\n{sizes[room]}", ha="center", va="center", fontsize=9,
+        axes.text(x, y, f"{room.removeprefix('hibachi/')}\n{sizes[room]}", ha="center", va="center", fontsize=9,
                   bbox={"boxstyle": "round", "fc": "#fff8e8", "ec": "#806020"})  # fmt: skip
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.6, len(floors) - 0.4)
@@ -280,9 +291,9 @@ def draw(path: str) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-def walk() -> str:
-    """Profiles one request each; counts our files that it enters."""
-    sys.path.insert(0, str(ROOT))
+def walk(root: Path) -> str:
+    """Profiles one request each; counts our files that it enters. Once in a process, as it imports root's hibachi."""
+    sys.path.insert(0, str(root))
     import hibachi
     from hibachi.testing.toys import SumLogits, SumPaged, SumTokens
 
@@ -293,8 +304,8 @@ def walk() -> str:
 
         def note(frame: FrameType, event: str, _: object) -> None:
             code = frame.f_code
-            if noting and event == "call" and code.co_filename.startswith(str(ROOT / "hibachi")):  # noqa: B023
-                seen[Path(code.co_filename).relative_to(ROOT).as_posix()].add(code.co_qualname)  # noqa: B023
+            if noting and event == "call" and code.co_filename.startswith(str(root / "hibachi")):  # noqa: B023
+                seen[Path(code.co_filename).relative_to(root).as_posix()].add(code.co_qualname)  # noqa: B023
 
         threading.setprofile(note)  # the engine's thread begins with the first request
         engine = hibachi.AutoregressiveBatchInference(model(hibachi.NumpyBackend()), max_model_len=64, backend="numpy")
@@ -309,11 +320,111 @@ def walk() -> str:
         engine.close()
         seen.pop("hibachi/testing/toys.py", None)
         functions = sum(map(len, seen.values()))
-        lines = sum(f.code_lines for f in files() if f.path in seen)
+        lines = sum(f.code_lines for f in files(root) if f.path in seen)
         out.append(
             f"level {level}: {len(seen)} files of {lines} lines, {functions} functions\n  " + "\n  ".join(sorted(seen))
         )
     return "\n".join(out)
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+def shipped(root: Path) -> list[File]:
+    """What hatchling puts into our wheels by their pyproject.toml, except the conformance suite that goes along."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    out = []
+    for folder in (root, *(root / top for top in PACKAGES)):
+        if (folder / "pyproject.toml").exists():
+            for included in WheelBuilder(str(folder)).recurse_included_files():
+                path = Path(included.path)
+                if path.suffix == ".py" and root / "conformance" not in path.parents:
+                    out.append(read(root, path))
+    return out
+
+
+def entries(root: Path) -> int:
+    """Files and folders right in hibachi/. Folders without a file of ours are left over from other commits."""
+    paths = [path.relative_to(root / "hibachi") for path in (root / "hibachi").rglob("*") if path.is_file()]
+    return len({p.parts[0] for p in paths if "__pycache__" not in p.parts and not p.parts[0].startswith(".")})
+
+
+def tokens(file: File) -> int:
+    """Before Python 3.12, an f-string is one token."""
+    return sum(token.start[0] in file.code for token in _tokens(file.source))
+
+
+def keyword_arguments(file: File) -> Iterator[str]:
+    """For each `name=value` in a call: "same" or "other" where it only hands on a name or an attribute of one (`x`,
+    `self.x`, `a.b.x`), with a last name that is the argument's own, an underscore before it aside, or another name;
+    "made" for any other value."""
+    for node in ast.walk(file.tree):
+        for argument in node.keywords if isinstance(node, ast.Call) else ():
+            if argument.arg is not None:
+                last = ast.unparse(argument.value).rpartition(".")[2].lstrip("_")
+                yield ("same" if last == argument.arg else "other") if _root(argument.value) else "made"
+
+
+def functions(file: File) -> Iterator[tuple[str, int, int]]:
+    """(name, parameters, lines of code) of each function and method; self, cls, *args and **kwargs are not counted."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            lines = file.code.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            yield node.name, sum(parameter.arg not in SELF for parameter in given), len(lines)
+
+
+def repeated_classes(some: Iterable[File]) -> list[str]:
+    times = Counter(name for f in some for name, _ in classes(f))
+    return sorted(name for name, n in times.items() if n > 1)
+
+
+def files_to_the_first_token(root: Path) -> dict[int, int]:
+    """{level: files that `walk` counts}, in a process of its own."""
+    said = subprocess.check_output([sys.executable, __file__, "walk", root], text=True)
+    return {int(level): int(n) for level, n in re.findall(r"^level (\d): (\d+) files", said, re.MULTILINE)}
+
+
+def table(root: Path) -> dict[str, int]:
+    all_files = files(root)
+    product = [f for f in all_files if f.room != "conformance"]
+    crossed = crossings(all_files)
+    within = [pair for pair in crossed if all(room.startswith("hibachi/") for room in pair)]
+    arguments = Counter(kind for f in product for kind in keyword_arguments(f))
+    made = [function for f in product for function in functions(f)]
+    tests = [read(root, path) for path in (root / "tests").rglob("*.py")]
+    reads = [f.path for f in tests for _ in private_reads(f)]
+    return {
+        "product: lines of code": sum(f.code_lines for f in product),
+        "product: tokens": sum(map(tokens, product)),
+        "in wheels: lines of code": sum(f.code_lines for f in shipped(root)),
+        "tests: lines of code": sum(f.code_lines for f in tests),
+        "conformance: lines of code": sum(f.code_lines for f in all_files if f.room == "conformance"),
+        "entries in hibachi/": entries(root),
+        "pairs of rooms, one importing the other": len(crossed),
+        "pairs of rooms within hibachi/": len(within),
+        "imports across rooms": crossed.total(),
+        "longest chain of imports, in files": 1 + max(heights(graph(all_files)).values()),
+        **{f"files to the first token, level {level}": n for level, n in files_to_the_first_token(root).items()},
+        "keyword arguments": arguments.total(),
+        "keyword arguments handed on by the same name": arguments["same"],
+        "keyword arguments handed on by another name": arguments["other"],
+        "functions": len(made),
+        "functions of 8 or more parameters": sum(parameters >= 8 for _, parameters, _ in made),
+        "functions that are private": sum(_is_private(name) for name, _, _ in made),
+        "lines of code of a function, 95th percentile": sorted(lines for *_, lines in made)[len(made) * 95 // 100],
+        "names of more than one class": len(repeated_classes(product)),
+        "private reads in tests": len(reads),
+        "test files with private reads": len(set(reads)),
+    }
+
+
+def checkout(path: Path | str = ROOT) -> Path:
+    root = Path(path).resolve()
+    if not (root / "hibachi").is_dir():
+        sys.exit(f"expected a checkout, with a folder hibachi/ in it; {root} has none")
+    return root
 
 
 def main() -> None:
@@ -322,8 +433,10 @@ def main() -> None:
             print(figures())
         case ["draw", path]:
             draw(path)
-        case ["walk"]:
-            print(walk())
+        case ["walk", *root] if len(root) < 2:
+            print(walk(checkout(*root)))
+        case ["table", *root] if len(root) < 2:
+            print("\n".join(f"{name:<48}{value:>8}" for name, value in table(checkout(*root)).items()))
         case _:
             sys.exit(__doc__)
 
