@@ -11,7 +11,7 @@ PROJECTS := pyproject.toml hatch_build.py constraints.txt $(wildcard hibachi_*/p
 # The demo is NumPy only and keeps its download small, unless everything is here already.
 DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 
-KERNELS := $(wildcard hibachi/kernels/src/*)
+KERNELS := $(wildcard hibachi/backend/kernels/src/*)
 
 WORKERS ?= 2
 # Threads that wait sleep: those of two processes that spin on two cores take twice the time. What was compiled is kept

@@ -121,13 +121,15 @@ class Kernels(BuildHookInterface):
         manifest = {name: hashlib.sha256((made / name).read_bytes()).hexdigest() for name in names}
         (made / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True))
         for name in [*names, "manifest.json"]:
-            build_data["force_include"][str(made / name)] = f"hibachi/kernels/lib/{name}"
+            build_data["force_include"][str(made / name)] = f"hibachi/backend/kernels/lib/{name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{tag}"
 
     def builder(self) -> Any:
-        """`hibachi.kernels.build`, without importing the package, which needs NumPy."""
-        spec = importlib.util.spec_from_file_location("build_kernels", Path(self.root, "hibachi/kernels/build.py"))
+        """`hibachi.backend.kernels.build`, without importing the package, which needs NumPy."""
+        spec = importlib.util.spec_from_file_location(
+            "build_kernels", Path(self.root, "hibachi/backend/kernels/build.py")
+        )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module

@@ -25,11 +25,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hibachi.lm.own import open_model
-from hibachi.lm.tokens import Tokens
-from hibachi.remote.llm import open_remote
-from hibachi.streams.merge import amerge
-from hibachi.web.client import Client, Url
+from hibachi.engine.streams.merge import amerge
+from hibachi.llm.own import open_model
+from hibachi.llm.remote.llm import open_remote
+from hibachi.llm.tokens import Tokens
+from hibachi.server.web.client import Client, Url
 
 SIZE = 1024  # numbers of a token: 4 KiB
 FORMS = {  # name -> Accept, more of the body

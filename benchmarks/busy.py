@@ -26,7 +26,7 @@ SPIN = "while True: pass"
 STEPS = """
 import json, sys, time
 import hibachi
-from hibachi.kernels.library import library
+from hibachi.backend.kernels.library import library
 model, rows, steps, backend, turns = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 with hibachi.LLM(model, backend=backend, max_model_len=512) as llm:
     params = hibachi.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)

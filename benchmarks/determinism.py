@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 import hibachi
-from hibachi.model.files import TINY
+from hibachi.llm.model.files import TINY
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],

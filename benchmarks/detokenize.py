@@ -12,8 +12,8 @@ from pathlib import Path
 from time import process_time
 
 import hibachi
-from hibachi.model.text import Detokenizer, Tokenizer
-from hibachi.model.text.pieces import AnyText
+from hibachi.llm.tokenizers import Detokenizer, Tokenizer
+from hibachi.llm.tokenizers.pieces import AnyText
 
 TINY = Path(hibachi.__file__).parent / "data" / "tiny"
 STREAMS, LENGTH = 256, 40

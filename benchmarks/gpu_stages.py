@@ -24,11 +24,11 @@ import torch
 
 import hibachi
 from hibachi import StepInputs
-from hibachi.installed import version
-from hibachi.model.arch import Arch, Experts, Layer, shapes
-from hibachi.model.decoder import Decoder
-from hibachi.model.rope import Rope, tables
-from hibachi.plan.lower import Packed, lower
+from hibachi.common.installed import version
+from hibachi.engine.scheduler.lower import Packed, lower
+from hibachi.llm.model.arch import Arch, Experts, Layer, shapes
+from hibachi.llm.model.decoder import Decoder
+from hibachi.llm.model.rope import Rope, tables
 from hibachi_torch import TorchBackend
 from hibachi_torch.cuda import CudaTorchBackend
 

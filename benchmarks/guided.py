@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hibachi import LLM, NumpyBackend, SamplingParams, StructuredOutputs, TextStream
-from hibachi.guide.find import guides_for
-from hibachi.guide.protocol import Vocabulary
+from hibachi.engine.guide.find import guides_for
+from hibachi.engine.guide.protocol import Vocabulary
 
 WORDS = ["name", "city", "age", "price", "tags", "notes", "owner", "start", "count", "level", "items", "code", "unit"]
 DEEP = ["text", "text", "integer", "number", "enum", "boolean", "list", "object"]

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 import hibachi
-from hibachi.bench.randommodel import SHAPES
 from hibachi.engine.build import cached_runner
-from hibachi.model.arch import Arch, Layer, shapes
-from hibachi.model.decoder import Decoder
-from hibachi.model.rope import Rope
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import IDS, History, Tables
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.tokentable import IDS, History, Tables
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.llm.model.arch import Arch, Layer, shapes
+from hibachi.llm.model.decoder import Decoder
+from hibachi.llm.model.rope import Rope
+from hibachi.testing.bench.randommodel import SHAPES
 
 BLOCK = 16
 

@@ -48,8 +48,8 @@ def write_safetensors(folder: Path, source: str | Path = ROOT / ".smollm2") -> i
     import torch
     from safetensors.torch import save_file
 
-    from hibachi.model.families import FAMILIES
-    from hibachi.model.files import open_files
+    from hibachi.llm.model.families import FAMILIES
+    from hibachi.llm.model.files import open_files
 
     files = open_files(source)
     names = FAMILIES["LlamaForCausalLM"].names(files.config)

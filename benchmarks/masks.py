@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hibachi import ArrayBackend, NumpyBackend, load_backend
-from hibachi.tensor.array_backend import Array, HostArray
+from hibachi.backend.array_backend import Array, HostArray
 
 VOCABULARIES = 49_152, 128_256, 151_936
 FEW = 100  # tokens that may come, or that may not

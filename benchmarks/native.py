@@ -23,10 +23,10 @@ import torch
 
 import hibachi
 from hibachi import Paged, StepInputs
-from hibachi.model.arch import Arch, Layer, shapes
-from hibachi.model.decoder import Decoder
-from hibachi.model.rope import Rope
-from hibachi.plan.lower import lower
+from hibachi.engine.scheduler.lower import lower
+from hibachi.llm.model.arch import Arch, Layer, shapes
+from hibachi.llm.model.decoder import Decoder
+from hibachi.llm.model.rope import Rope
 from hibachi_torch import TorchBackend
 
 BLOCK = 16

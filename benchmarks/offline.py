@@ -50,17 +50,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from hibachi import SamplingParams
-from hibachi.bench import randommodel
-from hibachi.bench.machine import Watch, cores, machine
-from hibachi.bench.work import TimedRequest, longest, make, totals, write
+from hibachi.llm.remote.opening import open_settled
 from hibachi.offline import Batch, Done, Watcher, run_batch
 from hibachi.offline.drive import Drive
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.journal import Journal
 from hibachi.offline.settings import settle
-from hibachi.offline.works.columns import Columns
-from hibachi.offline.works.textwork import TextWork
-from hibachi.remote.opening import open_settled
+from hibachi.offline.tasks.columns import Columns
+from hibachi.offline.tasks.textwork import TextWork
+from hibachi.testing.bench import randommodel
+from hibachi.testing.bench.machine import Watch, cores, machine
+from hibachi.testing.bench.work import TimedRequest, longest, make, totals, write
 
 WAYS = ("engine", "sorted", "jsonl", "csv", "parquet", "own")
 PEERS = ("transformers", "kvboost")

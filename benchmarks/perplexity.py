@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import hibachi
-from hibachi.model.files import locate, open_files
+from hibachi.llm.model.files import locate, open_files
 from hibachi_torch.native import NativeTorchBackend
 
 MOST = 0.01  # that int8 may be above bfloat16

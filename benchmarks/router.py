@@ -48,7 +48,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from hibachi.bench.machine import Watch, machine
+from hibachi.testing.bench.machine import Watch, machine
 
 try:
     from uvloop import run

@@ -20,10 +20,10 @@ from functools import cache
 from itertools import count
 from random import Random
 
+from hibachi.engine.simulator.trace import PICOSECONDS, Keys, Trace, read_trace
 from hibachi.router.affine import FURTHEST, PrefixAffine, pieces_of
 from hibachi.router.policies import Ask, LeastConnection, Policy, PowerOfTwo, RoundRobin
 from hibachi.router.upstreams import Place, State, Upstream
-from hibachi.sim.trace import PICOSECONDS, Keys, Trace, read_trace
 
 SERVERS, BLOCKS, SLOTS = 4, 2000, 64
 PREFILL, DECODE = 20_000, 0.020  # tokens a second of a server; seconds a token of a request

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from hibachi import ArrayBackend, SamplingParams, load_backend
-from hibachi.decode.sampling import sample
-from hibachi.plan.sequence import Seq
-from hibachi.runners.job import Job
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import History, TokenTable
-from hibachi.streams.channel import Channel
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.tokentable import History, TokenTable
+from hibachi.engine.sampling.draw import sample
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.streams.channel import Channel
 
 CONTEXT = 512  # tokens of each row, which the penalties look at
 CASES = {

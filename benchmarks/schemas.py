@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 
 import hibachi
+from hibachi.engine.guide.protocol import Guide, GuideFailed, Vocabulary
 from hibachi.errors import InvalidRequest
-from hibachi.guide.protocol import Guide, GuideFailed, Vocabulary
-from hibachi.model.text import Tokenizer
+from hibachi.llm.tokenizers import Tokenizer
 from hibachi.structured import StructuredOutputs
 
 ROOT = Path(__file__).parents[1]
@@ -143,7 +143,7 @@ class Engine(Protocol):
 
 class Hibachi:
     def __init__(self, vocabulary: Vocabulary, **limits: int) -> None:
-        from hibachi.guide import llg
+        from hibachi.engine.guide import llg
 
         llg.LIMITS.update(limits)
         self._guides = llg.LlguidanceGuides(vocabulary)

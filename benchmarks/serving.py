@@ -38,13 +38,13 @@ from typing import Any
 import numpy as np
 
 from hibachi import Paged
-from hibachi.bench import work
-from hibachi.bench.load import report, traffic
-from hibachi.bench.load.generator import AnswerReader, Generator, Sample, run
-from hibachi.bench.load.traffic import Ask, Form
-from hibachi.bench.machine import CONTENDED, Watch
-from hibachi.web.client import Client, Url
-from hibachi.web.wire import BadAnswer
+from hibachi.server.web.client import Client, Url
+from hibachi.server.web.wire import BadAnswer
+from hibachi.testing.bench import work
+from hibachi.testing.bench.load import report, traffic
+from hibachi.testing.bench.load.generator import AnswerReader, Generator, Sample, run
+from hibachi.testing.bench.load.traffic import Ask, Form
+from hibachi.testing.bench.machine import CONTENDED, Watch
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"
 KINDS = ("own", "child")
@@ -94,7 +94,7 @@ FREE, PACED, SLOW = (f"{Path(__file__)}:{kind.__name__}" for kind in (Free, Pace
 ALONE = """
 import json, sys, time
 from hibachi import SamplingParams
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 if __name__ == "__main__":
     texts = open_texts(sys.argv[1], **json.loads(sys.argv[2]))
     print("ready", flush=True)

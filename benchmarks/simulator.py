@@ -10,10 +10,10 @@ import statistics
 from collections import OrderedDict
 from time import process_time
 
-from hibachi.plan.policy import Fcfs
-from hibachi.sim.simulate import Setup, simulate
-from hibachi.sim.steptime import StepTime
-from hibachi.sim.trace import Trace, read_trace, synthetic
+from hibachi.engine.scheduler.policy import Fcfs
+from hibachi.engine.simulator.simulate import Setup, simulate
+from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.trace import Trace, read_trace, synthetic
 
 SETUPS = {
     "lengths only": Setup(enable_prefix_caching=False),

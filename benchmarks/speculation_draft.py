@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from hibachi import LLM, SamplingParams
-from hibachi.decode.uniforms import uniforms
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import load_model
-from hibachi.plan.limits import Limits
-from hibachi.plan.lower import Packed, lower
-from hibachi.runners.memory import Memory
-from hibachi.tensor.layout import StepInputs
+from hibachi.backend.layout import StepInputs
+from hibachi.engine.runners.memory import Memory
+from hibachi.engine.sampling.uniforms import uniforms
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.lower import Packed, lower
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import load_model
 
 
 def ways(a: argparse.Namespace) -> dict[str, Any]:

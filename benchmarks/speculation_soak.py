@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from hibachi import LLM, SamplingParams
-from hibachi.engine.askers import Direct
-from hibachi.engine.drafting import Drafting
-from hibachi.remote.llm import RemoteLLM
+from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.proposers import Direct
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
 
 ROWS, BLOCK_SIZE, POSITIONS = 12, 16, 320

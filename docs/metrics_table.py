@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hibachi.serve.series import table
+from hibachi.server.series import table
 
 PAGE = Path(__file__).parent / "metrics.md"
 BEGIN, END = "<!-- series, by metrics_table.py -->\n", "<!-- end of series -->"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from hibachi.api import forms
-from hibachi.api.asking import DEFAULTS, REFUSED
-from hibachi.api.bodies import (
+from hibachi.llm.dialects import forms
+from hibachi.llm.dialects.messages import bodies as messages
+from hibachi.llm.dialects.messages.bodies import CountBody, MessagesBody
+from hibachi.llm.dialects.openai.bodies import (
     IGNORED,
     ChatBody,
     ClassifyBody,
@@ -26,15 +27,14 @@ from hibachi.api.bodies import (
     TokenizeBody,
     WarmBody,
 )
-from hibachi.api.messages import bodies as messages
-from hibachi.api.messages.bodies import CountBody, MessagesBody
-from hibachi.api.responses import asking as responses
-from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.llm.dialects.openai.parse import DEFAULTS, REFUSED
+from hibachi.llm.dialects.responses import parse as responses
+from hibachi.llm.dialects.responses.bodies import ResponsesBody
 from hibachi.router.settings import table as route_table
-from hibachi.serve.app import ROUTES
-from hibachi.serve.metrics import PATH
-from hibachi.serve.settings import table
-from hibachi.serve.tgi_settings import table as tgi_table
+from hibachi.server.app import ROUTES
+from hibachi.server.metrics import PATH
+from hibachi.server.settings import table
+from hibachi.server.tgi_settings import table as tgi_table
 
 HERE = Path(__file__).parent
 PAGE, ROUTING, COMING = HERE / "serving.md", HERE / "routing.md", HERE / "coming-from-tgi.md"

@@ -31,8 +31,8 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hibachi import AutoregressiveBatchInference, ConfigError, SamplingParams, UnknownArchitecture
-from hibachi.model.registry import architectures
-from hibachi.tensor.discover import load_backend
+from hibachi.backend.discover import load_backend
+from hibachi.llm.model.registry import architectures
 from hibachi_torch.transformers_model import TransformersModel
 
 PAGE = Path(__file__).parent / "transformers.md"

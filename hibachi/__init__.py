@@ -19,10 +19,42 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import NoReturn as _NoReturn
 
 if _TYPE_CHECKING:
+    from hibachi.backend.array_backend import ArrayBackend as ArrayBackend
+    from hibachi.backend.candidates import Candidate as Candidate
+    from hibachi.backend.discover import available_backends as available_backends
+    from hibachi.backend.discover import backend_for as backend_for
+    from hibachi.backend.discover import load_backend as load_backend
+    from hibachi.backend.layout import CacheSpec as CacheSpec
+    from hibachi.backend.layout import Input as Input
+    from hibachi.backend.layout import OwnCache as OwnCache
+    from hibachi.backend.layout import Paged as Paged
+    from hibachi.backend.layout import State as State
+    from hibachi.backend.layout import StepInputs as StepInputs
+    from hibachi.backend.numpy_backend import NumpyBackend as NumpyBackend
+    from hibachi.backend.protocol import Backend as Backend
+    from hibachi.backend.protocol import Unsqueezable as Unsqueezable
     from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
     from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
     from hibachi.engine.health import Health as Health
+    from hibachi.engine.ladder import Autoregressive as Autoregressive
+    from hibachi.engine.ladder import CachedModel as CachedModel
+    from hibachi.engine.ladder import Feedforward as Feedforward
+    from hibachi.engine.ladder import LanguageModel as LanguageModel
+    from hibachi.engine.ladder import LogitsModel as LogitsModel
+    from hibachi.engine.ladder import OwnCacheModel as OwnCacheModel
+    from hibachi.engine.ladder import PaddedAutoregressive as PaddedAutoregressive
+    from hibachi.engine.runners.meters import Meters as Meters
+    from hibachi.engine.scheduler.policy import Fair as Fair
+    from hibachi.engine.scheduler.policy import Fcfs as Fcfs
+    from hibachi.engine.scheduler.policy import Policy as Policy
+    from hibachi.engine.scheduler.policy import Priority as Priority
+    from hibachi.engine.scheduler.policy import Shares as Shares
+    from hibachi.engine.scheduler.policy import WaitingServed as WaitingServed
     from hibachi.engine.stats import Stats as Stats
+    from hibachi.engine.streams.batcher import AutoregressiveBatcher as AutoregressiveBatcher
+    from hibachi.engine.streams.batcher import FeedforwardBatcher as FeedforwardBatcher
+    from hibachi.engine.streams.stream import Item as Item
+    from hibachi.engine.streams.stream import ItemStream as ItemStream
     from hibachi.errors import BackendError as BackendError
     from hibachi.errors import BackendNotFound as BackendNotFound
     from hibachi.errors import BackendNotInstalled as BackendNotInstalled
@@ -49,84 +81,52 @@ if _TYPE_CHECKING:
     from hibachi.errors import RequestError as RequestError
     from hibachi.errors import UnknownArchitecture as UnknownArchitecture
     from hibachi.errors import UnsupportedOperation as UnsupportedOperation
-    from hibachi.lm.llm import LLM as LLM
-    from hibachi.lm.scores import Embedding as Embedding
-    from hibachi.lm.scores import Score as Score
-    from hibachi.model.families import Family as Family
-    from hibachi.model.files import ModelFiles as ModelFiles
-    from hibachi.model.ladder import Autoregressive as Autoregressive
-    from hibachi.model.ladder import CachedModel as CachedModel
-    from hibachi.model.ladder import Feedforward as Feedforward
-    from hibachi.model.ladder import LanguageModel as LanguageModel
-    from hibachi.model.ladder import LogitsModel as LogitsModel
-    from hibachi.model.ladder import OwnCacheModel as OwnCacheModel
-    from hibachi.model.ladder import PaddedAutoregressive as PaddedAutoregressive
-    from hibachi.model.registry import load_model as load_model
-    from hibachi.model.registry import register_model as register_model
-    from hibachi.plan.policy import Fair as Fair
-    from hibachi.plan.policy import Fcfs as Fcfs
-    from hibachi.plan.policy import Policy as Policy
-    from hibachi.plan.policy import Priority as Priority
-    from hibachi.plan.policy import Shares as Shares
-    from hibachi.plan.policy import WaitingServed as WaitingServed
+    from hibachi.llm.llm import LLM as LLM
+    from hibachi.llm.model.families import Family as Family
+    from hibachi.llm.model.files import ModelFiles as ModelFiles
+    from hibachi.llm.model.registry import load_model as load_model
+    from hibachi.llm.model.registry import register_model as register_model
+    from hibachi.llm.scores import Embedding as Embedding
+    from hibachi.llm.scores import Score as Score
+    from hibachi.llm.textstream import Choice as Choice
+    from hibachi.llm.textstream import Completion as Completion
+    from hibachi.llm.textstream import Piece as Piece
+    from hibachi.llm.textstream import Stopped as Stopped
+    from hibachi.llm.textstream import TextStream as TextStream
     from hibachi.request import Finish as Finish
     from hibachi.request import SamplingParams as SamplingParams
     from hibachi.request import StopRule as StopRule
     from hibachi.request import Terms as Terms
-    from hibachi.runners.meters import Meters as Meters
-    from hibachi.streams.batcher import AutoregressiveBatcher as AutoregressiveBatcher
-    from hibachi.streams.batcher import FeedforwardBatcher as FeedforwardBatcher
-    from hibachi.streams.stream import Item as Item
-    from hibachi.streams.stream import ItemStream as ItemStream
-    from hibachi.streams.textstream import Choice as Choice
-    from hibachi.streams.textstream import Completion as Completion
-    from hibachi.streams.textstream import Piece as Piece
-    from hibachi.streams.textstream import Stopped as Stopped
-    from hibachi.streams.textstream import TextStream as TextStream
     from hibachi.structured import StructuredOutputs as StructuredOutputs
-    from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
-    from hibachi.tensor.candidates import Candidate as Candidate
-    from hibachi.tensor.discover import available_backends as available_backends
-    from hibachi.tensor.discover import backend_for as backend_for
-    from hibachi.tensor.discover import load_backend as load_backend
-    from hibachi.tensor.layout import CacheSpec as CacheSpec
-    from hibachi.tensor.layout import Input as Input
-    from hibachi.tensor.layout import OwnCache as OwnCache
-    from hibachi.tensor.layout import Paged as Paged
-    from hibachi.tensor.layout import State as State
-    from hibachi.tensor.layout import StepInputs as StepInputs
-    from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
-    from hibachi.tensor.protocol import Backend as Backend
-    from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
 
 # What is public, and where it stands: it is imported when it is first asked for, so that what needs no engine (the help
 # of a command, a router) starts without NumPy.
 _PLACES = {
-    "ArrayBackend": "hibachi.tensor.array_backend",
-    "Autoregressive": "hibachi.model.ladder",
+    "ArrayBackend": "hibachi.backend.array_backend",
+    "Autoregressive": "hibachi.engine.ladder",
     "AutoregressiveBatchInference": "hibachi.engine.autoregressive",
-    "AutoregressiveBatcher": "hibachi.streams.batcher",
-    "Backend": "hibachi.tensor.protocol",
+    "AutoregressiveBatcher": "hibachi.engine.streams.batcher",
+    "Backend": "hibachi.backend.protocol",
     "BackendError": "hibachi.errors",
     "BackendNotFound": "hibachi.errors",
     "BackendNotInstalled": "hibachi.errors",
-    "CacheSpec": "hibachi.tensor.layout",
-    "CachedModel": "hibachi.model.ladder",
-    "Candidate": "hibachi.tensor.candidates",
-    "Choice": "hibachi.streams.textstream",
-    "Completion": "hibachi.streams.textstream",
+    "CacheSpec": "hibachi.backend.layout",
+    "CachedModel": "hibachi.engine.ladder",
+    "Candidate": "hibachi.backend.candidates",
+    "Choice": "hibachi.llm.textstream",
+    "Completion": "hibachi.llm.textstream",
     "ConfigError": "hibachi.errors",
     "DeadlineExceeded": "hibachi.errors",
-    "Embedding": "hibachi.lm.scores",
+    "Embedding": "hibachi.llm.scores",
     "EngineClosed": "hibachi.errors",
     "EngineError": "hibachi.errors",
     "EngineFailed": "hibachi.errors",
-    "Fair": "hibachi.plan.policy",
-    "Family": "hibachi.model.families",
-    "Fcfs": "hibachi.plan.policy",
-    "Feedforward": "hibachi.model.ladder",
+    "Fair": "hibachi.engine.scheduler.policy",
+    "Family": "hibachi.llm.model.families",
+    "Fcfs": "hibachi.engine.scheduler.policy",
+    "Feedforward": "hibachi.engine.ladder",
     "FeedforwardBatchInference": "hibachi.engine.feedforward",
-    "FeedforwardBatcher": "hibachi.streams.batcher",
+    "FeedforwardBatcher": "hibachi.engine.streams.batcher",
     "Finish": "hibachi.request",
     "Health": "hibachi.engine.health",
     "HibachiError": "hibachi.errors",
@@ -136,51 +136,51 @@ _PLACES = {
     "InvalidModelOutput": "hibachi.errors",
     "InvalidRequest": "hibachi.errors",
     "InvalidTensorOperation": "hibachi.errors",
-    "Item": "hibachi.streams.stream",
-    "ItemStream": "hibachi.streams.stream",
-    "LLM": "hibachi.lm.llm",
-    "LanguageModel": "hibachi.model.ladder",
-    "LogitsModel": "hibachi.model.ladder",
-    "Meters": "hibachi.runners.meters",
+    "Item": "hibachi.engine.streams.stream",
+    "ItemStream": "hibachi.engine.streams.stream",
+    "LLM": "hibachi.llm.llm",
+    "LanguageModel": "hibachi.engine.ladder",
+    "LogitsModel": "hibachi.engine.ladder",
+    "Meters": "hibachi.engine.runners.meters",
     "MissingExtra": "hibachi.errors",
     "ModelError": "hibachi.errors",
     "ModelFault": "hibachi.errors",
-    "ModelFiles": "hibachi.model.files",
+    "ModelFiles": "hibachi.llm.model.files",
     "NonFiniteOutput": "hibachi.errors",
     "NotDeterministic": "hibachi.errors",
-    "NumpyBackend": "hibachi.tensor.numpy_backend",
+    "NumpyBackend": "hibachi.backend.numpy_backend",
     "OutOfCapacity": "hibachi.errors",
-    "OwnCacheModel": "hibachi.model.ladder",
-    "PaddedAutoregressive": "hibachi.model.ladder",
-    "Input": "hibachi.tensor.layout",
-    "OwnCache": "hibachi.tensor.layout",
-    "Paged": "hibachi.tensor.layout",
-    "Piece": "hibachi.streams.textstream",
-    "Policy": "hibachi.plan.policy",
-    "Priority": "hibachi.plan.policy",
+    "OwnCacheModel": "hibachi.engine.ladder",
+    "PaddedAutoregressive": "hibachi.engine.ladder",
+    "Input": "hibachi.backend.layout",
+    "OwnCache": "hibachi.backend.layout",
+    "Paged": "hibachi.backend.layout",
+    "Piece": "hibachi.llm.textstream",
+    "Policy": "hibachi.engine.scheduler.policy",
+    "Priority": "hibachi.engine.scheduler.policy",
     "PromptTooLong": "hibachi.errors",
     "QueueFull": "hibachi.errors",
     "RequestError": "hibachi.errors",
     "SamplingParams": "hibachi.request",
-    "Score": "hibachi.lm.scores",
-    "Shares": "hibachi.plan.policy",
-    "State": "hibachi.tensor.layout",
+    "Score": "hibachi.llm.scores",
+    "Shares": "hibachi.engine.scheduler.policy",
+    "State": "hibachi.backend.layout",
     "Stats": "hibachi.engine.stats",
-    "StepInputs": "hibachi.tensor.layout",
+    "StepInputs": "hibachi.backend.layout",
     "StopRule": "hibachi.request",
-    "Stopped": "hibachi.streams.textstream",
+    "Stopped": "hibachi.llm.textstream",
     "StructuredOutputs": "hibachi.structured",
     "Terms": "hibachi.request",
-    "TextStream": "hibachi.streams.textstream",
+    "TextStream": "hibachi.llm.textstream",
     "UnknownArchitecture": "hibachi.errors",
-    "Unsqueezable": "hibachi.tensor.protocol",
+    "Unsqueezable": "hibachi.backend.protocol",
     "UnsupportedOperation": "hibachi.errors",
-    "WaitingServed": "hibachi.plan.policy",
-    "available_backends": "hibachi.tensor.discover",
-    "backend_for": "hibachi.tensor.discover",
-    "load_backend": "hibachi.tensor.discover",
-    "load_model": "hibachi.model.registry",
-    "register_model": "hibachi.model.registry",
+    "WaitingServed": "hibachi.engine.scheduler.policy",
+    "available_backends": "hibachi.backend.discover",
+    "backend_for": "hibachi.backend.discover",
+    "load_backend": "hibachi.backend.discover",
+    "load_model": "hibachi.llm.model.registry",
+    "register_model": "hibachi.llm.model.registry",
 }
 
 _RENAMED = {"available": "available_backends", "load": "load_backend"}

@@ -19,20 +19,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.discover import backend_for, resolve
+from hibachi.backend.infer import backend_of
+from hibachi.common.options import spelled
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import BatchEngine, Facts
 from hibachi.engine.build import level_of
-from hibachi.engine.given import as_layers, check_paged, layers_of
+from hibachi.engine.external_kv import as_layers, check_paged, layers_of
+from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import InvalidRequest, UnsupportedOperation, shown, text_of
-from hibachi.lm.texts import Texts
-from hibachi.options import spelled
-from hibachi.remote.engine import RemoteEngine
+from hibachi.llm.remote.engine import RemoteEngine
+from hibachi.llm.texts import Texts
+from hibachi.llm.textstream import Completion
 from hibachi.request import Begun, Prompt, Request, SamplingParams, Terms, as_params, as_terms
-from hibachi.streams.stream import ItemStream
-from hibachi.streams.textstream import Completion
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for, resolve
-from hibachi.tensor.whose import backend_of
 
 KV: TypeAlias = "Sequence[tuple[Array, Array]]"  # (keys, values) of each layer, [B, kv_heads, S, dim]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)

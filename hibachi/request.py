@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from hibachi.common.options import SAMPLED, check_options, spelled_fields
 from hibachi.errors import InvalidCall, InvalidRequest, shown
-from hibachi.options import SAMPLED, check_options, spelled_fields
 from hibachi.structured import StructuredOutputs, as_structured
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
@@ -501,7 +501,7 @@ class Request:
     length 1.
     begun: the request was begun elsewhere.
     inputs: arrays that stay with the request, by the names that the model declares.
-    grammar: a `hibachi.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
+    grammar: a `hibachi.engine.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
     prediction: token ids of what the output may be, in a list or an array [m]: proposed where the engine speculates,

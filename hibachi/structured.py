@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+from hibachi.common.options import spelled_fields
 from hibachi.errors import InvalidRequest, shown
-from hibachi.options import spelled_fields
 
 Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar"]
 FORMS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")

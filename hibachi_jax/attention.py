@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from hibachi.tensor.array_backend import Array
-from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.terms import by_distance, terms
+from hibachi.backend.array_backend import Array
+from hibachi.backend.attention_terms import by_distance, terms
+from hibachi.backend.layout import StepInputs
 
 SPAN = 64  # cached positions of a turn for single tokens
 TILE_SPAN = 128  # for a query tile

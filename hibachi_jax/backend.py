@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from hibachi.shapes import CallShapes
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.candidates import Candidate
-from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.backend.candidates import Candidate
+from hibachi.backend.layout import Paged, State, StepInputs
+from hibachi.common.shapes import CallShapes
 from hibachi_jax import programs, tpu
 from hibachi_jax.attention import attend, scoring
 
@@ -63,7 +63,7 @@ class JaxBackend(ArrayBackend):
     """device: a jax.Device, or a platform name such as "cpu"; None means JAX's default device.
 
     native: False means that hibachi's kernels are not used on the CPU; None means that they are used where they load.
-    With them no bit depends on the batch, so the backend is deterministic. See `hibachi.kernels.library`.
+    With them no bit depends on the batch, so the backend is deterministic. See `hibachi.backend.kernels.library`.
 
     What JAX compiles is kept in the user's cache folder (`hibachi_jax/programs.py`), unless a cache of JAX's is
     configured already or the environment variable HIBACHI_JAX_CACHE is 0.

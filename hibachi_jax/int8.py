@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from hibachi.tensor.array_backend import Array, HostArray
+from hibachi.backend.array_backend import Array, HostArray
 from hibachi_jax.backend import JaxBackend
 
 _LARGEST = 127

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
-from hibachi.shapes import CallShapes
-from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
-from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.terms import by_distance
+from hibachi.backend.array_backend import Array, ArrayBackend, LayerCache
+from hibachi.backend.attention_terms import by_distance
+from hibachi.backend.layout import Paged, State, StepInputs
+from hibachi.common.shapes import CallShapes
 from hibachi_jax.attention import Scoring, scoring
 from hibachi_jax.backend import JaxBackend
 

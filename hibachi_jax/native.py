@@ -1,6 +1,6 @@
 """`JaxBackend` with hibachi's kernels: `JaxBackend("cpu", native=True)`.
 
-They are custom calls of XLA (`hibachi/kernels/src/xla.h`), whose handlers are in the library itself.
+They are custom calls of XLA (`hibachi/backend/kernels/src/xla.h`), whose handlers are in the library itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
+from hibachi.backend import masks
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.backend.attention_terms import terms
+from hibachi.backend.kernels.library import NUMERICS, Library, library
+from hibachi.backend.kernels.memory import Slabs
+from hibachi.backend.kernels.threads import most_threads
+from hibachi.backend.layout import Paged, State, StepInputs
+from hibachi.backend.native import CODES, LANES, TOP_K, Int4Backend, Int8Backend, OwnLayout, unpacked
+from hibachi.backend.packing import BITS, INTO, Rows, as_stored, pack
+from hibachi.backend.program import ACTIVATIONS
+from hibachi.backend.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
 from hibachi.errors import UnsupportedOperation
-from hibachi.kernels.library import NUMERICS, Library, library
-from hibachi.kernels.memory import Slabs
-from hibachi.kernels.threads import most_threads
-from hibachi.tensor import masks
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.native import CODES, LANES, TOP_K, Int4Backend, Int8Backend, OwnLayout, unpacked
-from hibachi.tensor.packing import BITS, INTO, Rows, as_stored, pack
-from hibachi.tensor.program import ACTIVATIONS
-from hibachi.tensor.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
-from hibachi.tensor.terms import terms
 from hibachi_jax.backend import JaxBackend
 
 HANDLERS = (

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from hibachi.cachefolder import cache_folder
-from hibachi.phases import Phase, phase
+from hibachi.common.cachefolder import cache_folder
+from hibachi.common.phases import Phase, phase
 
 SWITCH = "HIBACHI_JAX_CACHE"
 """The environment variable that turns our cache off with "0"."""

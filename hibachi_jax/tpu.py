@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hibachi.tensor.array_backend import Array
-from hibachi.tensor.layout import Paged, StepInputs
+from hibachi.backend.array_backend import Array
+from hibachi.backend.layout import Paged, StepInputs
 from hibachi_jax.attention import Scoring
 
 MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"

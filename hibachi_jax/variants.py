@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from hibachi.backend.candidates import OPERATIONS, Candidate
+from hibachi.backend.kernels.library import NUMERICS, state, why_missing
 from hibachi.errors import UnsupportedOperation
-from hibachi.kernels.library import NUMERICS, state, why_missing
-from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_jax.backend import JaxBackend
 from hibachi_jax.int8 import Int8JaxBackend
 from hibachi_jax.invariant import InvariantJaxBackend

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from hibachi.tensor.array_backend import Array
+from hibachi.backend.array_backend import Array
 
 bool = mx.bool_
 

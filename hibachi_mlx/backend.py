@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 from typing_extensions import override
 
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.backend.layout import StepInputs
 from hibachi.errors import ConfigError
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.layout import StepInputs
 from hibachi_mlx import array_api
 
 _call = local()

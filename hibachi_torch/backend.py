@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
+from hibachi.backend import masks
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.candidates import Candidate
 from hibachi.errors import UnsupportedOperation
-from hibachi.tensor import masks
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.candidates import Candidate
 
 
 class Variants(Protocol):
@@ -35,7 +35,7 @@ class TorchBackend(ArrayBackend):
     """device: "cpu", "cuda", "cuda:1" or a torch.device; None means CUDA if there is one, else the CPU.
 
     native: False means that hibachi's kernels are not used on the CPU; None means that they are used where they load.
-    With them no bit depends on the batch, so the backend is deterministic. See `hibachi.kernels.library`.
+    With them no bit depends on the batch, so the backend is deterministic. See `hibachi.backend.kernels.library`.
     """
 
     name = "torch"

@@ -17,9 +17,9 @@ import torch
 import torch.nn.attention as attention
 from typing_extensions import override
 
-from hibachi.shapes import CallShapes
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.backend.layout import Paged, State, StepInputs
+from hibachi.common.shapes import CallShapes
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda_attention import Kernel, find, varlen_attn
 from hibachi_torch.cuda_graphs import CudaRecorder, GraphRecorder, StepGraphs

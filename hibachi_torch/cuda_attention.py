@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.layout import StepInputs
+from hibachi.backend.array_backend import Array, ArrayBackend
+from hibachi.backend.layout import StepInputs
 
 Kernel: TypeAlias = "Callable[..., Array]"  # (q, keys, values, x, *, scale, window) -> out
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from hibachi.tensor.array_backend import Array, LayerCache
-from hibachi.tensor.layout import StepInputs
+from hibachi.backend.array_backend import Array, LayerCache
+from hibachi.backend.layout import StepInputs
 
 _log = logging.getLogger("hibachi.torch")
 

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from hibachi.shapes import CallShapes
-from hibachi.tensor.array_backend import Array, HostArray, LayerCache
-from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.terms import by_distance, terms
+from hibachi.backend.array_backend import Array, HostArray, LayerCache
+from hibachi.backend.attention_terms import by_distance, terms
+from hibachi.backend.layout import StepInputs
+from hibachi.common.shapes import CallShapes
 from hibachi_torch.backend import TorchBackend
 
 FEW = 8  # rows: with a multiple of them MKL computes sums of up to PIECE products alike

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hibachi.tensor.candidates import Candidate, without_library
+from hibachi.backend.candidates import Candidate, without_library
 from hibachi_torch.backend import TorchBackend
 
 _KNOWN = (  # name, module, is it for CUDA alone, why there is no code for it

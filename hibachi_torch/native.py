@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.native import Int4Backend, Int8Backend, NativeBackend
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.native import Int4Backend, Int8Backend, NativeBackend
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 

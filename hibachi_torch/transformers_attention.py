@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from hibachi.model.extras import need
-from hibachi.tensor.array_backend import ArrayBackend, LayerCache
-from hibachi.tensor.layout import Paged, StepInputs
+from hibachi.backend.array_backend import ArrayBackend, LayerCache
+from hibachi.backend.layout import Paged, StepInputs
+from hibachi.llm.model.extras import need
 
 PAGED, LOOK = "hibachi", "hibachi_look"
 

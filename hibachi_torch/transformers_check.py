@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.layout import StepInputs
+from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.layout import StepInputs
 from hibachi_torch.transformers_attention import CannotRun
 
 BLOCK = 4  # positions in a cache block of the check

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hibachi.backend.array_backend import ArrayBackend
 from hibachi.errors import UnsupportedOperation
-from hibachi.tensor.array_backend import ArrayBackend
 from hibachi_torch.transformers_attention import CannotRun
 from hibachi_torch.transformers_check import check
 from hibachi_torch.transformers_model import TransformersModel

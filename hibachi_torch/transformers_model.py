@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from hibachi.backend.array_backend import ArrayBackend, LayerCache
+from hibachi.backend.layout import CacheSpec, StepInputs
 from hibachi.errors import ConfigError, HibachiError, InvalidModelFiles, UnknownArchitecture
-from hibachi.model.extras import need
-from hibachi.model.fields import Fields, read_json
-from hibachi.model.files import open_files
-from hibachi.model.weights import OWN_HEAD, Checkpoint, refuse_quantized
-from hibachi.tensor.array_backend import ArrayBackend, LayerCache
-from hibachi.tensor.layout import CacheSpec, StepInputs
+from hibachi.llm.model.extras import need
+from hibachi.llm.model.fields import Fields, read_json
+from hibachi.llm.model.files import open_files
+from hibachi.llm.model.weights import OWN_HEAD, Checkpoint, refuse_quantized
 from hibachi_torch.transformers_attention import (
     LOOK,
     PAGED,
@@ -49,7 +49,7 @@ class TransformersModel:
     """A `CachedModel` around a module of transformers, made by `load`.
 
     params: the module's own parameters by name, for those who count them; `step` uses the module. arch_name: its
-    class. max_model_len: the longest sequence. eos_ids, bos_ids: from the files (`hibachi.model.files`).
+    class. max_model_len: the longest sequence. eos_ids, bos_ids: from the files (`hibachi.llm.model.files`).
     """
 
     def __init__(
@@ -149,7 +149,7 @@ def load(
                 f"config.json: model_type {kind!r} is known neither to hibachi nor as a causal language model to "
                 f"transformers {library.__version__}, and auto_map says that its code lies in the folder. hibachi runs "
                 f"no code from a model's folder: use a version of transformers that has it, or write the model as a "
-                f"hibachi.model.ladder.CachedModel."
+                f"hibachi.engine.ladder.CachedModel."
             )
         return None
     cls = auto.MODEL_FOR_CAUSAL_LM_MAPPING[make]
@@ -184,7 +184,7 @@ def load(
                 raise UnknownArchitecture(
                     f"transformers' {cls.__name__} can run neither in the paged engine: {why}; nor with a cache of its "
                     f"own: {e}. Use a model of another architecture, or write this one as a "
-                    f"hibachi.model.ladder.CachedModel and pass the object to the engine."
+                    f"hibachi.engine.ladder.CachedModel and pass the object to the engine."
                 ) from e
     log.warning("%s runs with a cache of its own, as the paged engine cannot run it: %s", cls.__name__, why)
     return found

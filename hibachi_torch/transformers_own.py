@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.layout import OwnCache
+from hibachi.backend.nested import arrays_in
 from hibachi.errors import text_of
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.layout import OwnCache
-from hibachi.tensor.nested import arrays_in
 from hibachi_torch.transformers_attention import CannotRun
 from hibachi_torch.transformers_check import TOLERANCE, difference, some_tokens
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from hibachi.backend.candidates import OPERATIONS, Candidate
+from hibachi.backend.kernels.library import NUMERICS, state, why_missing
 from hibachi.errors import UnsupportedOperation
-from hibachi.kernels.library import NUMERICS, state, why_missing
-from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda import CudaTorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend

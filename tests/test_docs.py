@@ -22,7 +22,7 @@ import pytest
 import hibachi
 import hibachi.errors
 from hibachi.cli.main import parser
-from hibachi.serve.app import ROUTES
+from hibachi.server.app import ROUTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -77,7 +77,7 @@ def served(page, folder):
     if not any(ADDRESS in source for source in others):
         yield ADDRESS
         return
-    from hibachi.lm.own import open_model
+    from hibachi.llm.own import open_model
 
     from .serve.conftest import site
 
@@ -277,7 +277,9 @@ def test_a_picture_is_drawn_of_the_frames_of_a_terminal():
     demo_svg = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo_svg)
     frames = [["title"], ["title", "\x1b[1m<a>\x1b[22m b"], ["title", "c" * 500]]
-    program = f"import sys\nfrom hibachi.progress import Screen\ns = Screen(sys.stdout)\nfor f in {frames}: s.draw(f)"
+    program = (
+        f"import sys\nfrom hibachi.common.progress import Screen\ns = Screen(sys.stdout)\nfor f in {frames}: s.draw(f)"
+    )
     recorded = demo_svg.record([sys.executable, "-c", program])
     assert [lines for _, lines in recorded] == frames and recorded[0][0] == 0
     picture = ElementTree.fromstring(demo_svg.draw([(float(i), lines) for i, lines in enumerate(frames)]))

@@ -1,6 +1,7 @@
-"""The house has floors: a file imports from its own floor and from those below it. This test reads every import.
+"""The house has storeys: a file imports from its own and from those below. This test reads every import.
 
-One rule per folder or file. `ours`: the parts of hibachi it may import. `not_std`: standard modules it may not.
+One rule per folder or file; the rule of the longest path counts. `ours`: the parts of hibachi it may import.
+`not_std`: standard modules it may not.
 """
 
 import ast
@@ -15,12 +16,13 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = (
-    "errors structured request options installed named shapes phases tensor plan decode draft guide tools model streams"
-)
-BATCH = f"{BELOW_ENGINE} recording runners engine"
-BACKEND = "errors shapes tensor decode model"
+GROUND = "errors structured request common"
+ENGINE = f"{GROUND} backend engine"
+LLM = f"{ENGINE} llm"
+# What a room for backends stands on: what they implement, how tokens are drawn, how models look.
+BACKEND = "errors common.shapes common.phases common.cachefolder backend engine.sampling engine.ladder llm.model"
 SOCKETS = "socket socketserver ssl http urllib"
+CLOCKS = "asyncio threading queue time datetime random secrets logging"
 # The core follows entry points instead.
 LIBRARIES = {"torch", "jax", "jaxlib", "mlx", "hibachi_torch", "hibachi_jax", "hibachi_mlx"}
 
@@ -32,79 +34,74 @@ class Rule(NamedTuple):
 
 
 RULES = {
+    # ---- the ground: no arrays, no engine
     "hibachi/errors.py": Rule("", third_party=""),
-    "hibachi/structured.py": Rule("errors options", third_party=""),
-    "hibachi/request.py": Rule("errors options structured", third_party=""),
-    "hibachi/guide": Rule("errors structured installed guide", third_party="numpy llguidance"),
-    "hibachi/draft": Rule("errors installed draft"),
-    "hibachi/tools": Rule("errors structured guide tools", third_party=""),  # of guide, how schemas are written
-    "hibachi/options.py": Rule("errors", third_party=""),
-    "hibachi/installed.py": Rule("", third_party=""),
-    "hibachi/shapes.py": Rule("errors", third_party=""),
-    "hibachi/named.py": Rule("errors", third_party=""),
-    "hibachi/cachefolder.py": Rule("", third_party=""),
-    "hibachi/settings": Rule("errors options settings", third_party=""),
-    "hibachi/phases.py": Rule("", third_party=""),
-    "hibachi/progress.py": Rule("phases", third_party=""),
-    "hibachi/kernels": Rule("errors cachefolder phases kernels"),
-    "hibachi/tensor": Rule(
-        "errors installed named shapes kernels tensor", third_party="numpy array_api_compat typing_extensions"
+    "hibachi/structured.py": Rule("errors common.options", third_party=""),
+    "hibachi/request.py": Rule("errors common.options structured", third_party=""),
+    "hibachi/common": Rule("errors common", third_party=""),
+    # ---- what an array library must do
+    "hibachi/backend": Rule("errors common backend", third_party="numpy array_api_compat typing_extensions"),
+    "hibachi/backend/kernels": Rule("errors common backend.kernels"),
+    # ---- the batch
+    "hibachi/engine": Rule(ENGINE, third_party="numpy typing_extensions"),
+    "hibachi/engine/ladder.py": Rule("backend.layout", third_party="numpy typing_extensions"),
+    "hibachi/engine/scheduler": Rule(
+        "errors request common.installed common.shapes engine.scheduler", not_std=f"{SOCKETS} {CLOCKS}"
     ),
-    "hibachi/plan": Rule(
-        "errors request installed shapes plan",
-        not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging",
+    "hibachi/engine/recording": Rule("errors request engine.scheduler engine.recording"),
+    "hibachi/engine/simulator": Rule("errors request engine.scheduler engine.simulator"),
+    "hibachi/engine/sampling": Rule("errors request backend engine.sampling"),
+    "hibachi/engine/guide": Rule("errors structured common.installed engine.guide", third_party="numpy llguidance"),
+    "hibachi/engine/streams": Rule("errors request engine.streams", third_party=""),
+    # ---- language models
+    "hibachi/llm": Rule(LLM),
+    "hibachi/llm/model": Rule(
+        "errors request common backend engine.ladder llm.model llm.tokenizers", third_party="numpy typing_extensions"
     ),
-    "hibachi/decode": Rule("errors request tensor decode"),
-    "hibachi/model": Rule("errors request installed phases tensor model", third_party="numpy typing_extensions"),
-    "hibachi/streams": Rule("errors request tools streams", third_party=""),
-    "hibachi/tune": Rule("errors installed cachefolder shapes phases tensor plan decode model tune"),
-    "hibachi/recording": Rule("errors request plan recording"),
-    "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),
-    "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
-    "hibachi/lm": Rule(f"{BATCH} tune lm progress"),
-    "hibachi/remote": Rule(f"{BATCH} settings tune lm remote"),
-    "hibachi/__init__.py": Rule(f"{BATCH} lm"),
-    "hibachi/testing": Rule("errors installed tensor testing", third_party="numpy pytest"),
-    "hibachi/verify": Rule(f"{BATCH} lm verify", third_party="numpy typing_extensions"),
-    "hibachi/sim": Rule("errors request plan sim"),
-    "hibachi/api": Rule("errors structured request streams model tools api", third_party="msgspec"),
-    # The router reads and writes shapes of api too, and has no NumPy: only these may have it.
-    "hibachi/api/vectors.py": Rule("api"),
-    "hibachi/api/ranking.py": Rule("errors tensor api", third_party="numpy msgspec"),
-    "hibachi/api/tokens": Rule("errors structured request tensor api", third_party="numpy msgspec"),
-    "hibachi/web": Rule("errors settings api web", third_party="uvicorn", not_std=""),
-    "hibachi/serve": Rule(
-        f"{BATCH} settings lm remote prefix api web serve",
-        third_party="numpy starlette uvicorn prometheus_client",
-        not_std="",
+    "hibachi/llm/tokenizers": Rule("errors request common llm.model llm.tokenizers"),
+    "hibachi/llm/chatformat": Rule("errors structured engine.guide llm.chatformat", third_party=""),
+    "hibachi/llm/dialects": Rule(
+        "errors structured request engine.streams llm.textstream llm.tokenizers llm.chatformat llm.dialects",
+        third_party="msgspec",
     ),
-    "hibachi/prefix.py": Rule(f"{BATCH} lm remote"),
-    "hibachi/offline": Rule(
-        f"{BATCH} progress settings lm remote api web sim offline", third_party="numpy msgspec", not_std=""
+    # The router reads and writes the shapes of dialects too, and has no NumPy: only these may have it.
+    "hibachi/llm/dialects/vectors.py": Rule("llm.dialects"),
+    "hibachi/llm/dialects/ranking.py": Rule("errors backend llm.dialects", third_party="numpy msgspec"),
+    "hibachi/llm/dialects/tokens": Rule("errors structured request backend llm.dialects", third_party="numpy msgspec"),
+    "hibachi/__init__.py": Rule(LLM),
+    "hibachi/prefix.py": Rule(LLM),
+    # ---- products
+    "hibachi/server": Rule(
+        f"{LLM} server prefix", third_party="numpy msgspec starlette uvicorn prometheus_client", not_std=""
     ),
+    "hibachi/server/web": Rule("errors common llm.dialects server.web", third_party="uvicorn", not_std=""),
     "hibachi/router": Rule(
-        "errors installed settings api web router",
+        "errors common llm.dialects server.web router",
         third_party="aiohttp msgspec prometheus_client uvicorn yarl",
         not_std="",
     ),
-    "hibachi/bench": Rule(f"{BATCH} tune lm remote web sim bench", third_party="numpy uvloop"),
+    "hibachi/offline": Rule(f"{LLM} server.web offline", third_party="numpy msgspec", not_std=""),
+    # ---- for tests and judges
+    "hibachi/testing": Rule("errors common backend testing", third_party="numpy pytest"),
+    "hibachi/testing/verify": Rule(f"{LLM} testing.verify", third_party="numpy typing_extensions"),
+    "hibachi/verify.py": Rule("testing.verify"),
+    "hibachi/testing/bench": Rule(f"{LLM} server.web testing.bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
-    "hibachi/bench/engines/peers": Rule(
-        "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
+    "hibachi/testing/bench/engines/peers": Rule(
+        "public engine.streams llm testing.bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(
-        f"{BATCH} settings tune lm remote api web serve offline router sim bench testing verify progress cli"
-    ),
+    "hibachi/cli": Rule(f"{LLM} server router offline testing cli"),
     "hibachi/__main__.py": Rule("cli"),
+    # ---- beside
     "hibachi_torch": Rule(
-        "errors shapes kernels tensor decode model",
+        BACKEND,
         third_party="numpy torch array_api_compat typing_extensions hibachi_torch",
     ),
     "hibachi_jax": Rule(
-        "errors cachefolder shapes phases kernels tensor decode model",
+        BACKEND,
         third_party="numpy jax jaxlib array_api_compat typing_extensions hibachi_jax",
     ),
-    "hibachi_mlx": Rule("errors tensor", third_party="numpy mlx typing_extensions hibachi_mlx"),
+    "hibachi_mlx": Rule("errors backend", third_party="numpy mlx typing_extensions hibachi_mlx"),
     "conformance": Rule("testing public", third_party="numpy pytest"),
 }
 BUILD_FILES = {"hatch_build.py"}
@@ -114,7 +111,7 @@ def imports(source: str) -> Iterator[tuple[str, str]]:
     """(module, name) of every import, wherever it stands; name is "" for `import module`.
 
     A module that is named in a call such as `import_module("torch")` counts as well. Relative imports do not: they
-    cannot leave their floor.
+    cannot leave their folder.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -127,10 +124,11 @@ def imports(source: str) -> Iterator[tuple[str, str]]:
                 yield str(node.args[0].value), ""
 
 
-def floor(module: str, name: str) -> str:
-    """The part of hibachi that is imported: "tensor", "errors", ...; "public" for a public name of the package."""
+def part(module: str, name: str) -> str:
+    """What of hibachi is imported: "errors", "engine.scheduler.blocks", ...; "public" for a public name of the
+    package."""
     if module != "hibachi":
-        return module.split(".")[1]
+        return f"{module.removeprefix('hibachi.')}.{name}"
     if not name.startswith("_") and not isinstance(getattr(hibachi, name, hibachi), ModuleType):
         return "public"
     return name or "hibachi itself"
@@ -142,7 +140,7 @@ def violation(rule: Rule, core: bool, module: str, name: str) -> str | None:
     if core and not LIBRARIES.isdisjoint(module.split(".")):
         return "the core never imports an array library or its backend by name: it follows entry points"
     if top == "hibachi":
-        if floor(module, name) not in rule.ours.split():
+        if not any(f"{part(module, name)}.".startswith(f"{ours}.") for ours in rule.ours.split()):
             return f"of hibachi it may import {rule.ours or 'nothing'}"
     elif top in sys.stdlib_module_names:
         if top in rule.not_std.split():
@@ -167,13 +165,13 @@ OPTIONAL = {
 
 
 def violations(path: str, source: str) -> list[str]:
-    """One line for each import of the file that its floor does not allow: file, import, rule."""
+    """One line for each import of the file that its storey does not allow: file, import, rule."""
     place = next((p for p in (path, *map(str, Path(path).parents)) if p in RULES), None)
     if place is None:
-        return [f"{path} stands on no floor: give it a rule in {Path(__file__).name}"]
+        return [f"{path} stands on no storey: give it a rule in {Path(__file__).name}"]
     out = []
     for module, name in imports(source):
-        core = path.startswith("hibachi/") and place != "hibachi/bench/engines/peers"
+        core = path.startswith("hibachi/") and place != "hibachi/testing/bench/engines/peers"
         why = violation(RULES[place], core, module, name)
         if why is not None:
             wrote = f"from {module} import {name}" if name else f"import {module}"
@@ -187,7 +185,7 @@ def files() -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for p in found if p.name not in BUILD_FILES and "build" not in p.parts)
 
 
-def test_every_file_imports_only_from_its_floor_and_below():
+def test_every_file_imports_only_from_its_storey_and_below():
     wrong = [line for path in files() for line in violations(path, (ROOT / path).read_text())]
     assert not wrong, "\n" + "\n".join(wrong)
 
@@ -201,18 +199,18 @@ def test_every_rule_is_about_files_that_exist():
     "path, source",
     [
         ("hibachi/errors.py", "import numpy"),
-        ("hibachi/request.py", "from hibachi.plan.scheduler import Seq"),
-        ("hibachi/tensor/x.py", "from hibachi.plan.blocks import BlockPool"),
-        ("hibachi/tensor/x.py", "def f():\n    import torch"),
-        ("hibachi/tensor/x.py", "import array_api_compat.torch as xp"),
-        ("hibachi/tensor/x.py", "importlib.import_module('hibachi_torch')"),
-        ("hibachi/plan/x.py", "import time"),
-        ("hibachi/plan/x.py", "from hibachi.tensor.layout import Paged"),
-        ("hibachi/plan/x.py", "if TYPE_CHECKING:\n    from hibachi.runners.job import Job"),
-        ("hibachi/decode/x.py", "from hibachi.model.ladder import LogitsModel"),
-        ("hibachi/model/x.py", "from hibachi.decode import sampling"),
-        ("hibachi/model/x.py", "from hibachi import engine"),
-        ("hibachi/model/x.py", "import hibachi"),
+        ("hibachi/request.py", "from hibachi.engine.scheduler.scheduler import Seq"),
+        ("hibachi/backend/x.py", "from hibachi.engine.scheduler.blocks import BlockPool"),
+        ("hibachi/backend/x.py", "def f():\n    import torch"),
+        ("hibachi/backend/x.py", "import array_api_compat.torch as xp"),
+        ("hibachi/backend/x.py", "importlib.import_module('hibachi_torch')"),
+        ("hibachi/engine/scheduler/x.py", "import time"),
+        ("hibachi/engine/scheduler/x.py", "from hibachi.backend.layout import Paged"),
+        ("hibachi/engine/scheduler/x.py", "if TYPE_CHECKING:\n    from hibachi.engine.runners.job import Job"),
+        ("hibachi/engine/sampling/x.py", "from hibachi.engine.ladder import LogitsModel"),
+        ("hibachi/llm/model/x.py", "from hibachi.engine.sampling import sampling"),
+        ("hibachi/llm/model/x.py", "from hibachi import engine"),
+        ("hibachi/llm/model/x.py", "import hibachi"),
         ("hibachi/engine/x.py", "from hibachi.cli import main"),
         ("hibachi/engine/x.py", "from http import server"),
         ("hibachi/engine/x.py", "import jax.numpy as jnp"),
@@ -222,8 +220,8 @@ def test_every_rule_is_about_files_that_exist():
         ("hibachi_torch/x.py", "import jax"),
         ("hibachi_jax/x.py", "import hibachi_torch"),
         ("hibachi_mlx/x.py", "import jax"),
-        ("hibachi/tensor/x.py", "import mlx.core as mx"),
-        ("conformance/x.py", "from hibachi.tensor.layout import Paged"),
+        ("hibachi/backend/x.py", "import mlx.core as mx"),
+        ("conformance/x.py", "from hibachi.backend.layout import Paged"),
         ("conformance/x.py", "from hibachi import _logging"),
         ("conformance/x.py", "from hibachi import engine"),
         ("conformance/x.py", "import torch"),
@@ -236,14 +234,17 @@ def test_a_bad_import_is_found(path, source):
 
 
 def test_the_message_names_file_import_and_rule():
-    [line] = violations("hibachi/plan/x.py", "from hibachi.tensor.layout import Paged")
+    [line] = violations("hibachi/engine/scheduler/x.py", "from hibachi.backend.layout import Paged")
     assert line == (
-        "hibachi/plan/x.py: `from hibachi.tensor.layout import Paged`. "
-        "Rule of hibachi/plan: of hibachi it may import errors request installed shapes plan."
+        "hibachi/engine/scheduler/x.py: `from hibachi.backend.layout import Paged`. "
+        "Rule of hibachi/engine/scheduler: of hibachi it may import errors request common.installed common.shapes "
+        "engine.scheduler."
     )
 
 
 def test_good_imports_pass():
-    assert not violations("hibachi/plan/x.py", "import numpy as np\nfrom hibachi.errors import PromptTooLong")
+    assert not violations(
+        "hibachi/engine/scheduler/x.py", "import numpy as np\nfrom hibachi.errors import PromptTooLong"
+    )
     assert not violations("conformance/x.py", "from hibachi import Paged\nfrom .cases import sample\nimport pytest")
-    assert not violations("hibachi_jax/x.py", "import jax\nfrom hibachi.tensor.layout import StepInputs")
+    assert not violations("hibachi_jax/x.py", "import jax\nfrom hibachi.backend.layout import StepInputs")

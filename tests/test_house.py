@@ -18,9 +18,9 @@ READS = {  # private members of others that may be read, each with its reason; a
     "hibachi_torch/transformers_model.py: config._attn_implementation": "transformers has no other name for it",
 }
 LARGE_FILES = {  # of more than 450 lines of code
-    "hibachi/plan/scheduler.py": "one algorithm over one table of rows: its parts share all of its state",
+    "hibachi/engine/scheduler/scheduler.py": "one algorithm over one table of rows: its parts share all of its state",
     "hibachi/engine/engine.py": "the order of a step, and of what is undone when it fails, is read in one place",
-    "hibachi/tensor/array_backend.py": "the contract of a backend, with defaults: one method an operation",
+    "hibachi/backend/array_backend.py": "the contract of a backend, with defaults: one method an operation",
 }
 LARGE_CLASSES = {  # of more than 300
     "Scheduler": "as its file",

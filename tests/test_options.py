@@ -9,13 +9,13 @@ import pytest
 
 import hibachi
 from hibachi.cli.main import main, parser
+from hibachi.common.options import RENAMED, check_variables
 from hibachi.engine.declared import own_stop
-from hibachi.lm.options import OPTIONS
-from hibachi.lm.own import open_texts
+from hibachi.llm.options import OPTIONS
+from hibachi.llm.own import open_texts
 from hibachi.offline import settings as offline
-from hibachi.options import RENAMED, check_variables
 from hibachi.router import settings as router
-from hibachi.serve import settings as serving
+from hibachi.server import settings as serving
 
 
 class Model:

@@ -121,7 +121,7 @@ def test_each_backend_registers_itself_and_the_core_names_all():
     listed = {name: project["project"]["entry-points"]["hibachi.backends"] for name, project in PROJECTS.items()}
     assert listed == {
         "hibachi": {
-            "numpy": "hibachi.tensor.numpy_backend:NumpyBackend",
+            "numpy": "hibachi.backend.numpy_backend:NumpyBackend",
             "torch": "hibachi_torch:TorchBackend",
             "jax": "hibachi_jax:JaxBackend",
             "mlx": "hibachi_mlx:MlxBackend",
@@ -184,7 +184,7 @@ def test_the_core_wheel_holds_the_suite_and_the_data_and_no_backend(releases):
     files = releases["hibachi"].files
     assert {top for name in files if not (top := name.split("/")[0]).endswith(".dist-info")} == {"hibachi"}
     assert {"hibachi/py.typed", "hibachi/__init__.py"} <= files
-    for source, place in (("conformance", "hibachi/conformance"), ("hibachi/data", "hibachi/data")):
+    for source, place in (("conformance", "hibachi/conformance"), ("hibachi/llm/data", "hibachi/llm/data")):
         ours = [f for f in (ROOT / source).rglob("*") if f.is_file() and "__pycache__" not in f.parts]
         assert ours, f"{source} is empty"
         assert {f"{place}/{f.relative_to(ROOT / source).as_posix()}" for f in ours} <= files

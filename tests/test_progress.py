@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from hibachi import phases, progress
-from hibachi.phases import duration, is_live, phase, phases_shown, showing_phases, size_of
-from hibachi.progress import Progress, Screen, figure, shown
+from hibachi.common import phases, progress
+from hibachi.common.phases import duration, is_live, phase, phases_shown, showing_phases, size_of
+from hibachi.common.progress import Progress, Screen, figure, shown
 
 from .cli.terminal import Screen as Glass
 
@@ -430,7 +430,7 @@ def _some_phases(i):
 
 ENDS = """
 import os, signal, threading
-from hibachi.phases import ending_at_once, showing_phases
+from hibachi.common.phases import ending_at_once, showing_phases
 
 threading.Thread(target=threading.Event().wait).start()  # nothing ends it
 with {}:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from hibachi.common.shapes import CallShapes, StepShape, fixed, next_power, row_bucket, size_bucket
 from hibachi.errors import ConfigError
-from hibachi.shapes import CallShapes, StepShape, fixed, next_power, row_bucket, size_bucket
 
 ALL = CallShapes(few="all")
 WIDE = CallShapes(few="all", any_width=True)

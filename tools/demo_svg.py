@@ -29,7 +29,7 @@ BEFORE, AFTER = 1.0, 6.0  # seconds that the first and the last frame are shown 
 # The demo, drawn as often in slow motion as it is drawn in a terminal.
 DEMO = f"import sys, hibachi.cli.demo as demo; demo.FRAME /= {SLOWER}; from hibachi.cli import main; sys.exit(main())"
 WIDTH, HEIGHT, MARGIN = 8.4, 20, 18  # of a character, of a line, around them
-# What hibachi.progress.Screen writes for a frame, and the end of each line.
+# What hibachi.common.progress.Screen writes for a frame, and the end of each line.
 FRAME = re.compile(r"\x1b\[\?7l(?:\x1b\[\d+A)?\r(.*?)\x1b\[J\x1b\[\?7h", re.DOTALL)
 LINE_END = "\x1b[K\n"
 

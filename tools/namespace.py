@@ -25,12 +25,12 @@ from hibachi.testing import toys
 
 ROOT = Path(__file__).parents[1]
 PLACES = (
-    "hibachi/tensor/array_backend.py",
-    "hibachi/tensor/masks.py",
-    "hibachi/tensor/terms.py",
-    "hibachi/decode",
-    "hibachi/model",
-    "hibachi/runners",
+    "hibachi/backend/array_backend.py",
+    "hibachi/backend/masks.py",
+    "hibachi/backend/attention_terms.py",
+    "hibachi/engine/sampling",
+    "hibachi/llm/model",
+    "hibachi/engine/runners",
 )
 KIT = ("hibachi/testing/toys.py", "conformance")
 DTYPES = ("bool", "int8", "int32", "int64", "uint32", "float16", "bfloat16", "float32", "float64")
@@ -125,7 +125,7 @@ def _called(kinds: Iterable[Any]) -> tuple[set[str], set[str]]:
         def __getattribute__(self, name: str) -> Any:
             found = super().__getattribute__(name)
             caller = sys._getframe(1).f_globals["__name__"]
-            if callable(found) and not name.startswith("_") and not caller.startswith("hibachi.tensor."):
+            if callable(found) and not name.startswith("_") and not caller.startswith("hibachi.backend."):
                 methods.add(name)
             return found
 

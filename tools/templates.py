@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hibachi.model.text.chat import render_chat
-from hibachi.tools.format import ChatFormat, Python, Quoted, Tagged, Thinking
-from hibachi.tools.templates.choosing import Formats
-from hibachi.tools.templates.probes import SAID, THINKING, THOUGHT, Called, Template, user
-from hibachi.tools.templates.reasoning import without_end
-from hibachi.tools.templates.trial import by_the_model, called, heard
-from hibachi.tools.tools import Tool
+from hibachi.llm.chatformat.format import ChatFormat, Python, Quoted, Tagged, Thinking
+from hibachi.llm.chatformat.templates.choosing import Formats
+from hibachi.llm.chatformat.templates.probes import SAID, THINKING, THOUGHT, Called, Template, user
+from hibachi.llm.chatformat.templates.reasoning import without_end
+from hibachi.llm.chatformat.templates.trial import by_the_model, called, heard
+from hibachi.llm.chatformat.tools import Tool
+from hibachi.llm.tokenizers.chat import render_chat
 
 LISTS = 25
 FOLDER = "models/templates/"

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hibachi
-from hibachi.model.files import TINY
+from hibachi.llm.model.files import TINY
 
 WINDOW, PROMPT, TOP = 256, 64, 32  # tokens of a piece of text; of these, given when one is written; tokens learned
 SHAPE = {

@@ -16,33 +16,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hibachi.bench import work
-from hibachi.bench.engines import report
-from hibachi.bench.engines.figures import Slo, read_results
-from hibachi.bench.engines.process import OURS, EngineSetup, engines
-from hibachi.bench.engines.session import Session, bounds, ceilings, decoder_of, document
-from hibachi.bench.machine import cores, machine
-from hibachi.bench.plot import plot_growth, plot_profile, plot_results
-from hibachi.bench.randommodel import SHAPES, write_model
-from hibachi.bench.steps import fit as fitting
-from hibachi.bench.steps import growth
-from hibachi.bench.steps.profile import from_json, table
+from hibachi.backend.discover import best_backend, load_backend
+from hibachi.backend.library import check_numerics
 from hibachi.cli import benchserve
 from hibachi.cli.options import model_arguments
+from hibachi.common.installed import version
+from hibachi.common.named import is_named
+from hibachi.common.phases import phase
+from hibachi.common.settings.kinds import size
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
+from hibachi.engine.simulator.plot import check_format, seconds
 from hibachi.errors import ConfigError
-from hibachi.installed import version
-from hibachi.lm.llm import LLM
-from hibachi.lm.named import model_named
-from hibachi.model.describe import describe
-from hibachi.model.files import locate
-from hibachi.named import is_named
-from hibachi.phases import phase
-from hibachi.settings.kinds import size
-from hibachi.sim.plot import check_format, seconds
-from hibachi.tensor.discover import best_backend, load_backend
-from hibachi.tensor.library import check_numerics
+from hibachi.llm.llm import LLM
+from hibachi.llm.model.describe import describe
+from hibachi.llm.model.files import locate
+from hibachi.llm.users_model import model_named
+from hibachi.testing.bench import work
+from hibachi.testing.bench.engines import report
+from hibachi.testing.bench.engines.figures import Slo, read_results
+from hibachi.testing.bench.engines.process import OURS, EngineSetup, engines
+from hibachi.testing.bench.engines.session import Session, bounds, ceilings, decoder_of, document
+from hibachi.testing.bench.machine import cores, machine
+from hibachi.testing.bench.plot import plot_growth, plot_profile, plot_results
+from hibachi.testing.bench.randommodel import SHAPES, write_model
+from hibachi.testing.bench.steps import fit as fitting
+from hibachi.testing.bench.steps import growth
+from hibachi.testing.bench.steps.profile import from_json, table
 
 _WORDS = {
     "step": "of each step",

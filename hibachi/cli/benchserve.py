@@ -11,16 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hibachi.bench import work
-from hibachi.bench.engines.figures import Slo
-from hibachi.bench.load import report, traffic
-from hibachi.bench.load.generator import Generator, Loaded, Sample, check, model_of, run
-from hibachi.bench.load.traffic import Ask, Form
-from hibachi.bench.machine import cores, machine
-from hibachi.installed import version
-from hibachi.sim.plot import check_format
-from hibachi.sim.trace import read_trace
-from hibachi.web.client import Client, Url
+from hibachi.common.installed import version
+from hibachi.engine.simulator.plot import check_format
+from hibachi.engine.simulator.trace import read_trace
+from hibachi.server.web.client import Client, Url
+from hibachi.testing.bench import work
+from hibachi.testing.bench.engines.figures import Slo
+from hibachi.testing.bench.load import report, traffic
+from hibachi.testing.bench.load.generator import Generator, Loaded, Sample, check, model_of, run
+from hibachi.testing.bench.load.traffic import Ask, Form
+from hibachi.testing.bench.machine import cores, machine
 
 KEY = "HIBACHI_API_KEY"
 _LONGEST_RANDOM = 100  # requests, where nothing says how many

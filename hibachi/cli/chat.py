@@ -20,15 +20,15 @@ from hibachi.cli.chattools import MOST_TURNS, Functions, results
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.cli.thoughts import Shown
 from hibachi.errors import ConfigError, InvalidRequest, PromptTooLong, printable
-from hibachi.lm.llm import LLM
-from hibachi.model.files import open_files
-from hibachi.model.recommended import chat_sampling
-from hibachi.remote.opening import check_template, template_of
+from hibachi.llm.chatformat.format import Reasoned, Said
+from hibachi.llm.chatformat.reading.reader import ALL_SAID
+from hibachi.llm.chatformat.talk import Talk
+from hibachi.llm.llm import LLM
+from hibachi.llm.model.files import open_files
+from hibachi.llm.model.recommended import chat_sampling
+from hibachi.llm.remote.opening import check_template, template_of
+from hibachi.llm.textstream import cut_off
 from hibachi.request import Finish, SamplingParams
-from hibachi.streams.textstream import cut_off
-from hibachi.tools.format import Reasoned, Said
-from hibachi.tools.reading.reader import ALL_SAID
-from hibachi.tools.talk import Talk
 
 FETCHED = ".smollm2"
 """Where in a checkout `make chat` puts its model."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hibachi.errors import ConfigError, InvalidRequest, printable, text_of
-from hibachi.tools.asked import toolbox_of
-from hibachi.tools.tools import ToolCall
+from hibachi.llm.chatformat.asked import toolbox_of
+from hibachi.llm.chatformat.tools import ToolCall
 
 MOST_TURNS = 8  # answers to one message, or a model may call for ever
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", type(None): "null"}

@@ -13,12 +13,12 @@ import textwrap
 import time
 
 from hibachi.cli.options import BACKEND, deterministic_argument
-from hibachi.lm.llm import LLM
-from hibachi.phases import is_live, phase
-from hibachi.progress import FRAME, Screen
+from hibachi.common.phases import is_live, phase
+from hibachi.common.progress import FRAME, Screen
+from hibachi.engine.streams.merge import merge
+from hibachi.llm.llm import LLM
+from hibachi.llm.textstream import Completion
 from hibachi.request import SamplingParams
-from hibachi.streams.merge import merge
-from hibachi.streams.textstream import Completion
 
 PROMPTS = (
     "It is a truth universally acknowledged, that",

@@ -9,24 +9,24 @@ import platform
 import sys
 import time
 
-from hibachi.bench.steps.speculating import ROOM, step_costs, told
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.discover import best_and_why, best_backend, known, load_backend, why_missing
+from hibachi.backend.library import check_numerics
 from hibachi.cli.options import deterministic_argument, numerics_argument
+from hibachi.common.installed import version
+from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
-from hibachi.engine.speculation import cannot_speculate
+from hibachi.engine.speculation.choose import cannot_speculate
 from hibachi.errors import ConfigError, NotDeterministic, UnsupportedOperation
-from hibachi.installed import version
-from hibachi.lm.llm import LLM, QUANTIZATIONS
-from hibachi.lm.own import is_own, open_own
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import arch_of
-from hibachi.phases import phase
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import best_and_why, best_backend, known, load_backend, why_missing
-from hibachi.tensor.library import check_numerics
-from hibachi.tune.autotune import seconds_of, settle
-from hibachi.tune.trial import table
+from hibachi.llm.llm import LLM, QUANTIZATIONS
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import arch_of
+from hibachi.llm.own import is_own, open_own
+from hibachi.llm.tune.autotune import seconds_of, settle
+from hibachi.llm.tune.trial import table
+from hibachi.testing.bench.steps.speculating import ROOM, step_costs, told
 
 _LEGEND = """\
 Milliseconds of a step, by operation: that of all layers, with so many rows, or

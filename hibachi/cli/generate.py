@@ -13,17 +13,17 @@ import sys
 from typing import Any
 
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
+from hibachi.common.named import is_named
+from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import codebooks_of, level_of
 from hibachi.engine.declared import own_params
+from hibachi.engine.runners.extra_inputs import declared_by
+from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.lm.named import model_named
-from hibachi.model.text.own import NoTokenizer
-from hibachi.named import is_named
-from hibachi.phases import phase
+from hibachi.llm.tokenizers.own import NoTokenizer
+from hibachi.llm.users_model import model_named
 from hibachi.request import SamplingParams
-from hibachi.runners.beside import declared_by
-from hibachi.streams.stream import ItemStream
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

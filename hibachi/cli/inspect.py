@@ -12,21 +12,21 @@ import json
 import math
 from typing import Any
 
+from hibachi.backend.discover import known, load_backend, why_missing
+from hibachi.backend.infer import leaves
+from hibachi.backend.layout import Paged, State
+from hibachi.backend.library import PORTABLE
+from hibachi.common.named import is_named, place
+from hibachi.common.phases import phase
 from hibachi.engine.build import codebooks_of, has_own_cache, level_of, level_told
-from hibachi.engine.draftmodels import check_same
 from hibachi.engine.forms import vocabulary_of
+from hibachi.engine.runners.extra_inputs import declared_by
+from hibachi.engine.speculation.draft_models import check_same
 from hibachi.errors import ConfigError
-from hibachi.lm.named import model_named
-from hibachi.model.describe import Description, as_json, describe
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import architectures
-from hibachi.named import is_named, place
-from hibachi.phases import phase
-from hibachi.runners.beside import declared_by
-from hibachi.tensor.discover import known, load_backend, why_missing
-from hibachi.tensor.layout import Paged, State
-from hibachi.tensor.library import PORTABLE
-from hibachi.tensor.whose import leaves
+from hibachi.llm.model.describe import Description, as_json, describe
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import architectures
+from hibachi.llm.users_model import model_named
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCKS = {"Q4_0": 18 / 32, "Q8_0": 34 / 32}  # as hibachi's kernels multiply them

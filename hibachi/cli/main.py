@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from hibachi.common.installed import version
+from hibachi.common.options import UNITS, meant, renamed
+from hibachi.common.phases import INTERRUPTED, showing_phases
 from hibachi.errors import HibachiError, printable
-from hibachi.installed import version
-from hibachi.options import UNITS, meant, renamed
-from hibachi.phases import INTERRUPTED, showing_phases
 
 COMMANDS = (
     "demo",

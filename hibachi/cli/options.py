@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from hibachi.lm.llm import LLM, QUANTIZATIONS
-from hibachi.phases import phase
+from hibachi.common.phases import phase
+from hibachi.llm.llm import LLM, QUANTIZATIONS
 
 T = TypeVar("T")
 BACKEND = (

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Self
 
+from hibachi.common.progress import Progress
 from hibachi.errors import printable
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.drive import Counts, Drive
@@ -16,7 +17,6 @@ from hibachi.offline.input import LARGE
 from hibachi.offline.journal import Journal
 from hibachi.offline.report import Course
 from hibachi.offline.runs import Watcher
-from hibachi.progress import Progress
 
 
 class RowsView(Watcher):

@@ -32,9 +32,9 @@ from hibachi.offline.files.sources import expand
 from hibachi.offline.report import check_plot, is_told, plot, report, text, write
 from hibachi.offline.runs import Done, run_batch
 from hibachi.offline.settings import GROUPS, SETTINGS, misspelled, settle
+from hibachi.offline.tasks.choose import TASKS
+from hibachi.offline.tasks.columns import Columns, value_of
 from hibachi.offline.whole import part_of
-from hibachi.offline.works.choose import TASKS
-from hibachi.offline.works.columns import Columns, value_of
 
 KEY = "HIBACHI_API_KEY"
 SOME_FAILED, LOST, INTERRUPTED, TERMINATED = 3, 1, 130, 143

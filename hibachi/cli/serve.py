@@ -13,12 +13,12 @@ import argparse
 import os
 
 from hibachi.cli.settings import settings_arguments
+from hibachi.common.options import renamed
+from hibachi.common.settings.kinds import SWITCH
 from hibachi.errors import ConfigError
-from hibachi.model.extras import need
-from hibachi.options import renamed
-from hibachi.serve.settings import GROUPS, SETTINGS, misspelled, settle
-from hibachi.serve.tgi_settings import FLAGS, TgiFlag
-from hibachi.settings.kinds import SWITCH
+from hibachi.llm.model.extras import need
+from hibachi.server.settings import GROUPS, SETTINGS, misspelled, settle
+from hibachi.server.tgi_settings import FLAGS, TgiFlag
 
 _PACKAGES = ("uvicorn", "starlette", "msgspec", "prometheus_client")
 _WITH_VALUE = ("sharded",)  # switches that the launcher wants a value of
@@ -64,6 +64,6 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"unrecognized arguments: {names} (of text-generation-launcher; --compat tgi takes them)")
     for package in _PACKAGES:
         need(package, "`hibachi serve`", "serve")
-    from hibachi.serve.run import serve
+    from hibachi.server.run import serve
 
     return serve(settings, remarks=[*misspelled(os.environ), *settings.remarks])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hibachi.settings.kinds import SWITCH
-from hibachi.settings.settle import Groups
+from hibachi.common.settings.kinds import SWITCH
+from hibachi.common.settings.settle import Groups
 
 
 def settings_arguments(parser: argparse.ArgumentParser, groups: Groups) -> None:

@@ -19,16 +19,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hibachi.common.installed import version
+from hibachi.engine.scheduler.policies import SHIPPED, policy_of
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.simulator.feed import ORDERS, WINDOW
+from hibachi.engine.simulator.guesses import Guesses
+from hibachi.engine.simulator.plot import check_format, plot, seconds
+from hibachi.engine.simulator.simulate import Run, Setup, simulate
+from hibachi.engine.simulator.steptime import StepTime, read_step_time
+from hibachi.engine.simulator.trace import Trace, read_trace, synthetic
 from hibachi.errors import ConfigError
-from hibachi.installed import version
-from hibachi.plan.policies import SHIPPED, policy_of
-from hibachi.plan.policy import Policy
-from hibachi.sim.feed import ORDERS, WINDOW
-from hibachi.sim.guesses import Guesses
-from hibachi.sim.plot import check_format, plot, seconds
-from hibachi.sim.simulate import Run, Setup, simulate
-from hibachi.sim.steptime import StepTime, read_step_time
-from hibachi.sim.trace import Trace, read_trace, synthetic
 
 _COLUMNS = (
     ("policy", 16),

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from hibachi.common.phases import is_live
 from hibachi.errors import printable
-from hibachi.phases import is_live
-from hibachi.tools.format import Event, Reasoned, Said
+from hibachi.llm.chatformat.format import Event, Reasoned, Said
 
 
 class Shown:

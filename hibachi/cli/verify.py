@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.discover import resolve_or_best
 from hibachi.cli.options import BACKEND
+from hibachi.common.named import is_named, object_named
+from hibachi.common.phases import phase
 from hibachi.errors import ConfigError, HibachiError
-from hibachi.lm.named import model_named
-from hibachi.model.registry import load_model
-from hibachi.named import is_named, object_named
-from hibachi.phases import phase
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import resolve_or_best
-from hibachi.verify.report import verify
-from hibachi.verify.subject import CHUNKS, SIZES, Subject, prompts_in
+from hibachi.llm.model.registry import load_model
+from hibachi.llm.users_model import model_named
+from hibachi.testing.verify.report import verify
+from hibachi.testing.verify.subject import CHUNKS, SIZES, Subject, prompts_in
 
 USAGE = 2
 

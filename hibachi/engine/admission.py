@@ -9,15 +9,15 @@ from typing import Any, get_args
 
 import numpy as np
 
+from hibachi.backend.array_backend import HostArray
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
+from hibachi.engine.external_kv import checked_begun, checked_kept
 from hibachi.engine.forms import Forms
-from hibachi.engine.given import checked_begun, checked_kept
+from hibachi.engine.runners.extra_inputs import fits
+from hibachi.engine.scheduler.limits import Limits
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
-from hibachi.plan.limits import Limits
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
-from hibachi.runners.beside import fits
-from hibachi.tensor.array_backend import HostArray
 
 MOST_NAMES = 20  # in an error
 _PLAIN = SamplingParams()

@@ -15,9 +15,12 @@ from typing import Any, Generic, overload
 import numpy as np
 from typing_extensions import TypeVar, Unpack
 
-from hibachi.draft.config import SpeculativeConfig, as_config
-from hibachi.draft.prediction import Prediction
-from hibachi.engine import draftmodels, speculation
+from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.infer import backend_of, prompt_backend, training
+from hibachi.backend.nine import NineBackend
+from hibachi.backend.protocol import Backend
+from hibachi.common.options import spelled
+from hibachi.engine import ladder
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
@@ -36,32 +39,29 @@ from hibachi.engine.build import (
     returns_ids,
 )
 from hibachi.engine.declared import own_params, own_stop, own_tokens
-from hibachi.engine.forms import vocabulary_of
+from hibachi.engine.forms import own_vocabulary
+from hibachi.engine.guide.protocol import Vocabulary
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
+from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.owncache.runner import OwnCacheRunner
+from hibachi.engine.runners.selfcheck import selfcheck
+from hibachi.engine.runners.uncached import WholeRunner
+from hibachi.engine.scheduler.policies import policy_of
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.speculation import choose as speculation
+from hibachi.engine.speculation import draft_models as draftmodels
+from hibachi.engine.speculation.config import SpeculativeConfig, as_config
+from hibachi.engine.speculation.prediction import Prediction
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.engine.waits import Waits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
-from hibachi.guide.protocol import Vocabulary
-from hibachi.model import ladder
-from hibachi.model.text.own import OwnTokenizer
-from hibachi.options import spelled
-from hibachi.plan.policies import policy_of
-from hibachi.plan.policy import Policy
-from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, Terms
-from hibachi.runners.cached import CachedRunner
-from hibachi.runners.job import Job
-from hibachi.runners.owncache import OwnCacheRunner
-from hibachi.runners.selfcheck import selfcheck
-from hibachi.runners.uncached import WholeRunner
-from hibachi.streams.channel import Channel
-from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.nine import NineBackend
-from hibachi.tensor.protocol import Backend
-from hibachi.tensor.whose import backend_of, prompt_backend, training
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
@@ -98,7 +98,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     beginning, also with ended requests, as long as no other request needs the memory. Of a cache of the model's own
     each gets a copy.
     scheduling_policy: which request starts next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs",
-    "fair", "shares", "waiting-served", an installed one, or an object (`hibachi.plan.policy`).
+    "fair", "shares", "waiting-served", an installed one, or an object (`hibachi.engine.scheduler.policy`).
     reserve_all: level 2, a request starts when there is memory for all that it may generate, and is never preempted.
     False means that it starts when there is memory for its prompt; if memory runs out later, the last in the order of
     service is preempted and computes its tokens again.
@@ -485,8 +485,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
 def _vocabulary(model: Any) -> Vocabulary:
     """Of a model's own attributes."""
-    own, size = getattr(model, "tokenizer", None), model.vocab_size
-    return vocabulary_of(None if own is None else OwnTokenizer(own), size, eos_ids_of(model, size))
+    return own_vocabulary(model, eos_ids_of(model, model.vocab_size))
 
 
 def _own_dtype(model: Any) -> str:

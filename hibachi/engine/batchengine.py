@@ -6,15 +6,15 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from hibachi.backend.array_backend import HostArray
+from hibachi.backend.layout import CacheSpec, Input
 from hibachi.engine.forms import Forms
 from hibachi.engine.health import Health
+from hibachi.engine.runners.meters import Meters
+from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.stats import Stats
-from hibachi.plan.limits import Limits
+from hibachi.engine.streams.stream import ItemStream
 from hibachi.request import Request
-from hibachi.runners.meters import Meters
-from hibachi.streams.stream import ItemStream
-from hibachi.tensor.array_backend import HostArray
-from hibachi.tensor.layout import CacheSpec, Input
 
 R = TypeVar("R")
 

@@ -10,20 +10,20 @@ from typing import Any
 
 from typing_extensions import override
 
+from hibachi.backend.array_backend import HostArray
 from hibachi.engine.conversions import Conversions
 from hibachi.engine.engine import Engine
 from hibachi.engine.forms import Forms
 from hibachi.engine.health import STALL_AFTER, Health
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.meters import Meters
+from hibachi.engine.runners.runner import Runner
+from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.stats import Stats
+from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
+from hibachi.engine.streams.loops import in_thread
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
-from hibachi.plan.scheduler import Scheduler
-from hibachi.runners.job import Job
-from hibachi.runners.meters import Meters
-from hibachi.runners.runner import Runner
-from hibachi.streams.closeable import CLOSE_WITHIN, Closing, waited
-from hibachi.streams.loops import in_thread
-from hibachi.tensor.array_backend import HostArray
 
 
 class BatchInference(Closing):
@@ -39,8 +39,8 @@ class BatchInference(Closing):
     and so does every later call.
     stall_after: seconds without a step, while work waits, after which `health` and the log report a stall; None means
     never.
-    record: a file for all plans of the scheduler, for `hibachi.recording.replay.replay`. None means only the last plans
-    are kept, in memory.
+    record: a file for all plans of the scheduler, for `hibachi.engine.recording.replay.replay`. None means only the
+    last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read; None means where the backend is asynchronous
     (CUDA).
     """
@@ -138,7 +138,7 @@ class BatchInference(Closing):
     def dump(self) -> dict[str, Any]:
         """The flight recorder: the plans of the last steps, which can be written as JSON. It holds no tokens.
 
-        With all events since the start (`complete`), `hibachi.recording.replay.replay` plays it again.
+        With all events since the start (`complete`), `hibachi.engine.recording.replay.replay` plays it again.
         """
         return self._worker.dump() if self._worker else {"complete": True, "events": []}
 

@@ -13,35 +13,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.layout import OwnCache, State
+from hibachi.backend.library import Library
+from hibachi.backend.nine import NineBackend
+from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import said_by
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
+from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.extra_inputs import Beside, check_taken, declared_by, kept_by, wanted
+from hibachi.engine.runners.frames import FrameSampler
+from hibachi.engine.runners.groups import Alone, Grouping, bucket
+from hibachi.engine.runners.heads import Head, Sampled, Tokens
+from hibachi.engine.runners.memory import position_bytes
+from hibachi.engine.runners.meters import Tally
+from hibachi.engine.runners.nine import NineRunner
+from hibachi.engine.runners.overlapping import OverlappingRunner
+from hibachi.engine.runners.owncache.runner import OwnCacheRunner
+from hibachi.engine.runners.owncache.step import takes_own_lengths
+from hibachi.engine.runners.runner import Runner
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.selfcheck import same_bits
+from hibachi.engine.runners.tokentable import IDS, Kind, Tables
+from hibachi.engine.runners.uncached import WholeRunner, takes_lengths
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import ConfigError, shown
-from hibachi.plan.limits import Limits
-from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
-from hibachi.runners.beside import Beside, check_taken, declared_by, kept_by, wanted
-from hibachi.runners.cached import CachedRunner
-from hibachi.runners.frames import FrameSampler
-from hibachi.runners.groups import Alone, Grouping, bucket
-from hibachi.runners.heads import Head, Sampled, Tokens
-from hibachi.runners.memory import position_bytes
-from hibachi.runners.meters import Tally
-from hibachi.runners.nine import NineRunner
-from hibachi.runners.overlapping import OverlappingRunner
-from hibachi.runners.owncache import OwnCacheRunner
-from hibachi.runners.ownstep import takes_own_lengths
-from hibachi.runners.runner import Runner
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.selfcheck import same_bits
-from hibachi.runners.tokentable import IDS, Kind, Tables
-from hibachi.runners.uncached import WholeRunner, takes_lengths
-from hibachi.shapes import CallShapes
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.layout import OwnCache, State
-from hibachi.tensor.library import Library
-from hibachi.tensor.nine import NineBackend
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 NO_LIMIT = 2**31 - 2

@@ -10,8 +10,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from hibachi.runners.guiding import Guided
-from hibachi.runners.job import Job
+from hibachi.engine.runners.guiding import Guided
+from hibachi.engine.runners.job import Job
 
 MOST_THREADS = 2
 NICE = 10  # steps come first

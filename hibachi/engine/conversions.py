@@ -15,6 +15,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.discover import backend_for
+from hibachi.backend.infer import mapped
 from hibachi.errors import (
     EngineFailed,
     HibachiError,
@@ -25,9 +28,6 @@ from hibachi.errors import (
     shown,
     text_of,
 )
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for
-from hibachi.tensor.whose import mapped
 
 ANSWER = 10.0  # longest time of a conversion in seconds, the wait for its turn included
 AT_ONCE = 4  # conversions of one engine that run at once

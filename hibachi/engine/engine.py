@@ -17,25 +17,34 @@ import numpy as np
 
 from hibachi.engine.budget import TokenBudget, guilty_of
 from hibachi.engine.compiling import Compiling
-from hibachi.engine.drafting import Drafting
+from hibachi.engine.guide.protocol import GuideFailed
 from hibachi.engine.promise import Promise
+from hibachi.engine.recording.recorder import Recorder
+from hibachi.engine.runners.faults import drop_frames, internal, no_room, too_late
+from hibachi.engine.runners.guiding import Guided, stuck
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.meters import Drafted, Meters
+from hibachi.engine.runners.runner import (
+    BaseRunner,
+    Flight,
+    Launcher,
+    Outcome,
+    Part,
+    Runner,
+    StepFailed,
+    raise_for_all,
+)
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Sent, StepPlan
+from hibachi.engine.scheduler.timeshares import TimeShares
+from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.stats import Counts, Stats
+from hibachi.engine.streams.loops import Wakeups
 from hibachi.engine.waits import Waits
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
-from hibachi.guide.protocol import GuideFailed
-from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
-from hibachi.plan.step import Sent, StepPlan
-from hibachi.plan.timeshares import TimeShares
-from hibachi.recording.recorder import Recorder
 from hibachi.request import Finish
-from hibachi.runners.faults import drop_frames, internal, no_room, too_late
-from hibachi.runners.guiding import Guided, stuck
-from hibachi.runners.job import Job
-from hibachi.runners.meters import Drafted, Meters
-from hibachi.runners.runner import BaseRunner, Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
-from hibachi.streams.loops import Wakeups
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # a command and its job; None means just wake up

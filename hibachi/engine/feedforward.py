@@ -11,31 +11,31 @@ from typing import Any, Generic
 import numpy as np
 from typing_extensions import TypeVar
 
+from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.infer import backend_of, prompt_backend
+from hibachi.backend.nine import NineBackend
+from hibachi.backend.protocol import Backend
+from hibachi.common.options import spelled
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import check_takes
 from hibachi.engine.conversions import output_row, said_by
 from hibachi.engine.declared import own_tokens
 from hibachi.engine.health import STALL_AFTER
+from hibachi.engine.ladder import Feedforward
 from hibachi.engine.prompts import NinePrompts, dtype_of
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.nine import NineFeedforwardRunner
+from hibachi.engine.runners.runner import Runner
+from hibachi.engine.runners.tokentable import Kind, misfits
+from hibachi.engine.runners.uncached import FeedforwardRunner
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.stream import Item, ItemStream, as_it_is
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
-from hibachi.model.ladder import Feedforward
-from hibachi.options import spelled
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
 from hibachi.request import PLAIN, Request, Terms, as_terms
-from hibachi.runners.job import Job
-from hibachi.runners.nine import NineFeedforwardRunner
-from hibachi.runners.runner import Runner
-from hibachi.runners.tokentable import Kind, misfits
-from hibachi.runners.uncached import FeedforwardRunner
-from hibachi.streams.channel import Channel
-from hibachi.streams.stream import Item, ItemStream, as_it_is
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.nine import NineBackend
-from hibachi.tensor.protocol import Backend
-from hibachi.tensor.whose import backend_of, prompt_backend
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 

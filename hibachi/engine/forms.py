@@ -6,16 +6,25 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hibachi.engine.guide.find import guides_for, installed
+from hibachi.engine.guide.protocol import Counted, Grammar, Guides, Vocabulary
 from hibachi.errors import UnsupportedOperation
-from hibachi.guide.find import guides_for, installed
-from hibachi.guide.protocol import Counted, Grammar, Guides, Vocabulary
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
 
+def own_vocabulary(model: Any, eos_ids: Sequence[int] = ()) -> Vocabulary:
+    """What a model's tokens stand for by its own attribute `tokenizer`: texts, if that has `token_bytes`."""
+    size = getattr(model, "vocab_size", None) or 0
+    spell = getattr(getattr(model, "tokenizer", None), "token_bytes", None)
+    if not callable(spell):
+        return vocabulary_of(None, size, eos_ids)
+    return Vocabulary([bytes(spell(i)) for i in range(size)], eos_ids=tuple(eos_ids))
+
+
 def vocabulary_of(tokenizer: Any, size: int, eos_ids: Sequence[int]) -> Vocabulary:
-    """What `size` tokens stand for. tokenizer: of `hibachi.model.text`; None gives a vocabulary without texts, and so
-    does one that does not spell its tokens.
+    """What `size` tokens stand for. tokenizer: of `hibachi.llm.tokenizers`; None gives a vocabulary without texts, and
+    so does one that does not spell its tokens.
     """
     if not getattr(tokenizer, "spells", False):
         return Vocabulary([b""] * size, eos_ids=tuple(eos_ids), texts=False)

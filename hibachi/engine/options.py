@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from hibachi.draft.config import SpeculativeConfig
-from hibachi.plan.policy import Policy
-from hibachi.tensor.protocol import Backend
+from hibachi.backend.protocol import Backend
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.speculation.config import SpeculativeConfig
 
 
 class EngineOptions(TypedDict, total=False):

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Generator
 from dataclasses import replace
 
-from hibachi.draft.config import SpeculativeConfig
-from hibachi.engine import speculation
 from hibachi.engine.batchengine import Facts
-from hibachi.runners.cached import CachedRunner
-from hibachi.runners.selfcheck import ProposalsDiffer, selfcheck, steps
-from hibachi.runners.trial import telling
+from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.selfcheck import ProposalsDiffer, selfcheck, steps
+from hibachi.engine.runners.trial import telling
+from hibachi.engine.speculation import choose as speculation
+from hibachi.engine.speculation.config import SpeculativeConfig
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 UNTRIED = "that other requests change no bit of one is being tried beside the first requests, and was not found false"

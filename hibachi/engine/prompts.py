@@ -8,16 +8,16 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.discover import backend_for
+from hibachi.backend.nine import NineBackend
+from hibachi.backend.protocol import BATCH_DIM
 from hibachi.engine.admission import check_ids
+from hibachi.engine.runners.nine import NineStops
+from hibachi.engine.runners.stops import Stopper, as_token
+from hibachi.engine.runners.tokentable import IDS, Kind, misfits
 from hibachi.errors import ConfigError, InvalidRequest, shown, text_of
 from hibachi.request import SamplingParams, StopRule, as_rule
-from hibachi.runners.nine import NineStops
-from hibachi.runners.stops import Stopper, as_token
-from hibachi.runners.tokentable import IDS, Kind, misfits
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for
-from hibachi.tensor.nine import NineBackend
-from hibachi.tensor.protocol import BATCH_DIM
 
 MOST_KINDS = 64  # that are remembered
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hibachi.draft.howmany import Costs
+from hibachi.engine.speculation.howmany import Costs
 
 WINDOW = 16  # steps that are waited for, until they are judged
 REST = 64, 4096  # steps between two such windows, at least and at most: twice as many each time that it did not pay

@@ -17,15 +17,15 @@ from typing import Any
 from hibachi.engine.admission import check_room
 from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
+from hibachi.engine.runners.faults import drop_frames
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.meters import Meters
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.stats import Stats
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.closeable import CLOSE_WITHIN
 from hibachi.errors import EngineClosed, EngineError, EngineFailed, HibachiError
-from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
-from hibachi.runners.faults import drop_frames
-from hibachi.runners.job import Job
-from hibachi.runners.meters import Meters
-from hibachi.streams.channel import Channel
-from hibachi.streams.closeable import CLOSE_WITHIN
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 MOST_PATIENCE = 3600.0  # longest sleep of the thread in seconds; longer ones overflow some clocks

@@ -15,7 +15,7 @@ from hibachi.offline.batch import Batch
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done, Watcher, run_batch
 from hibachi.offline.settings import SETTINGS, settle
-from hibachi.offline.works.columns import Columns
+from hibachi.offline.tasks.columns import Columns
 
 __all__ = ["Batch", "Columns", "Counts", "Done", "Watcher", "run", "run_batch"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from hibachi.errors import ConfigError
 from hibachi.offline.settings import settle
-from hibachi.offline.works import told
-from hibachi.offline.works.choose import TASKS, Task
-from hibachi.offline.works.columns import Columns
+from hibachi.offline.tasks import fingerprint as told
+from hibachi.offline.tasks.choose import TASKS, Task
+from hibachi.offline.tasks.columns import Columns
 
 PIPE = "-"  # as a name: standard input or output
 

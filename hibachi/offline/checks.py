@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hibachi.errors import ConfigError, printable
-from hibachi.model.extras import need
+from hibachi.llm.model.extras import need
 from hibachi.offline.batch import Batch
 from hibachi.offline.files import arrowtypes
 from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.files.sources import IN_WORDS, Sources
 from hibachi.offline.files.writers import Form
-from hibachi.offline.works.columns import Columns
-from hibachi.offline.works.work import Work
+from hibachi.offline.tasks.columns import Columns
+from hibachi.offline.tasks.task import Work
 
 MOST_NAMED = 20  # wrong rows, in a message
 

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from hibachi.engine.scheduler.compose import Composer
 from hibachi.errors import EngineFailed, HibachiError
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.journal import Journal
-from hibachi.offline.works.work import Full, Lost, Prepared, Result, RowError, Work
-from hibachi.plan.compose import Composer
+from hibachi.offline.tasks.task import Full, Lost, Prepared, Result, RowError, Work
 
 WINDOW_ROWS, WINDOW_BYTES = 4096, 64 << 20  # that are read and not started
 ALONE, GIVEN_UP = 2, 3  # losses of the engine after which a row runs alone, and after which it is an error

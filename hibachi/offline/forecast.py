@@ -11,33 +11,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hibachi.common.phases import duration
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import eos_ids_of
 from hibachi.engine.forms import Forms
+from hibachi.engine.scheduler.compose import Composer
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.errors import ConfigError, printable
-from hibachi.lm.named import model_named
-from hibachi.lm.own import is_own
-from hibachi.lm.texts import Texts
-from hibachi.model.extras import need
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import arch_of
-from hibachi.model.text.own import NoTokenizer, OwnTokenizer
+from hibachi.llm.model.extras import need
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import arch_of
+from hibachi.llm.own import is_own
+from hibachi.llm.remote.opening import generation_of, template_of
+from hibachi.llm.remote.settings import parsers_of
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokenizers.own import NoTokenizer, OwnTokenizer
+from hibachi.llm.users_model import model_named
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import check_columns
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
 from hibachi.offline.files.rows import BATCH
 from hibachi.offline.files.sources import Sources, expand
-from hibachi.offline.works.choose import names_of
-from hibachi.offline.works.lines import are_lines
-from hibachi.offline.works.textwork import EmbeddingWork, TextWork
-from hibachi.offline.works.work import Prepared, RowError, Work
-from hibachi.phases import duration
-from hibachi.plan.compose import Composer
-from hibachi.plan.limits import Limits
-from hibachi.remote.opening import generation_of, template_of
-from hibachi.remote.settings import parsers_of
+from hibachi.offline.tasks.choose import names_of
+from hibachi.offline.tasks.lines import are_lines
+from hibachi.offline.tasks.task import Prepared, RowError, Work
+from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork
 from hibachi.request import SamplingParams
-from hibachi.sim.steptime import StepTime, read_step_time
 
 BLOCK = 16  # positions of a cache block, where no setting says it
 CACHE = 1 << 30  # bytes, likewise
@@ -126,7 +126,7 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
     lines = batch.openai if batch.openai is not None else are_lines(sources.columns)
     if lines:
         need("msgspec", "Lines of OpenAI's batches", BATCH)
-        from hibachi.offline.works.openai import OpenAIWork
+        from hibachi.offline.tasks.openai import OpenAIWork
 
         names = batch.served_names or names_of(batch.settings.model)
         work = OpenAIWork(open_, names, seed=batch.seed, parsers=parsers_of(batch.settings))

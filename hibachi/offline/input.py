@@ -20,7 +20,7 @@ from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources, expand
 from hibachi.offline.files.writers import Form
 from hibachi.offline.journal import Journal
-from hibachi.offline.works.work import Work
+from hibachi.offline.tasks.task import Work
 
 LARGE = 256 << 20  # bytes of an input that takes a while to read
 FEW = 3  # edited rows, in a message

@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hibachi.common.installed import version
 from hibachi.errors import ConfigError, printable
-from hibachi.installed import version
-from hibachi.model.extras import need
+from hibachi.llm.model.extras import need
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done
 

@@ -25,11 +25,11 @@ from hibachi.offline.input import Input, same_input
 from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors
 from hibachi.offline.place import ERRORS, OUTPUT, Place, check_places
+from hibachi.offline.tasks import fingerprint as told
+from hibachi.offline.tasks.choose import work_of
+from hibachi.offline.tasks.lines import are_lines
+from hibachi.offline.tasks.task import Work
 from hibachi.offline.whole import part_of
-from hibachi.offline.works import told
-from hibachi.offline.works.choose import work_of
-from hibachi.offline.works.lines import are_lines
-from hibachi.offline.works.work import Work
 
 RETRY = "retry"  # a note: bytes of the journal when errors were to be computed again
 
@@ -165,7 +165,7 @@ class _Run:
     def _work(self, created: int, *, reading: bool = False) -> Work:
         batch = self._batch
         if batch.url is not None:
-            from hibachi.offline.works.urlwork import url_work
+            from hibachi.offline.tasks.urlwork import url_work
 
             return url_work(batch, lines=self._lines, created=created)
         return work_of(

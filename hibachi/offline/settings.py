@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from hibachi.remote.settings import CHAT, ENGINE, MODEL
-from hibachi.settings import settle as shared
-from hibachi.settings.kinds import Setting, choice, seconds
+from hibachi.common.settings import settle as shared
+from hibachi.common.settings.kinds import Setting, choice, seconds
+from hibachi.llm.remote.settings import CHAT, ENGINE, MODEL
 
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": MODEL,

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
 from typing import IO, Any
 
-from hibachi.api.errors import SERVER, Refused
-from hibachi.router.peek import Named, goes_on_from, look
-from hibachi.web.exchange import Gone
+from hibachi.llm.dialects.errors import SERVER, Refused
+from hibachi.router.inspect_body import Named, goes_on_from, look
+from hibachi.server.web.exchange import Gone
 
 log: logging.Logger = logging.getLogger("hibachi.route")
 IN_MEMORY = 1 << 20  # bytes

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from hibachi.router.places import context_of, target
+from hibachi.router.addresses import context_of, target
 from hibachi.router.upstreams import Place
 
 LONGEST_HEADER, MOST_LINES = 1 << 16, 256  # bytes of one header of an answer, and how many there may be

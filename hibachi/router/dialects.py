@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hibachi.api.dialects import ANTHROPIC, OPENAI, TGI, Dialect, Headers, spoken
-from hibachi.api.errors import Refused
-from hibachi.api.messages import answers as anthropic
+from hibachi.llm.dialects.dialects import ANTHROPIC, OPENAI, TGI, Dialect, Headers, spoken
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.messages import answers as anthropic
 from hibachi.router.routes import TGI as TGI_PATHS
 
 

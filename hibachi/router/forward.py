@@ -13,20 +13,20 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from hibachi.api.dialects import key_of
-from hibachi.api.errors import LIMITED, SERVER, Refused
+from hibachi.llm.dialects.dialects import key_of
+from hibachi.llm.dialects.errors import LIMITED, SERVER, Refused
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
 from hibachi.router.client import Client, Headers, NoAnswer, is_ours, not_http, not_opened, words
 from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import answered, drain, failed, put_back
-from hibachi.router.line import Lines, NoSlot, may_have
-from hibachi.router.passing import Idle, without_hops
 from hibachi.router.policies import Ask
+from hibachi.router.proxying import Idle, without_hops
+from hibachi.router.queue import Lines, NoSlot, may_have
 from hibachi.router.routes import Kind
 from hibachi.router.upstreams import State, Times, Upstream
-from hibachi.web.deadlines import cut
-from hibachi.web.exchange import Exchange
+from hibachi.server.web.deadlines import cut
+from hibachi.server.web.exchange import Exchange
 
 log: logging.Logger = logging.getLogger("hibachi.route")
 HELD = 1 << 20  # bytes of an answer that is kept while another upstream is tried

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hibachi.common.installed import entry_points
 from hibachi.errors import ConfigError
-from hibachi.installed import entry_points
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.policies import (
     LeastConnection,

@@ -14,31 +14,31 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
+from hibachi.router.addresses import places_of, resolved
+from hibachi.router.app import Door
 from hibachi.router.checks import Checks
 from hibachi.router.client import Client
 from hibachi.router.dialects import as_anthropic, dialect_of
-from hibachi.router.door import Door
 from hibachi.router.fleet import Fleet
 from hibachi.router.forward import Forwarder, Patience
 from hibachi.router.health import Thresholds
-from hibachi.router.line import Lines
 from hibachi.router.metrics import PLAIN, Page
-from hibachi.router.places import places_of, resolved
 from hibachi.router.policynames import policy_of
+from hibachi.router.queue import Lines
 from hibachi.router.routes import Routes
 from hibachi.router.status import told
 from hibachi.router.upstreams import Place, Upstream
-from hibachi.web.access import tell_of_none
-from hibachi.web.address import bound
-from hibachi.web.certificate import Certificate, certificate_of
-from hibachi.web.cors import EVERY, Cors, origins_of
-from hibachi.web.exchange import Exchange
-from hibachi.web.hosts import Hosts, hosts_for
-from hibachi.web.keys import tenants_of
-from hibachi.web.logs import log_to_stderr
-from hibachi.web.server import Config, Server, config_of
-from hibachi.web.signals import ending
-from hibachi.web.tenants import Tenants
+from hibachi.server.web.access import tell_of_none
+from hibachi.server.web.address import bound
+from hibachi.server.web.certificate import Certificate, certificate_of
+from hibachi.server.web.cors import EVERY, Cors, origins_of
+from hibachi.server.web.exchange import Exchange
+from hibachi.server.web.hosts import Hosts, hosts_for
+from hibachi.server.web.keys import tenants_of
+from hibachi.server.web.logs import log_to_stderr
+from hibachi.server.web.server import Config, Server, config_of
+from hibachi.server.web.signals import ending
+from hibachi.server.web.tenants import Tenants
 
 log: logging.Logger = logging.getLogger("hibachi.route")
 

@@ -7,10 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from hibachi.common.settings import settle as shared
+from hibachi.common.settings.kinds import SWITCH, Setting, integer, seconds, size, text, texts
 from hibachi.errors import ConfigError
-from hibachi.settings import settle as shared
-from hibachi.settings.kinds import SWITCH, Setting, integer, seconds, size, text, texts
-from hibachi.web.settings import ADDRESS, LOG
+from hibachi.server.web.settings import ADDRESS, LOG
 
 LIMIT, TIBS_LIMIT = 64, 1  # requests of an upstream at once: ours, and that of text-inference-batcher
 TABLES = ("upstream",)  # of the configuration, besides settings
@@ -68,7 +68,7 @@ table = partial(shared.table, SETTINGS)
 
 
 def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None) -> SimpleNamespace:
-    """See `hibachi.settings.settle`. With UPSTREAMS in the environment, defaults are those of text-inference-batcher.
+    """See `hibachi.common.settings.settle`. With UPSTREAMS in the environment, defaults are text-inference-batcher's.
 
     `tib`: is that so? `config`: the file. Raises ConfigError.
     """

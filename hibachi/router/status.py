@@ -9,7 +9,7 @@ from typing import Any
 
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.router.fleet import Fleet
-from hibachi.router.line import Lines
+from hibachi.router.queue import Lines
 
 
 def told(fleet: Fleet, lines: Lines, policy: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.backend.array_backend import ArrayBackend
 
 FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.*)')
 HOME = Path(__file__).parents[2]  # of the package, and of the suite in a checkout

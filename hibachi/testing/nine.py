@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.backend.array_backend import ArrayBackend, array_type
+from hibachi.backend.nine import OPERATIONS, NineBackend
 from hibachi.errors import ConfigError
-from hibachi.tensor.array_backend import ArrayBackend, array_type
-from hibachi.tensor.nine import OPERATIONS, NineBackend
 
 MAKERS = "asarray", "array", "tensor"  # what libraries call the function that makes an array of a NumPy array
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.discover import available_backends, known, resolve_any, why_missing
+from hibachi.backend.nine import NineBackend
 from hibachi.errors import HibachiError
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import available_backends, known, resolve_any, why_missing
-from hibachi.tensor.nine import NineBackend
 from hibachi.testing.causes import cause_of, places
 from hibachi.testing.gaps import Gap, read_gaps
 from hibachi.testing.journal import Journal, Replay, facts

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hibachi.installed import version
+from hibachi.common.installed import version
 from hibachi.testing.causes import Cause, normal, short
 from hibachi.testing.gaps import Gap
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.layout import CacheSpec, OwnCache, Paged, State, StepInputs
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.layout import CacheSpec, OwnCache, Paged, State, StepInputs
 
 VOCAB = 10
 SURE = 1000.0

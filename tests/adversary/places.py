@@ -16,11 +16,11 @@ import numpy as np
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, SamplingParams, Terms, load_model
-from hibachi.lm.texts import Texts
-from hibachi.model.files import TINY, locate, open_files
-from hibachi.model.text.own import OwnTokenizer
-from hibachi.plan.policy import Priority
-from hibachi.remote.llm import RemoteLLM
+from hibachi.engine.scheduler.policy import Priority
+from hibachi.llm.model.files import TINY, locate, open_files
+from hibachi.llm.remote.llm import RemoteLLM
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokenizers.own import OwnTokenizer
 
 from . import hostile
 from .drawn import STOP, WORDS, Predicate, Processor

@@ -25,8 +25,8 @@ from hibachi import (
     Paged,
     SamplingParams,
 )
-from hibachi.shapes import CallShapes
-from hibachi.streams.merge import amerge, await_any, merge, wait_any
+from hibachi.common.shapes import CallShapes
+from hibachi.engine.streams.merge import amerge, await_any, merge, wait_any
 from hibachi.testing.toys import SumBoth, SumFrames, SumLogits, SumPaged, SumState, expected
 
 PATIENCE = 20  # seconds until a test that hangs fails

@@ -32,12 +32,12 @@ from hibachi import (
     StopRule,
     Terms,
 )
-from hibachi.plan.policy import Fair, Fcfs, Priority
-from hibachi.recording.replay import read, replay
+from hibachi.common.shapes import CallShapes
+from hibachi.engine.recording.replay import read, replay
+from hibachi.engine.runners import inputs
+from hibachi.engine.runners.faults import MOST_TEXT
+from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority
 from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
-from hibachi.runners import inputs
-from hibachi.runners.faults import MOST_TEXT
-from hibachi.shapes import CallShapes
 from hibachi.testing.toys import SumLogits, SumPaged, expected
 
 from ..engine.models import Background, Gate, GatedNumpy, Next, ints, until
@@ -79,7 +79,7 @@ def test_c1_min_tokens_beyond_what_fits_keeps_stop_tokens_away_up_to_the_end():
 
 
 def test_c1_a_generation_config_with_a_huge_top_k(tmp_path):
-    from hibachi.model.generation import Generation
+    from hibachi.llm.model.generation import Generation
 
     (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648, "max_new_tokens": 1e400}')
     with pytest.raises(hibachi.InvalidModelFiles, match="max_tokens"):
@@ -386,7 +386,7 @@ def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
     def lower(*args, **options):
         raise IndexError("a defect")
 
-    lower = exec_in("hibachi.plan.lower", lower)
+    lower = exec_in("hibachi.engine.scheduler.lower", lower)
     for name in ("lower", "lower_one"):
         monkeypatch.setattr(inputs, name, lower)
     with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):

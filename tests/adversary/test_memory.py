@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, NumpyBackend, SamplingParams
+from hibachi.backend.kernels.library import why_missing
+from hibachi.engine.runners import tokentable
+from hibachi.engine.runners.tokentable import History, TokenTable
 from hibachi.errors import InvalidModelFiles
-from hibachi.kernels.library import why_missing
-from hibachi.model import rope
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import load_model
-from hibachi.runners import tokentable
-from hibachi.runners.tokentable import History, TokenTable
+from hibachi.llm.model import rope
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import load_model
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, SumTokens, expected
 from tests.engine.models import PATIENCE, Background, ints, until
 

@@ -18,8 +18,8 @@ from hibachi import (
     InvalidModelOutput,
     InvalidRequest,
 )
-from hibachi.runners.nine import taken
-from hibachi.tensor.nine import OPERATIONS
+from hibachi.backend.nine import OPERATIONS
+from hibachi.engine.runners.nine import taken
 
 from ..engine.models import ints
 

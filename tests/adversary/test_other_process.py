@@ -23,7 +23,11 @@ import hibachi.errors
 from hibachi import SamplingParams
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.health import Health
+from hibachi.engine.runners.meters import Meters
+from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.stats import Stats
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.loops import Wakeups
 from hibachi.errors import (
     ConfigError,
     EngineClosed,
@@ -35,16 +39,12 @@ from hibachi.errors import (
     NonFiniteOutput,
     QueueFull,
 )
-from hibachi.plan.limits import Limits
-from hibachi.remote import engine as remote
-from hibachi.remote import process, sender
-from hibachi.remote.child import Child, Outbox, OutChannel, Ready, _portable
-from hibachi.remote.engine import RemoteEngine
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.remote import engine as remote
+from hibachi.llm.remote import process, sender
+from hibachi.llm.remote.child import Child, Outbox, OutChannel, Ready, _portable
+from hibachi.llm.remote.engine import RemoteEngine
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
-from hibachi.runners.meters import Meters
-from hibachi.streams.channel import Channel
-from hibachi.streams.loops import Wakeups
 from tests.engine.models import PATIENCE, Background, until
 
 LONG = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)

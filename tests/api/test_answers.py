@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from hibachi.api.answers import (
+from hibachi.llm.dialects.errors import Refused, body_of
+from hibachi.llm.dialects.openai.answers import (
     DONE,
     ChatAnswer,
     ChatChoice,
@@ -37,7 +38,6 @@ from hibachi.api.answers import (
     prompt_scores,
     usage,
 )
-from hibachi.api.errors import Refused, body_of
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
 INF = float("inf")

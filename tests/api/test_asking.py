@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from hibachi.api import asking
-from hibachi.api.asking import Asked
-from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
-from hibachi.api.errors import Refused
+from hibachi.llm.chatformat.format import PLAIN as PLAIN_FORMAT
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai import parse as asking
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
+from hibachi.llm.dialects.openai.parse import Asked
 from hibachi.request import SamplingParams, Terms
-from hibachi.tools.format import PLAIN as PLAIN_FORMAT
-from hibachi.tools.reading.reader import AnswerReader
 
 # What the server was started with; none of it is a default of SamplingParams.
 SERVER = SamplingParams(

@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 from msgspec import UNSET, Struct
 
-from hibachi.api.bodies import (
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.forms import (
+    GivenSchema,
+    JsonFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    RegexFormat,
+    Structured,
+    TextFormat,
+)
+from hibachi.llm.dialects.messages.bodies import MessagesBody
+from hibachi.llm.dialects.openai.bodies import (
     IGNORED,
     Bounds,
     ChatBody,
@@ -29,19 +41,7 @@ from hibachi.api.bodies import (
     read,
     taken,
 )
-from hibachi.api.errors import Refused
-from hibachi.api.forms import (
-    GivenSchema,
-    JsonFormat,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    NamedSchema,
-    RegexFormat,
-    Structured,
-    TextFormat,
-)
-from hibachi.api.messages.bodies import MessagesBody
-from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.llm.dialects.responses.bodies import ResponsesBody
 
 NAMES = ("bodies", "forms", "messages.bodies", "responses.bodies", "responses.items", "tgi.bodies", "tokens.bodies")
 SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
@@ -360,7 +360,7 @@ def each(what):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_record_takes_a_field_that_it_does_not_know(name):
     """A misspelt field is an error wherever it stands."""
-    module = import_module(f"hibachi.api.{name}")
+    module = import_module(f"hibachi.llm.dialects.{name}")
     records = [c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, Struct)]
     own = [c for c in records if c.__module__ == module.__name__ and not c.__name__.startswith("_")]
     assert own and not [c.__name__ for c in own if not c.__struct_config__.forbid_unknown_fields]

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.api.conversation import check_values, conversation, refusing
-from hibachi.api.errors import Refused
-from hibachi.model.text.chat import render_chat
-from hibachi.tools.history import rendered
+from hibachi.llm.chatformat.history import rendered
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.conversation import check_values, conversation, refusing
+from hibachi.llm.tokenizers.chat import render_chat
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 TURNS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"

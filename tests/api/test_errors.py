@@ -8,9 +8,9 @@ import inspect
 import pytest
 
 from hibachi import errors
-from hibachi.api.answers import encode
-from hibachi.api.errors import Refused, as_refused, body_of
 from hibachi.errors import EngineFailed, HibachiError, InvalidRequest, InvalidTensorOperation, QueueFull
+from hibachi.llm.dialects.errors import Refused, as_refused, body_of
+from hibachi.llm.dialects.openai.answers import encode
 
 ANSWERS = {  # class: status, type, code, and whether trying again may help
     "InvalidRequest": (400, "invalid_request_error", None, False),

@@ -6,16 +6,17 @@ import json
 
 import pytest
 
-from hibachi.api import asking, forms
-from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, read
-from hibachi.api.errors import Refused
-from hibachi.api.forms import refused as refusal
-from hibachi.api.tgi.asking import generation
-from hibachi.api.tgi.bodies import GenerateBody
-from hibachi.api.tgi.limits import TgiLimits
-from hibachi.api.tokens.asking import asked_of
-from hibachi.api.tokens.bodies import Given
 from hibachi.errors import InvalidRequest
+from hibachi.llm.dialects import forms
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.forms import refused as refusal
+from hibachi.llm.dialects.openai import parse as asking
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, read
+from hibachi.llm.dialects.tgi.bodies import GenerateBody
+from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.dialects.tgi.parse import generation
+from hibachi.llm.dialects.tokens.bodies import Given
+from hibachi.llm.dialects.tokens.parse import asked_of
 from hibachi.request import SamplingParams
 from hibachi.structured import MOST_BYTES, StructuredOutputs
 

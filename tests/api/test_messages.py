@@ -8,16 +8,16 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from hibachi.api.bodies import read
-from hibachi.api.dialects import ANTHROPIC, key_of, spoken
-from hibachi.api.errors import Refused, as_refused
-from hibachi.api.messages.answers import SIGNATURE, ToolUseBlock, model, models
-from hibachi.api.messages.asking import SWITCHES, chat_of, told_as_sent
-from hibachi.api.messages.bodies import PAGE, CountBody, MessagesBody
-from hibachi.api.messages.writing import Blocks, joined, named
-from hibachi.api.weight import check_weight
 from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
-from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
+from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
+from hibachi.llm.dialects.dialects import ANTHROPIC, key_of, spoken
+from hibachi.llm.dialects.errors import Refused, as_refused
+from hibachi.llm.dialects.json_limits import check_weight
+from hibachi.llm.dialects.messages.answers import SIGNATURE, ToolUseBlock, model, models
+from hibachi.llm.dialects.messages.bodies import PAGE, CountBody, MessagesBody
+from hibachi.llm.dialects.messages.parse import SWITCHES, chat_of, told_as_sent
+from hibachi.llm.dialects.messages.writing import Blocks, joined, named
+from hibachi.llm.dialects.openai.bodies import read
 
 ON, OFF = (dict.fromkeys(SWITCHES, on) for on in (True, False))
 HELLO = {"role": "user", "content": "hello"}

@@ -10,11 +10,11 @@ import pytest
 from msgspec import Raw, to_builtins
 from numpy.testing import assert_allclose
 
-from hibachi.api import ranking
-from hibachi.api.bodies import Bounds, RerankBody, ScoreBody, read
-from hibachi.api.errors import Refused
-from hibachi.api.vectors import shortened
 from hibachi.errors import ModelError
+from hibachi.llm.dialects import ranking
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.bodies import Bounds, RerankBody, ScoreBody, read
+from hibachi.llm.dialects.vectors import shortened
 
 SMALL = Bounds(prompts=3)
 

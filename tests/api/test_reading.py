@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from hibachi.api.asking import Asked
-from hibachi.api.errors import Refused
-from hibachi.api.reading import Reading
-from hibachi.api.truncation import Truncation
 from hibachi.errors import InvalidRequest, PromptTooLong
-from hibachi.model.text.prompts import Prompts
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.reading import Reading
+from hibachi.llm.dialects.truncation import Truncation
+from hibachi.llm.tokenizers.prompts import Prompts
 from hibachi.request import SamplingParams, Terms
 
 

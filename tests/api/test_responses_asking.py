@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("msgspec")
 
 
-from hibachi.api.bodies import Bounds, read
-from hibachi.api.conversation import conversation
-from hibachi.api.errors import Refused
-from hibachi.api.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from hibachi.api.responses.asking import LOGPROBS, as_chat, own_items, shortened, starts, told_as_sent, turns
-from hibachi.api.responses.bodies import ResponsesBody
-from hibachi.api.responses.items import as_kept, kept
 from hibachi.errors import PromptTooLong
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from hibachi.llm.dialects.openai.bodies import Bounds, read
+from hibachi.llm.dialects.openai.conversation import conversation
+from hibachi.llm.dialects.responses.bodies import ResponsesBody
+from hibachi.llm.dialects.responses.items import as_kept, kept
+from hibachi.llm.dialects.responses.parse import LOGPROBS, as_chat, own_items, shortened, starts, told_as_sent, turns
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 BOUNDS = Bounds()

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from hibachi.api.errors import Refused
-from hibachi.api.responses.items import FunctionCallOutput, ItemReference, Message, as_kept, given
-from hibachi.api.responses.store import OVERHEAD, Known, Store, Stores, as_items, resolved
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.responses.items import FunctionCallOutput, ItemReference, Message, as_kept, given
+from hibachi.llm.dialects.responses.store import OVERHEAD, Known, Store, Stores, as_items, resolved
 
 
 class Clock:
@@ -140,7 +140,7 @@ def test_what_is_not_used_for_long_is_forgotten(clock):
 
 
 def test_what_others_have_not_used_is_gone_as_well(clock, monkeypatch):
-    monkeypatch.setattr("hibachi.api.responses.store.time.monotonic", clock)
+    monkeypatch.setattr("hibachi.llm.dialects.responses.store.time.monotonic", clock)
     stores = Stores()
     store = stores.of("a")
     keep(store, "x", [said("one")])

@@ -12,15 +12,15 @@ pytest.importorskip("msgspec")
 
 import msgspec
 
-from hibachi.api.answers import TokenLogprob, Vocabulary
-from hibachi.api.asking import Asked
-from hibachi.api.errors import Refused
-from hibachi.api.responses.bodies import ReasoningAsked, ResponsesBody
-from hibachi.api.responses.writing import ResponsesWriter, _of_text
 from hibachi.errors import EngineClosed
+from hibachi.llm.chatformat.format import PLAIN, CallArguments, CallBegun, CallEnded, Reasoned, Said
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.answers import TokenLogprob, Vocabulary
+from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.responses.bodies import ReasoningAsked, ResponsesBody
+from hibachi.llm.dialects.responses.writing import ResponsesWriter, _of_text
+from hibachi.llm.textstream import Choice, Piece
 from hibachi.request import Finish, SamplingParams, Terms
-from hibachi.streams.textstream import Choice, Piece
-from hibachi.tools.format import PLAIN, CallArguments, CallBegun, CallEnded, Reasoned, Said
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 WORDS = Vocabulary(lambda i: b"<%d>" % i, lambda ids: "".join(f"<{i}>" for i in ids))

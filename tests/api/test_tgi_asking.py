@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from hibachi.api.bodies import Bounds, read
-from hibachi.api.dialects import TGI, TGI_STREAM
-from hibachi.api.errors import Refused, as_refused
-from hibachi.api.tgi.asking import fit, generation
-from hibachi.api.tgi.bodies import GenerateBody, fields_of
-from hibachi.api.tgi.limits import TgiLimits
 from hibachi.errors import EngineFailed, InternalError, ModelError, OutOfCapacity, PromptTooLong, QueueFull
+from hibachi.llm.dialects.dialects import TGI, TGI_STREAM
+from hibachi.llm.dialects.errors import Refused, as_refused
+from hibachi.llm.dialects.openai.bodies import Bounds, read
+from hibachi.llm.dialects.tgi.bodies import GenerateBody, fields_of
+from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.dialects.tgi.parse import fit, generation
 
 LIMITS = TgiLimits(2, 3, 4, 5, 6)
 CONTEXT = 100

@@ -11,22 +11,22 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from hibachi.api.answers import Vocabulary, encode
-from hibachi.api.bodies import Bounds, read
-from hibachi.api.errors import Refused
-from hibachi.api.tgi.answers import ChatTokenizeResponse, Info, SimpleToken, simple_tokens
-from hibachi.api.tgi.asking import fit, generation
-from hibachi.api.tgi.bodies import GenerateBody
-from hibachi.api.tgi.limits import TgiLimits
-from hibachi.api.tgi.writing import GenerateWriter, Words
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import EngineClosed
-from hibachi.model.text import Detokenizer
-from hibachi.model.text.own import OwnTokenizer
-from hibachi.model.text.tokenizer import Tokenizer
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.answers import Vocabulary, encode
+from hibachi.llm.dialects.openai.bodies import Bounds, read
+from hibachi.llm.dialects.tgi.answers import ChatTokenizeResponse, Info, SimpleToken, simple_tokens
+from hibachi.llm.dialects.tgi.bodies import GenerateBody
+from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.dialects.tgi.parse import fit, generation
+from hibachi.llm.dialects.tgi.writing import GenerateWriter, Words
+from hibachi.llm.textstream import TextChoice, TextStream
+from hibachi.llm.tokenizers import Detokenizer
+from hibachi.llm.tokenizers.own import OwnTokenizer
+from hibachi.llm.tokenizers.tokenizer import Tokenizer
 from hibachi.request import Finish
-from hibachi.streams.channel import Channel
-from hibachi.streams.stream import ItemStream
-from hibachi.streams.textstream import TextChoice, TextStream
 
 DATA = Path(__file__).parents[1] / "data"
 END, PROMPT = 2, "It is"

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from hibachi.api.thought import Thought
-from hibachi.tools.format import THINK, ChatFormat, Thinking
-from hibachi.tools.reading.reader import AnswerReader
-from hibachi.tools.templates.known import KNOWN
+from hibachi.llm.chatformat.format import THINK, ChatFormat, Thinking
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.templates.known import KNOWN
+from hibachi.llm.dialects.thought import Thought
 
 from ..tools.made import BOX, FORMATS, pieces_of
 from ..tools.test_parser import CALL, text_with_markers

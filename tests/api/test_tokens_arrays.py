@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from hibachi.api.errors import Refused
-from hibachi.api.tokens.arrays import MOST_RANK, as_lists, as_npy, of_json, of_msgpack, of_npy, plain
 from hibachi.errors import ModelError
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.tokens.arrays import MOST_RANK, as_lists, as_npy, of_json, of_msgpack, of_npy, plain
 
 pack = msgspec.msgpack.encode
 

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from hibachi.api.bodies import Bounds
-from hibachi.api.errors import Refused
-from hibachi.api.tokens.accept import Accept, media_type
-from hibachi.api.tokens.arrays import as_npy
-from hibachi.api.tokens.asking import asked_of, check_room
-from hibachi.api.tokens.bodies import Given, of_query
-from hibachi.api.tokens.writing import NDJSON, SSE, STREAMS, WHOLE
 from hibachi.errors import PromptTooLong
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.llm.dialects.tokens.accept import Accept, media_type
+from hibachi.llm.dialects.tokens.arrays import as_npy
+from hibachi.llm.dialects.tokens.bodies import Given, of_query
+from hibachi.llm.dialects.tokens.parse import asked_of, check_room
+from hibachi.llm.dialects.tokens.writing import NDJSON, SSE, STREAMS, WHOLE
 from hibachi.request import SamplingParams
 
 JSON, MSGPACK, NPY = WHOLE[0], WHOLE[2], WHOLE[1]

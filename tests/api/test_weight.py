@@ -8,10 +8,10 @@ import time
 import msgspec
 import pytest
 
-from hibachi.api import weight
-from hibachi.api.bodies import ChatBody, CompletionBody, read
-from hibachi.api.errors import Refused
-from hibachi.api.weight import DEEPEST, LIGHT, MOST, check_packed_weight, check_weight, may_be_deep
+from hibachi.llm.dialects import json_limits as weight
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.json_limits import DEEPEST, LIGHT, MOST, check_packed_weight, check_weight, may_be_deep
+from hibachi.llm.dialects.openai.bodies import ChatBody, CompletionBody, read
 
 
 def weighed(value):

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from hibachi import LLM
-from hibachi.api.answers import Vocabulary, encode
-from hibachi.api.asking import chat, completion
-from hibachi.api.bodies import Bounds, ChatBody, CompletionBody
-from hibachi.api.chatwriting import ChatWriter
-from hibachi.api.writing import CompletionWriter
+from hibachi.llm.dialects.openai.answers import Vocabulary, encode
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody
+from hibachi.llm.dialects.openai.chatwriting import ChatWriter
+from hibachi.llm.dialects.openai.parse import chat, completion
+from hibachi.llm.dialects.openai.writing import CompletionWriter
 from hibachi.request import SamplingParams
 
 PROMPT = list(range(5, 45))

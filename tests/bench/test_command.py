@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from hibachi.bench import work
 from hibachi.cli import main
+from hibachi.testing.bench import work
 
 TINY_WORK = ["--requests", "3", "--repeat", "1", "--max-num-seqs", "4", "--no-bound"]
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from hibachi.bench.engines.figures import Slo, figures, read_results, summarise
-from hibachi.bench.engines.process import Answered, Ran
-from hibachi.bench.machine import CONTENDED, Use
-from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError
+from hibachi.testing.bench.engines.figures import Slo, figures, read_results, summarise
+from hibachi.testing.bench.engines.process import Answered, Ran
+from hibachi.testing.bench.machine import CONTENDED, Use
+from hibachi.testing.bench.work import TimedRequest
 
 REQUESTS = [TimedRequest(0, 0.0, [1, 2], 3), TimedRequest(1, 1.0, [1, 2, 3], 2)]
 ANSWERS = [Answered(0, 0.0, [0.5, 0.6, 0.9], [7, 8, 9]), Answered(1, 1.0, [1.2, 2.0], [7, 8])]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hibachi import LLM
-from hibachi.bench.steps.fit import Samples, fit, measure
 from hibachi.cli import main
+from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.errors import ConfigError
-from hibachi.sim.steptime import StepTime, read_step_time
+from hibachi.testing.bench.steps.fit import Samples, fit, measure
 
 TRUE = StepTime(step=3e-3, token=50e-6, row=20e-6, position=40e-9, pair=2e-9)
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.bench.engines.process import EngineSetup, Process
-from hibachi.bench.work import TimedRequest, at_rate
 from hibachi.errors import EngineFailed
+from hibachi.testing.bench.engines.process import EngineSetup, Process
+from hibachi.testing.bench.work import TimedRequest, at_rate
 
 WORK = [TimedRequest(0, 0.0, [5, 6, 7], 6), TimedRequest(1, 0.0, [9] * 20, 3), TimedRequest(2, 0.0, [11, 12], 9)]
 LATER = [TimedRequest(i, 0.05 * i, [5 + i] * 4, 3) for i in range(4)]
@@ -201,7 +201,7 @@ def expected():
 
 
 def test_hibachi(expected):
-    from hibachi.model.files import TINY
+    from hibachi.llm.model.files import TINY
 
     with Process(setup("hibachi", TINY, profile=True, max_num_batched_tokens=32)) as p:
         ran = p.run(WORK)
@@ -214,7 +214,7 @@ def test_hibachi(expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["static", "continuous"])
 def test_transformers_writes_the_same(expected, way):
-    from hibachi.model.files import TINY
+    from hibachi.llm.model.files import TINY
 
     pytest.importorskip("transformers")
     with Process(setup("transformers", TINY, way=way, batch=2)) as p:

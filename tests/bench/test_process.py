@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from hibachi.bench.engines import process
-from hibachi.bench.engines.process import EngineSetup, Process
-from hibachi.bench.engines.session import Session
-from hibachi.bench.machine import Watch
-from hibachi.bench.work import TimedRequest, write
 from hibachi.errors import ConfigError, EngineFailed
+from hibachi.testing.bench.engines import process
+from hibachi.testing.bench.engines.process import EngineSetup, Process
+from hibachi.testing.bench.engines.session import Session
+from hibachi.testing.bench.machine import Watch
+from hibachi.testing.bench.work import TimedRequest, write
 
 ECHO = """
 import sys, time

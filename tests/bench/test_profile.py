@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
-from hibachi.bench.steps.profile import FORWARD, PARTS, Profile, StepProfile, from_json, kinds, table
 from hibachi.errors import ConfigError
+from hibachi.testing.bench.steps.profile import FORWARD, PARTS, Profile, StepProfile, from_json, kinds, table
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

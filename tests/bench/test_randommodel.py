@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.bench import randommodel
-from hibachi.bench.randommodel import SHAPES, write_model
 from hibachi.errors import ConfigError
-from hibachi.model.describe import describe
+from hibachi.llm.model.describe import describe
+from hibachi.testing.bench import randommodel
+from hibachi.testing.bench.randommodel import SHAPES, write_model
 
 SMALL = {
     "hidden_size": 64,
@@ -45,7 +45,7 @@ def test_the_seed_decides(folder, tmp_path):
 
 
 def test_weights_are_spread_as_they_should_be(folder):
-    from hibachi.model.weights import Checkpoint
+    from hibachi.llm.model.weights import Checkpoint
 
     weights = Checkpoint(folder)
     embed = weights["model.embed_tokens.weight"]

@@ -2,12 +2,12 @@
 
 import pytest
 
-from hibachi.bench import plot
-from hibachi.bench.engines.report import page, tables, text
-from hibachi.bench.plot import plot_growth, plot_profile, plot_results
-from hibachi.bench.steps.growth import Cliff, Point
-from hibachi.bench.steps.profile import StepProfile
 from hibachi.errors import ConfigError
+from hibachi.testing.bench import plot
+from hibachi.testing.bench.engines.report import page, tables, text
+from hibachi.testing.bench.plot import plot_growth, plot_profile, plot_results
+from hibachi.testing.bench.steps.growth import Cliff, Point
+from hibachi.testing.bench.steps.profile import StepProfile
 
 from .test_figures import run
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from hibachi.bench import work
-from hibachi.bench.steps import roofline
-from hibachi.bench.steps.roofline import Ceilings, bound
-from hibachi.bench.work import TimedRequest
-from hibachi.model.describe import describe
-from hibachi.model.files import TINY
-from hibachi.tensor.discover import resolve
+from hibachi.backend.discover import resolve
+from hibachi.llm.model.describe import describe
+from hibachi.llm.model.files import TINY
+from hibachi.testing.bench import work
+from hibachi.testing.bench.steps import roofline
+from hibachi.testing.bench.steps.roofline import Ceilings, bound
+from hibachi.testing.bench.work import TimedRequest
 
 ARCH = describe(TINY).arch
 BODY = 4 * (256 * 64 * (4 + 2 * 2) + 4 * 64 * 256 + 3 * 256 * 640)  # qkv, o, gate, up, down of four layers

@@ -12,16 +12,16 @@ from itertools import islice, pairwise
 
 import pytest
 
-from hibachi.bench import work
-from hibachi.bench.engines.figures import Slo
-from hibachi.bench.load import report, traffic
-from hibachi.bench.load.generator import Generator, check, model_of
-from hibachi.bench.load.traffic import Ask, Form
 from hibachi.cli import main
+from hibachi.engine.simulator.trace import read_trace
 from hibachi.errors import ConfigError
-from hibachi.sim.trace import read_trace
-from hibachi.web.client import Client, Unreachable, Url
-from hibachi.web.wire import BadAnswer, Events, Response
+from hibachi.server.web.client import Client, Unreachable, Url
+from hibachi.server.web.wire import BadAnswer, Events, Response
+from hibachi.testing.bench import work
+from hibachi.testing.bench.engines.figures import Slo
+from hibachi.testing.bench.load import report, traffic
+from hibachi.testing.bench.load.generator import Generator, check, model_of
+from hibachi.testing.bench.load.traffic import Ask, Form
 
 
 def splits(data, seed):
@@ -448,9 +448,9 @@ def test_percentiles_and_warnings():
 def served():
     """A real server of the tiny model, in a thread."""
     uvicorn = pytest.importorskip("uvicorn")
-    from hibachi.lm.own import open_texts
-    from hibachi.serve.app import application
-    from hibachi.serve.served import Served
+    from hibachi.llm.own import open_texts
+    from hibachi.server.app import application
+    from hibachi.server.served import Served
 
     with open_texts("tiny", max_num_seqs=8) as texts:
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"

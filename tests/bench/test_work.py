@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from hibachi.bench import work
-from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError
+from hibachi.testing.bench import work
+from hibachi.testing.bench.work import TimedRequest
 
 VOCABULARY = 5000
 

@@ -14,7 +14,7 @@ import hibachi
 from hibachi.cli import chat
 from hibachi.cli.main import main
 from hibachi.errors import ConfigError
-from hibachi.model.files import TINY
+from hibachi.llm.model.files import TINY
 
 from .terminal import Terminal
 

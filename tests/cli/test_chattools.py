@@ -8,10 +8,10 @@ import pytest
 from hibachi.cli import chat
 from hibachi.cli.chattools import MOST_TURNS, Functions, results
 from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.llm.chatformat.asked import toolbox_of
+from hibachi.llm.chatformat.tools import ToolCall
+from hibachi.llm.textstream import Choice, Completion
 from hibachi.request import Finish, SamplingParams
-from hibachi.streams.textstream import Choice, Completion
-from hibachi.tools.asked import toolbox_of
-from hibachi.tools.tools import ToolCall
 
 FILE = '''
 from json import dumps

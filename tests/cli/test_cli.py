@@ -270,7 +270,7 @@ def test_doctor_survives_what_is_broken(run, monkeypatch, tmp_path):
     for module in ("minijinja", "hibachi_torch"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("hibachi.tensor.numpy_backend.NumpyBackend.versions", lambda self: 1 / 0)
+    monkeypatch.setattr("hibachi.backend.numpy_backend.NumpyBackend.versions", lambda self: 1 / 0)
     status, out, _ = run("doctor")
     assert status == 0 and "torch  missing  OSError: libtorch.so: no such file" in out
     assert "numpy  broken   division by zero" in out

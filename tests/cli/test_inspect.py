@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from hibachi.cli import main
-from hibachi.model.families import FAMILIES
-from hibachi.model.files import TINY
+from hibachi.llm.model.families import FAMILIES
+from hibachi.llm.model.files import TINY
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_the_engine_of_a_script_finds_the_modules_of_the_script(folder, start):
         "class Skips:\n    def __call__(self, tokens, logits):\n        logits[6] += 1000\n        return logits\n"
     )
     (folder / "scripts" / "run.py").write_text(
-        "from hibachi import SamplingParams\nfrom hibachi.remote.llm import RemoteLLM\nfrom rules import Skips\n"
+        "from hibachi import SamplingParams\nfrom hibachi.llm.remote.llm import RemoteLLM\nfrom rules import Skips\n"
         "if __name__ == '__main__':\n    with RemoteLLM('letters.py:Letters') as texts:\n"
         "        params = SamplingParams(temperature=0, max_tokens=2, logits_processors=[Skips()])\n"
         "        print(texts.generate('abc', params)[0].text)\n"

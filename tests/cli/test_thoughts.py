@@ -9,9 +9,9 @@ import pytest
 from hibachi.cli import chat
 from hibachi.cli.thoughts import Shown
 from hibachi.errors import InvalidRequest
-from hibachi.lm.own import open_texts
+from hibachi.llm.chatformat.format import Reasoned, Said
+from hibachi.llm.own import open_texts
 from hibachi.request import SamplingParams
-from hibachi.tools.format import Reasoned, Said
 
 from ..serve.saying import SAYS, THINKS, told
 from .test_chat import model, talk  # noqa: F401 -- a fixture

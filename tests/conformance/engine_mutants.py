@@ -30,9 +30,9 @@ from hibachi import (
     PromptTooLong,
     State,
 )
-from hibachi.runners.groups import Alone
-from hibachi.runners.runner import Outcome
-from hibachi.streams.channel import Channel
+from hibachi.engine.runners.groups import Alone
+from hibachi.engine.runners.runner import Outcome
+from hibachi.engine.streams.channel import Channel
 
 from .mutants import Mutant
 

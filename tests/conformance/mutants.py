@@ -12,7 +12,7 @@ import numpy as np
 
 from conformance.serving import Serving
 from hibachi import ArrayBackend, InvalidTensorOperation, NumpyBackend
-from hibachi.shapes import CallShapes
+from hibachi.common.shapes import CallShapes
 
 
 class Mutant(NamedTuple):

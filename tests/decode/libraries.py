@@ -6,9 +6,9 @@ import array_api_strict
 import numpy as np
 import pytest
 
-from hibachi.decode.sampling import How, sample, sample_near
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.numpy_backend import NumpyBackend
+from hibachi.engine.sampling.draw import How, sample, sample_near
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 

@@ -1,7 +1,7 @@
 """Sampling as the books define it, for one row, in slow Python: what the batched sampler is compared with.
 
-Written from the definitions (vLLM's documentation of SamplingParams, the papers named in `hibachi.decode.sampling`),
-not from our code: lists and float64, no array operation that the sampler uses.
+Written from the definitions (vLLM's documentation of SamplingParams, the papers named in
+`hibachi.engine.sampling.draw`), not from our code: lists and float64, no array operation that the sampler uses.
 """
 
 import math

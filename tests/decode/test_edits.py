@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.decode.edits import add_bias, penalise
-from hibachi.tensor.masks import packed
+from hibachi.backend.masks import packed
+from hibachi.engine.sampling.edits import add_bias, penalise
 
 from .libraries import INF, LIBRARIES, every_library, host
 from .reference import edited

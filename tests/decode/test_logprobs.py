@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hibachi.decode.logprobs import Likely, likely, logprobs, named
+from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named
 
 from .libraries import INF, every_library, host
 from .reference import log_softmax

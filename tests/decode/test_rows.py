@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hibachi.decode.rows import _first_above, argmax, invert, pick, top_of_row, total
+from hibachi.engine.sampling.rows import _first_above, argmax, invert, pick, top_of_row, total
 
 from .libraries import INF, LIBRARIES, every_library, host
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hibachi import NumpyBackend
-from hibachi.decode import sampling
-from hibachi.decode.sampling import greedy, row_finite, sample
-from hibachi.decode.uniforms import uniforms
+from hibachi.engine.sampling import draw as sampling
+from hibachi.engine.sampling.draw import greedy, row_finite, sample
+from hibachi.engine.sampling.uniforms import uniforms
 
 from .libraries import INF, LIBRARIES, compiled, draw, draw_near, every_library, how
 from .reference import distribution, fits

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hibachi.decode.uniforms import fork, uniform, uniforms
+from hibachi.engine.sampling.uniforms import fork, uniform, uniforms
 
 
 def splitmix64(seed):

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from hibachi.draft.aside import PATIENCE, Aside
+from hibachi.engine.speculation.drafter_thread import PATIENCE, Aside
 
 SOON = 30.0  # seconds in which what comes has come
 ROWS = [np.array([1, 2, 3], np.int32), np.array([4], np.int32)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, UnsupportedOperation
-from hibachi.draft.config import SpeculativeConfig, as_config
+from hibachi.engine.speculation.config import SpeculativeConfig, as_config
 from hibachi.testing.toys import SumFrames, SumLogits, SumOwn, SumOwnState, SumPaged, SumState, SumTokens, expected
 from hibachi_jax import JaxBackend
 

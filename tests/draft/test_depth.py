@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hibachi.draft.howmany import PROBE, SAVED, TRIALS, Depth, HowMany, deepest
+from hibachi.engine.speculation.howmany import PROBE, SAVED, TRIALS, Depth, HowMany, deepest
 
 MAIN, DRAFT = 1e-3, 1e-4  # seconds of a step
 

@@ -4,8 +4,8 @@ from importlib import metadata
 
 import pytest
 
-from hibachi.draft import find
-from hibachi.draft.config import as_config
+from hibachi.engine.speculation import find
+from hibachi.engine.speculation.config import as_config
 from hibachi.errors import ConfigError, MissingExtra
 
 

@@ -5,7 +5,19 @@ import random
 import numpy as np
 import pytest
 
-from hibachi.draft.howmany import AGE, HIGHEST, HOLDS, PRIOR, START, STAY, TRIALS, Costs, HowMany, Records, best
+from hibachi.engine.speculation.howmany import (
+    AGE,
+    HIGHEST,
+    HOLDS,
+    PRIOR,
+    START,
+    STAY,
+    TRIALS,
+    Costs,
+    HowMany,
+    Records,
+    best,
+)
 
 # Seconds of a step of so many tokens, bfloat16 on one thread of a CPU.
 CPU = {1: 0.0102, 4: 0.0114, 8: 0.015, 16: 0.026, 64: 0.1, 640: 1.0}

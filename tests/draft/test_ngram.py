@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from hibachi.draft import ngram as module
-from hibachi.draft.ngram import NgramDrafter, NgramIndex, ngram
+from hibachi.engine.speculation import ngram as module
+from hibachi.engine.speculation.ngram import NgramDrafter, NgramIndex, ngram
 from hibachi.errors import ConfigError
 
 VLLM = {

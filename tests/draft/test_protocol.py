@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from hibachi.draft.protocol import checked
+from hibachi.engine.speculation.protocol import checked
 
 
 class Raises:

@@ -6,7 +6,7 @@ Their logits are exact sums of small numbers, so that alone, in company and on e
 import numpy as np
 
 from hibachi import Input, OwnCache, State
-from hibachi.tensor.discover import resolve
+from hibachi.backend.discover import resolve
 
 K, V, H = 3, 7, 4
 RNG = np.random.default_rng(5)

@@ -3,12 +3,12 @@
 import numpy as np
 
 from hibachi import SamplingParams, StopRule
-from hibachi.plan.sequence import Seq
-from hibachi.runners.job import Job
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.stops import Stopper
-from hibachi.runners.tokentable import TokenTable
-from hibachi.streams.channel import Channel
+from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.stops import Stopper
+from hibachi.engine.runners.tokentable import TokenTable
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.streams.channel import Channel
 
 
 class Row:

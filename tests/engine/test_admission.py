@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from hibachi.engine.admission import check_room
+from hibachi.engine.scheduler.limits import Limits
 from hibachi.errors import QueueFull
-from hibachi.plan.limits import Limits
 
 LIMITS = Limits(4, 16, 16, 64)
 

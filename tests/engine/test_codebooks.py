@@ -7,7 +7,7 @@ import pytest
 
 import hibachi
 from hibachi import ConfigError, InvalidModelOutput, InvalidRequest, NonFiniteOutput, SamplingParams
-from hibachi.decode.uniforms import of_codebooks, uniforms
+from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
 
 from . import chi_square
 from .frames import RUNGS, Flat, K, OwnFrames, StateFrames, V, WholeFrames

@@ -21,8 +21,8 @@ from hibachi import (
     State,
     load_model,
 )
-from hibachi.model.files import TINY
-from hibachi.tensor.numpy_backend import InvariantNumpyBackend
+from hibachi.backend.numpy_backend import InvariantNumpyBackend
+from hibachi.llm.model.files import TINY
 from hibachi.testing.toys import SumPaged
 from hibachi_torch import TorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend

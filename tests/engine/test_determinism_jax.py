@@ -8,16 +8,16 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.backend.layout import Paged, StepInputs
+from hibachi.common.shapes import size_for
 from hibachi.engine.build import cached_runner
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import load_model
-from hibachi.plan.limits import Limits
-from hibachi.plan.lower import lower
-from hibachi.plan.scheduler import Scheduler
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import IDS, Tables
-from hibachi.shapes import size_for
-from hibachi.tensor.layout import Paged, StepInputs
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.tokentable import IDS, Tables
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.lower import lower
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import load_model
 from hibachi.testing.toys import SumState
 from hibachi.testing.toys import expected as summed_from
 from hibachi_jax import JaxBackend

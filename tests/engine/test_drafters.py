@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, SamplingParams
-from hibachi.draft import find
-from hibachi.draft.aside import Aside
-from hibachi.draft.howmany import HowMany
-from hibachi.engine import askers
-from hibachi.engine.drafting import Drafting
-from hibachi.remote.llm import RemoteLLM
+from hibachi.engine.speculation import find
+from hibachi.engine.speculation import proposers as askers
+from hibachi.engine.speculation.drafter_thread import Aside
+from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.howmany import HowMany
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumPaged, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

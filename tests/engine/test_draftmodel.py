@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, SamplingParams
-from hibachi.plan.limits import Limits
-from hibachi.plan.sequence import Seq
-from hibachi.runners.draftmodel import DraftModel
-from hibachi.runners.job import Job
-from hibachi.streams.channel import Channel
+from hibachi.engine.runners.job import Job
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.speculation.draft_runner import DraftModel
+from hibachi.engine.streams.channel import Channel
 from hibachi.testing.toys import SumPaged, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

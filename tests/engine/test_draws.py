@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import ConfigError, InvalidRequest, ModelError, SamplingParams
-from hibachi.decode.uniforms import draws, uniforms
+from hibachi.engine.sampling.uniforms import draws, uniforms
 
 from .chi_square import p_value
 from .frames import DrawnState, DrawnWhole, WholeFrames

@@ -21,7 +21,7 @@ from hibachi import (
     SamplingParams,
     StopRule,
 )
-from hibachi.tensor.nine import OPERATIONS
+from hibachi.backend.nine import OPERATIONS
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
 
 from .models import PATIENCE, Background, Gate, GatedNumpy, Next, ints, until

@@ -16,8 +16,8 @@ from hibachi import (
     OutOfCapacity,
     SamplingParams,
 )
+from hibachi.engine.runners import cached
 from hibachi.request import Finish
-from hibachi.runners import cached
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
 
 from .models import GatedNumpy, Next, ints, step_with_nan, until

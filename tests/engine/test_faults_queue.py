@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from hibachi import ConfigError, DeadlineExceeded, EngineClosed, Finish, NumpyBackend, QueueFull, SamplingParams, Terms
-from hibachi.runners.tokentable import IDS
+from hibachi.engine.runners.tokentable import IDS
 from hibachi.testing.toys import SumPaged, expected
 
 from .models import PATIENCE, Background, Gate, GatedNumpy, Next, ints, until

@@ -16,9 +16,9 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.engine.askers import Direct
-from hibachi.engine.drafting import Drafting
-from hibachi.recording.replay import replay
+from hibachi.engine.recording.replay import replay
+from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.proposers import Direct
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
 from .models import PATIENCE, Background, step_with_nan, until

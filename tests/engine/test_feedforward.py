@@ -15,7 +15,7 @@ from hibachi import (
     NonFiniteOutput,
 )
 from hibachi.errors import RequestError
-from hibachi.verify import Subject, verify
+from hibachi.testing.verify import Subject, verify
 
 from .models import PATIENCE, Background, Turnstile, until
 

@@ -7,7 +7,7 @@ import pytest
 
 import hibachi
 from hibachi import InvalidRequest, NumpyBackend, PromptTooLong, SamplingParams, UnsupportedOperation
-from hibachi.recording.replay import replay
+from hibachi.engine.recording.replay import replay
 from hibachi.request import Begun, Request
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, expected
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, NumpyBackend
-from hibachi.plan.sequence import Seq
-from hibachi.runners.grown import Grown
-from hibachi.tensor.discover import resolve
+from hibachi.backend.discover import resolve
+from hibachi.engine.runners.kept_inputs import Grown
+from hibachi.engine.scheduler.sequence import Seq
 
 PROMPTS = [[1.0], [2.0, 3.0], [5.0, 1.0, 4.0], [7.0] * 20]
 

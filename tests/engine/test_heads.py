@@ -5,13 +5,13 @@ import pytest
 
 import hibachi
 from hibachi import SamplingParams
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
-from hibachi.recording.replay import replay
-from hibachi.runners.heads import Sampled
-from hibachi.runners.runner import Part
-from hibachi.runners.tokentable import IDS
+from hibachi.engine.recording.replay import replay
+from hibachi.engine.runners.heads import Sampled
+from hibachi.engine.runners.runner import Part
+from hibachi.engine.runners.tokentable import IDS
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState
 
 from .models import Background, until

@@ -16,7 +16,7 @@ from hibachi import (
     State,
     Terms,
 )
-from hibachi.recording.replay import read, replay
+from hibachi.engine.recording.replay import read, replay
 from hibachi.request import Request
 from hibachi.testing.toys import SumOwn, SumPaged
 

@@ -5,7 +5,7 @@ import pytest
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, InvalidRequest, SamplingParams
-from hibachi.verify import Subject
+from hibachi.testing.verify import Subject
 
 from .models import ints
 

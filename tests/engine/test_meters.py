@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
-from hibachi.draft.config import MOST, SpeculativeConfig
-from hibachi.remote.llm import RemoteLLM
-from hibachi.runners.meters import KEPT, STEP_TIME, Drafted, Histogram, Meters, Proposals, Steps, decades
+from hibachi.engine.runners.meters import KEPT, STEP_TIME, Drafted, Histogram, Meters, Proposals, Steps, decades
+from hibachi.engine.speculation.config import MOST, SpeculativeConfig
+from hibachi.llm.remote.llm import RemoteLLM
 
 from .models import Background
 

@@ -20,7 +20,7 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.recording.replay import replay
+from hibachi.engine.recording.replay import replay
 from hibachi.testing.toys import SumPaged, SumState, expected
 
 from .models import PATIENCE, Background, step_with_nan, until

@@ -19,8 +19,8 @@ from hibachi import (
     PromptTooLong,
     SamplingParams,
 )
-from hibachi.runners.pasts import Past
-from hibachi.tensor.nested import arrays_in, with_arrays
+from hibachi.backend.nested import arrays_in, with_arrays
+from hibachi.engine.runners.owncache.layout import Past
 from hibachi.testing.toys import SumLogits, SumOwn, SumOwnState, expected
 
 from .models import until

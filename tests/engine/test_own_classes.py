@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, ConfigError, OwnCache, SamplingParams
-from hibachi.runners import ownstep
+from hibachi.engine.runners.owncache import step as ownstep
 
 LIST = Path(__file__).parents[2] / "docs" / "transformers_list.py"
 spec = importlib.util.spec_from_file_location("transformers_list", LIST)

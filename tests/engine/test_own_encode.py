@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import ConfigError, Input, InvalidModelOutput, InvalidRequest, ModelError, OwnCache, SamplingParams, Terms
-from hibachi.tensor.discover import resolve
+from hibachi.backend.discover import resolve
 
 from .models import until
 
@@ -288,7 +288,7 @@ def test_real_values_with_a_cache_of_their_own(library, serve):
 
     together = [floats(s) for s in [ask(i) for i in range(4)]]
     assert together == [floats(ask(i)) for i in range(4)]
-    from hibachi.decode.uniforms import draws
+    from hibachi.engine.sampling.uniforms import draws
 
     for i, got in enumerate(together):
         known, n = prompts[i].tolist(), len(prompts[i])

@@ -11,9 +11,9 @@ import pytest
 
 import hibachi
 from hibachi import NumpyBackend, OwnCache, SamplingParams
-from hibachi.runners.pasts import Group, Leaf, Past, has_views
-from hibachi.runners.pasts import Layout as RealLayout
-from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.engine.runners.owncache.layout import Group, Leaf, Past, has_views
+from hibachi.engine.runners.owncache.layout import Layout as RealLayout
 
 LAYERS = 6
 ROWS, POSITIONS = 8, 160

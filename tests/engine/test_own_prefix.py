@@ -17,10 +17,10 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.plan.copies import Source
-from hibachi.plan.sequence import Seq
-from hibachi.recording.replay import read, replay
-from hibachi.runners.pasts import Past
+from hibachi.engine.recording.replay import read, replay
+from hibachi.engine.runners.owncache.layout import Past
+from hibachi.engine.scheduler.copies import Source
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
 
 from .models import Turnstile, until
@@ -399,7 +399,7 @@ class Whole(SumOwn):
 )
 def test_where_nothing_is_reused_the_log_says_why(own, caplog, make, options, why, monkeypatch):
     if options.get("deterministic"):
-        monkeypatch.setattr(hibachi.runners.owncache.OwnCacheRunner, "selfcheck", lambda self: 1 / 0)
+        monkeypatch.setattr(hibachi.engine.runners.owncache.runner.OwnCacheRunner, "selfcheck", lambda self: 1 / 0)
     with caplog.at_level(logging.INFO, "hibachi.engine"):
         engine = own(make(NUMPY), max_num_seqs=1, **options)
     found = [record for record in caplog.records if "begins with what others" in record.getMessage()]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import hibachi
-import hibachi.lm.own
+import hibachi.llm.own
 from hibachi import AutoregressiveBatchInference, SamplingParams, Terms
 from hibachi.errors import (
     DeadlineExceeded,
@@ -21,7 +21,7 @@ from hibachi.errors import (
     RequestError,
     UnsupportedOperation,
 )
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.remote.llm import RemoteLLM
 
 from .models import until
 
@@ -201,6 +201,6 @@ def test_vectors_take_no_thread_and_no_engine_of_their_own():
 
 
 def test_a_model_of_ones_own_with_hidden_states_gives_vectors_too():
-    with hibachi.lm.own.open_texts(f"{__name__}:Flaky", max_model_len=64) as texts:
+    with hibachi.llm.own.open_texts(f"{__name__}:Flaky", max_model_len=64) as texts:
         [found] = texts.embed([[3, 4, 8]], pooling="mean", normalize=False)
         np.testing.assert_array_equal(found.embedding, [5.0] * 4)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
-from hibachi.draft.howmany import HowMany
-from hibachi.model.text.prompts import Prompts
+from hibachi.engine.speculation.howmany import HowMany
+from hibachi.llm.tokenizers.prompts import Prompts
 from hibachi.request import Request
 from hibachi.testing.toys import SumFrames, SumPaged, SumTokens, expected
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, NotDeterministic, NumpyBackend, SamplingParams, load_model
+from hibachi.backend.numpy_backend import NativeNumpyBackend
 from hibachi.engine import promise
 from hibachi.engine.promise import UNTRIED
-from hibachi.model.files import TINY
-from hibachi.remote.child import Child
-from hibachi.runners.selfcheck import ProposalsDiffer
-from hibachi.tensor.numpy_backend import NativeNumpyBackend
+from hibachi.engine.runners.selfcheck import ProposalsDiffer
+from hibachi.llm.model.files import TINY
+from hibachi.llm.remote.child import Child
 
 from ..tensor.native import skip_without
 from .models import PATIENCE, until

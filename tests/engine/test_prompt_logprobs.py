@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NonFiniteOutput, NumpyBackend, SamplingParams
-from hibachi.runners import heads
+from hibachi.engine.runners import heads
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, TinyDecoder, expected, one_hot, tiny_weights
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, ModelError, NumpyBackend
-from hibachi.plan.sequence import Seq
-from hibachi.runners import uncached
-from hibachi.runners.grown import Room, Rooms, wants_own
-from hibachi.runners.tokentable import History, Kind
+from hibachi.engine.runners import uncached
+from hibachi.engine.runners.kept_inputs import Room, Rooms, wants_own
+from hibachi.engine.runners.tokentable import History, Kind
+from hibachi.engine.scheduler.sequence import Seq
 
 PROMPTS = [[1.0], [2.0, 3.0], [5.0, 1.0, 4.0], [7.0] * 20]
 NEW = [60, 33, 47, 58]

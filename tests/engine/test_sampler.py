@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hibachi import InvalidRequest, NumpyBackend, SamplingParams
-from hibachi.decode.uniforms import uniforms
-from hibachi.runners.sampler import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
-from hibachi.verify import Subject, verify
+from hibachi.engine.runners.sampler import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
+from hibachi.engine.sampling.uniforms import uniforms
+from hibachi.testing.verify import Subject, verify
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 

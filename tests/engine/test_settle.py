@@ -8,8 +8,8 @@ import pytest
 from typing_extensions import override
 
 from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, NumpyBackend, SamplingParams
-from hibachi.runners.runner import Part, joined
-from hibachi.tensor.whose import settle_model
+from hibachi.backend.infer import settle_model
+from hibachi.engine.runners.runner import Part, joined
 from hibachi.testing.toys import SumFrames, SumPaged, SumState, SumTokens, TinyDecoder, Toy, tiny_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -130,7 +130,7 @@ def test_a_model_of_one_pass_when_an_engine_starts(lazy):
     "engine", [partial(AutoregressiveBatchInference, max_model_len=4), FeedforwardBatchInference], ids=["tokens", "one"]
 )
 def test_a_model_whose_library_the_first_request_tells(lazy, monkeypatch, engine):
-    monkeypatch.setattr("hibachi.tensor.whose.backend_for", lambda array: lazy)
+    monkeypatch.setattr("hibachi.backend.infer.backend_for", lambda array: lazy)
 
     class Held:
         def __init__(self):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams, StopRule
-from hibachi.draft.howmany import Costs
-from hibachi.engine.askers import Direct
-from hibachi.engine.drafting import Drafting
-from hibachi.recording.replay import replay
+from hibachi.engine.recording.replay import replay
+from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.howmany import Costs
+from hibachi.engine.speculation.proposers import Direct
 from hibachi.testing.toys import SumPaged, expected
 
 from ..guide.toyguides import rule, toy_guides

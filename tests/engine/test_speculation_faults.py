@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import InvalidRequest, ModelError, NonFiniteOutput
-from hibachi.recording.replay import ReplayDiffers, read, replay
+from hibachi.engine.recording.replay import ReplayDiffers, read, replay
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
 from ..guide.toyguides import rule

@@ -8,11 +8,11 @@ import pytest
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams, UnsupportedOperation
-from hibachi.engine.askers import Direct
-from hibachi.engine.drafting import Drafting
-from hibachi.recording.replay import replay
-from hibachi.runners.ahead import Ahead
-from hibachi.runners.runner import Part
+from hibachi.engine.recording.replay import replay
+from hibachi.engine.runners.runner import Part
+from hibachi.engine.speculation.ahead import Ahead
+from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.proposers import Direct
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.speculation_soak import main
-from hibachi.runners.proposals import Along
+from hibachi.engine.speculation.proposals import Along
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from hibachi import SamplingParams
-from hibachi.draft.howmany import HowMany
-from hibachi.draft.ngram import NgramDrafter
-from hibachi.engine.askers import Direct
-from hibachi.engine.drafting import Drafting
+from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.howmany import HowMany
+from hibachi.engine.speculation.ngram import NgramDrafter
+from hibachi.engine.speculation.proposers import Direct
 from hibachi.engine.waits import REST, WINDOW, Waits
 from hibachi.testing.toys import expected
 

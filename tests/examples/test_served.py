@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hibachi.lm import named
-from hibachi.lm.own import open_model
-from hibachi.remote.llm import open_remote
+from hibachi.llm import users_model as named
+from hibachi.llm.own import open_model
+from hibachi.llm.remote.llm import open_remote
 
 msgspec = pytest.importorskip("msgspec")
 
-from hibachi.api.tokens.bodies import Parameters  # noqa: E402
+from hibachi.llm.dialects.tokens.bodies import Parameters  # noqa: E402
 
 from ..serve.conftest import site  # noqa: E402
 

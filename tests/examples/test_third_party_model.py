@@ -70,5 +70,5 @@ def test_a_loader_of_another_package_gives_a_model_of_its_own(python, tmp_path):
 
 
 def test_an_installed_architecture_is_listed_with_who_brings_it(python):
-    code = "from hibachi.model.registry import architectures; print(architectures()['GruForCausalLM'])"
+    code = "from hibachi.llm.model.registry import architectures; print(architectures()['GruForCausalLM'])"
     assert python("-c", code).split() == ["more-models"]

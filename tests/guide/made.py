@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 import hibachi
-from hibachi.guide.llg import LlguidanceGuides
-from hibachi.guide.protocol import Grammar, Guide, GuideFailed, Vocabulary
-from hibachi.model.text import Tokenizer
+from hibachi.engine.guide.llg import LlguidanceGuides
+from hibachi.engine.guide.protocol import Grammar, Guide, GuideFailed, Vocabulary
+from hibachi.llm.tokenizers import Tokenizer
 from hibachi.structured import StructuredOutputs
 
 TINY = Path(hibachi.__file__).parent / "data" / "tiny"

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
+from hibachi.engine.guide import checks, llg
+from hibachi.engine.guide.checks import Checks, Verdicts
+from hibachi.engine.guide.protocol import MOST_KEYWORDS, Counted, FormRefused, Grammar, GuideFailed
 from hibachi.errors import ConfigError, EngineClosed
-from hibachi.guide import checks, llg
-from hibachi.guide.checks import Checks, Verdicts
-from hibachi.guide.protocol import MOST_KEYWORDS, Counted, FormRefused, Grammar, GuideFailed
 from hibachi.structured import StructuredOutputs
 
 from . import made

@@ -14,7 +14,7 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.recording.replay import replay
+from hibachi.engine.recording.replay import replay
 from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, SumTokens, expected
 
 from .toyguides import rule, toy_guides

@@ -5,9 +5,9 @@ from importlib import metadata
 
 import pytest
 
+from hibachi.engine.guide import find
+from hibachi.engine.guide.llg import LlguidanceGuides
 from hibachi.errors import ConfigError, MissingExtra
-from hibachi.guide import find
-from hibachi.guide.llg import LlguidanceGuides
 
 from . import made
 

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
+from hibachi.engine.guide.protocol import FormRefused, Vocabulary
 from hibachi.errors import InvalidRequest
-from hibachi.guide.protocol import FormRefused, Vocabulary
 
 from . import made
 

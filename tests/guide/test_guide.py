@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hibachi.guide.protocol import GuideFailed
+from hibachi.engine.guide.protocol import GuideFailed
 
 SCHEMA = {
     "type": "array",
@@ -117,7 +117,7 @@ def test_forced_tokens_are_those_that_must_come(tiny):
 
 def test_a_complete_guide_may_begin_so(tiny):
     """A grammar that was not checked: the check refuses an answer that is always empty."""
-    from hibachi.guide.protocol import Grammar
+    from hibachi.engine.guide.protocol import Grammar
 
     assert tiny.guides.compile(Grammar('start: ""')).complete
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from hibachi.guide.protocol import Grammar, GuideFailed, Vocabulary
+from hibachi.engine.guide.protocol import Grammar, GuideFailed, Vocabulary
 
 from . import made
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from hibachi.guide import llg, matchers
-from hibachi.guide.protocol import GuideFailed
+from hibachi.engine.guide import llg, matchers
+from hibachi.engine.guide.protocol import GuideFailed
 
 from . import made
 

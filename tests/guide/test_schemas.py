@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.guide.protocol import FormRefused
+from hibachi.engine.guide.protocol import FormRefused
 
 HERE = Path(__file__).parent
 MADE = json.loads((HERE / "schemas" / "made.json").read_text())

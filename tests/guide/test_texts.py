@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
-from hibachi.guide.protocol import FormRefused
-from hibachi.remote.llm import RemoteLLM
+from hibachi.engine.guide.protocol import FormRefused
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumPaged
 
 PERSON = {

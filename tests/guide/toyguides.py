@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.engine.guide.protocol import Grammar, GuideFailed, Vocabulary
 from hibachi.errors import InvalidRequest
-from hibachi.guide.protocol import Grammar, GuideFailed, Vocabulary
 
 
 class ToyGuide:

@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from hibachi.router.places import places_of
+from hibachi.router.addresses import places_of
 from hibachi.router.settings import settle
 
 from .venvs import ROOT, environment, run
@@ -585,7 +585,7 @@ def test_the_commands_of_the_dockerfile_make_a_server(built):
         (metadata,) = (file.read(n).decode() for n in names if n.endswith(".dist-info/METADATA"))
     assert "file://" not in metadata
     if re.search("x86_64|aarch64", os.uname().machine):
-        assert "hibachi/kernels/lib/manifest.json" in names  # there is no compiler in the image
+        assert "hibachi/backend/kernels/lib/manifest.json" in names  # there is no compiler in the image
         assert not list(server.folder.rglob("*.so"))
 
 

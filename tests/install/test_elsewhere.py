@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.kernels import build
+from hibachi.backend.kernels import build
 
 from ..kernels.test_numerics import ANSWERS, GOLDEN
 from .wheels import FOLDER, members
@@ -21,7 +21,7 @@ from .wheels import FOLDER, members
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("wheels")]
 
 NEEDED = ("numpy>=2.1", "array-api-compat", "typing-extensions", "tokenizers", "minijinja")
-LOOK = "from hibachi.kernels.library import library; print(library())"
+LOOK = "from hibachi.backend.kernels.library import library; print(library())"
 x86_on_linux = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="another machine is played on Linux on x86-64"
 )
@@ -192,7 +192,7 @@ def windows(builder, tmp_path_factory):
 @pytest.mark.parametrize("dtype", GOLDEN)
 @pytest.mark.parametrize("variant", [v.name for v in build.X86])
 def test_windows_gives_the_answers_that_are_written_down(variant, dtype, windows):
-    level = "from hibachi.kernels import library as l; print(l._level(l.INSTALLED / 'probe.dll'))"
+    level = "from hibachi.backend.kernels import library as l; print(l._level(l.INSTALLED / 'probe.dll'))"
     if int(windows("-c", level)) < next(v.level for v in build.X86 if v.name == variant):
         pytest.skip(f"this processor does not have what {variant} needs")
     assert windows("-c", LOOK, HIBACHI_VARIANT=variant).startswith(f"{variant}, installed: ")
@@ -208,7 +208,7 @@ def test_musl_loads_the_libraries_for_linux_and_gets_the_same_bits(builder, tmp_
 
     All variants say the same, with a team of threads, whose stacks are small in musl.
     """
-    source, include = Path(__file__).with_name("musl.cpp"), builder.checkout / "hibachi/kernels/src"
+    source, include = Path(__file__).with_name("musl.cpp"), builder.checkout / "hibachi/backend/kernels/src"
     loader = debian(tmp_path, "amd64", "musl") / "lib/x86_64-linux-musl/libc.so"
     flags = ["-std=c++20", "-O1", "-w", "-fno-exceptions", "-fno-rtti", f"-I{include}"]
     programs = []

@@ -27,7 +27,7 @@ print(json.dumps({
 ASK = """
 import sys
 from hibachi import BackendNotInstalled
-from hibachi.tensor.discover import resolve
+from hibachi.backend.discover import resolve
 try:
     resolve(sys.argv[1])
 except BackendNotInstalled as e:

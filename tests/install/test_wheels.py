@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from hibachi.kernels import build
+from hibachi.backend.kernels import build
 
 from ..kernels.test_numerics import ANSWERS, GOLDEN
 from .venvs import environment
@@ -95,7 +95,7 @@ class Installed:
         return not list((self.home / "cache").rglob("*.so"))
 
 
-LOOK = "from hibachi.kernels.library import library; print(library())"
+LOOK = "from hibachi.backend.kernels.library import library; print(library())"
 ASK = """
 import logging
 from hibachi import LLM, SamplingParams

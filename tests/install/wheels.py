@@ -12,7 +12,7 @@ TARGETS = {  # name: (how the tag of its wheel ends, its libraries)
     "macos-arm64": ("macosx_11_0_arm64", "neon.dylib"),
     "windows-x86_64": ("win_amd64", "avx2.dll avx512.dll probe.dll"),
 }
-FOLDER = "hibachi/kernels/lib/"
+FOLDER = "hibachi/backend/kernels/lib/"
 
 
 class Builder:

@@ -11,7 +11,7 @@ import random
 import sys
 
 from hibachi import LLM, SamplingParams
-from hibachi.tensor.discover import resolve
+from hibachi.backend.discover import resolve
 
 WORDS = [
     "She",

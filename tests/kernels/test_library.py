@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from hibachi import NumpyBackend
-from hibachi.kernels import abi, build, library
-from hibachi.kernels.build import ARM, X86, BuildFailed
-from hibachi.kernels.library import SWITCH, NativeUnavailable, choose
+from hibachi.backend.kernels import abi, build, library
+from hibachi.backend.kernels.build import ARM, X86, BuildFailed
+from hibachi.backend.kernels.library import SWITCH, NativeUnavailable, choose
 
 from ..tensor import native
 
@@ -322,7 +322,7 @@ def test_one_compiles_and_the_others_wait(tmp_path):
 PROCESS = """
 import sys
 from pathlib import Path
-from hibachi.kernels import build, library
+from hibachi.backend.kernels import build, library
 build.SOURCES = Path(sys.argv[1])
 print(library.library().path)
 """
@@ -450,7 +450,7 @@ def test_on_a_terminal_the_phase_tells_and_no_line_stays(sources, monkeypatch, c
     ("text", "message"),
     [
         (native.small_source(interface=abi.ABI + 1), f"has the interface {abi.ABI + 1}; expected {abi.ABI}"),
-        (native.small_source(wrong=8), r"The struct Op has \d+ bytes in .* and \d+ in hibachi.kernels.abi"),
+        (native.small_source(wrong=8), r"The struct Op has \d+ bytes in .* and \d+ in hibachi.backend.kernels.abi"),
         (f"int two(); {native.EXPORT} sum() {{ return two(); }}", "is no library of hibachi's kernels"),
     ],
     ids=["another ABI", "another struct", "a stranger"],

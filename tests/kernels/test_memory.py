@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from hibachi.kernels.memory import Reused
+from hibachi.backend.kernels.memory import Reused
 
 
 def place(t):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from hibachi.kernels import build
+from hibachi.backend.kernels import build
 
 from ..tensor.native import computed, digest, skip_without
 from .test_odd_numbers import COMPUTED, SMALL, planted
 
 skip_without()
-from hibachi.tensor.numpy_backend import NativeNumpyBackend  # noqa: E402
+from hibachi.backend.numpy_backend import NativeNumpyBackend  # noqa: E402
 
 HELPER = """
 #include "registers.h"

@@ -1,6 +1,6 @@
 """The same answers on every library, with any threads, variant and kind of engine. They are written down here.
 
-Who changes one changes the numerics: another name for them (`hibachi.kernels.library.NUMERICS`), a line in CHANGELOG.
+Who changes one changes the numerics: another name for them (NUMERICS in kernels/library.py), a line in CHANGELOG.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.kernels.library import NUMERICS, SWITCH
+from hibachi.backend.kernels.library import NUMERICS, SWITCH
 
 from ..tensor.native import DTYPES, biased, computed, every_variant, far, other_variants, skip_without
 from ..tensor.native import digest as digest_of
 
 skip_without()
-from hibachi.tensor.numpy_backend import NativeNumpyBackend  # noqa: E402
+from hibachi.backend.numpy_backend import NativeNumpyBackend  # noqa: E402
 
 ANSWERS = Path(__file__).with_name("answers.py")
 GOLDEN = {"float32": "282c331360ec02fe", "bfloat16": "7a3f8537699b0f09"}

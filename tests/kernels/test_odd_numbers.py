@@ -10,7 +10,7 @@ import pytest
 from ..tensor.native import DTYPES, computed, digest, every_variant, parameters, skip_without
 
 skip_without()
-from hibachi.tensor.numpy_backend import Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
+from hibachi.backend.numpy_backend import Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
 
 SMALL = np.array([0, -0.0, 1e-45, -1e-45, 1e-39, 1e-30, 1, -1, 88, 89, -87, -88], np.float32)
 LARGE = np.array([3.4e38, -3.4e38], np.float32)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.kernels import build
+from hibachi.backend.kernels import build
 
 from ..tensor.native import skip_without
 from .test_sanitizers import mutated
 
 skip_without()
-from hibachi.kernels.library import library  # noqa: E402
+from hibachi.backend.kernels.library import library  # noqa: E402
 
 HALVES, BLOCKS = (Path(__file__).with_name(f"{name}.cpp") for name in ("products", "blocks"))
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-w")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.kernels import build
-from hibachi.kernels.library import SWITCH
+from hibachi.backend.kernels import build
+from hibachi.backend.kernels.library import SWITCH
 
 ROOT = Path(__file__).parents[2]
 SOURCES = build.SOURCES
@@ -38,8 +38,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from hibachi import NumpyBackend
-from hibachi.kernels import build
-from hibachi.tensor.numpy_backend import Int8NumpyBackend
+from hibachi.backend.kernels import build
+from hibachi.backend.numpy_backend import Int8NumpyBackend
 build.SOURCES = Path(sys.argv[1])
 for kind in (NumpyBackend, Int8NumpyBackend):
     backend = kind(native=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.kernels import threads
-from hibachi.kernels.threads import most_threads, quota
+from hibachi.backend.kernels import threads
+from hibachi.backend.kernels.threads import most_threads, quota
 
 TWO, ONE = "0::{}\n", "12:cpu,cpuacct:{}\n4:memory:{}\n"
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import pytest
 
-from hibachi.kernels import trial
-from hibachi.kernels.trial import DEFAULT, ROWS, Choice, processor, settled
+from hibachi.backend.kernels import trial
+from hibachi.backend.kernels.trial import DEFAULT, ROWS, Choice, processor, settled
 
 
 class Timed:

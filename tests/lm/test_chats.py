@@ -6,7 +6,7 @@ import pytest
 
 from hibachi import LLM, SamplingParams
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 
 from ..serve.saying import SAYS, THINKS, told
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from hibachi import LLM, InvalidRequest, SamplingParams
-from hibachi.decode.uniforms import fork
+from hibachi.engine.sampling.uniforms import fork
 
 from ..engine.models import until
 

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from hibachi import LLM, ConfigError, InvalidModelFiles, SamplingParams
-from hibachi.lm.own import open_model
-from hibachi.model.files import TINY
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.model.files import TINY
+from hibachi.llm.own import open_model
+from hibachi.llm.remote.llm import RemoteLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
 TEXT = "It is a truth universally acknowledged, that"

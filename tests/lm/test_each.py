@@ -19,9 +19,9 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.lm import each
-from hibachi.lm.texts import Texts
-from hibachi.model.text.own import OwnTokenizer
+from hibachi.llm import each
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokenizers.own import OwnTokenizer
 
 from ..engine.models import PATIENCE, Background, Turnstile, until
 
@@ -449,7 +449,7 @@ async def break_async(llm):
 
 
 def trio_is_off():
-    from hibachi.streams.loops import in_trio
+    from hibachi.engine.streams.loops import in_trio
 
     return in_trio() is None
 

@@ -26,11 +26,11 @@ from hibachi import (
     UnknownArchitecture,
     UnsupportedOperation,
 )
+from hibachi.backend.kernels.library import NUMERICS, SWITCH, possible
 from hibachi.cli.main import main
-from hibachi.kernels.library import NUMERICS, SWITCH, possible
-from hibachi.lm import llm as module
-from hibachi.model.describe import describe
-from hibachi.model.files import TINY
+from hibachi.llm import llm as module
+from hibachi.llm.model.describe import describe
+from hibachi.llm.model.files import TINY
 
 from ..engine.models import GatedNumpy, until
 

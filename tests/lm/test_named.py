@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from hibachi import ConfigError, load_backend
+from hibachi.backend import discover
+from hibachi.backend import infer as whose
+from hibachi.common.named import is_named, object_named, place
 from hibachi.engine.autoregressive import level_of
 from hibachi.errors import BackendNotFound
-from hibachi.lm.named import model_named
-from hibachi.named import is_named, object_named, place
-from hibachi.tensor import discover, whose
+from hibachi.llm.users_model import model_named
 
 PROGRAM = """
 from dataclasses import dataclass

@@ -12,8 +12,8 @@ import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, SamplingParams, load_model
 from hibachi.cli.main import main
-from hibachi.model.text.own import NoTokenizer
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.remote.llm import RemoteLLM
+from hibachi.llm.tokenizers.own import NoTokenizer
 
 PROMPT = [3, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

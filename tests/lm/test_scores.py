@@ -10,7 +10,7 @@ import transformers
 
 import hibachi
 from hibachi.errors import InvalidModelFiles, InvalidRequest, PromptTooLong
-from hibachi.model.files import TINY
+from hibachi.llm.model.files import TINY
 
 TEXTS = [
     "Emma was pleased.",

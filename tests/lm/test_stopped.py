@@ -6,9 +6,9 @@ from contextlib import closing
 import pytest
 
 import hibachi
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.remote.llm import RemoteLLM
+from hibachi.llm.textstream import Stopped
 from hibachi.request import SamplingParams
-from hibachi.streams.textstream import Stopped
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 COUNTING = '''
@@ -32,7 +32,7 @@ class Counting:
 
 @pytest.fixture(scope="module", params=["own", "child"])
 def texts(request, tmp_path_factory):
-    from hibachi.lm.own import open_texts
+    from hibachi.llm.own import open_texts
 
     file = tmp_path_factory.mktemp("counting") / "counting.py"
     file.write_text(COUNTING)

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.errors import UnknownArchitecture
-from hibachi.model.registry import load_model
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.llm.model.registry import load_model
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 

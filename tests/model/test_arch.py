@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
-from hibachi.model.arch import Arch, Layer
-from hibachi.model.files import open_files
-from hibachi.model.registry import find
-from hibachi.model.rope import Linear, Llama3, Rope
+from hibachi.llm.model.arch import Arch, Layer
+from hibachi.llm.model.files import open_files
+from hibachi.llm.model.registry import find
+from hibachi.llm.model.rope import Linear, Llama3, Rope
 
 OLD = {  # as transformers 4 writes it
     "architectures": ["LlamaForCausalLM"],

@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.layout import StepInputs
+from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.errors import ConfigError, InvalidModelFiles, UnknownArchitecture, UnsupportedOperation
-from hibachi.model.registry import load_model
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.llm.model.registry import load_model
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 
@@ -190,7 +190,7 @@ def changed(folder, tensors=None, **fields):
 
 
 def test_a_tied_head_is_the_embedding_itself_also_where_the_files_hold_a_copy(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("hibachi.tensor.stored.WINDOW", 1 << 10)  # of several windows
+    monkeypatch.setattr("hibachi.backend.stored.WINDOW", 1 << 10)  # of several windows
     folder = save("tied, wide heads", tmp_path)[1]
     rounded = load_file(folder / "model.safetensors")[EMBED].bfloat16()
     last = rounded.clone()

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from hibachi import LLM, AutoregressiveBatchInference, ConfigError, SamplingParams, UnknownArchitecture
+from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.errors import InvalidModelFiles, MissingExtra, ModelError
-from hibachi.model.registry import load_model
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.llm.model.registry import load_model
 from hibachi_torch import TorchBackend
 from hibachi_torch import transformers_model as fallback
 from hibachi_torch.transformers_attention import CannotRun, _settings

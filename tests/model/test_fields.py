@@ -13,11 +13,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.errors import HibachiError, UnknownArchitecture
-from hibachi.model.defaults import DEFAULTS, OrNull
-from hibachi.model.families import FAMILIES as KNOWN
-from hibachi.model.registry import load_model
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.llm.model.defaults import DEFAULTS, OrNull
+from hibachi.llm.model.families import FAMILIES as KNOWN
+from hibachi.llm.model.registry import load_model
 
 from .test_agreement import CASES, LONG, YARN, random_model
 

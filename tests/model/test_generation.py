@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as Raw
 
 from hibachi import LLM, load_model
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.describe import describe
-from hibachi.model.files import open_files
-from hibachi.model.generation import NOT_OBEYED, Generation, TokenRules
-from hibachi.model.recommended import chat_sampling
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.model.describe import describe
+from hibachi.llm.model.files import open_files
+from hibachi.llm.model.generation import NOT_OBEYED, Generation, TokenRules
+from hibachi.llm.model.recommended import chat_sampling
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
 
 from .gguf.test_gguf import make

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
+from hibachi.common.phases import showing_phases
 from hibachi.errors import InvalidModelFiles
-from hibachi.model import hub
-from hibachi.phases import showing_phases
+from hibachi.llm.model import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "f" * 40
@@ -290,8 +290,8 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_shows_how_much_of_it_is_there(store, online, cache, monkeypatch):
-    monkeypatch.setattr("hibachi.phases.SHOW_AFTER", 0.0)
-    monkeypatch.setattr("hibachi.phases._TICK", 0.001)
+    monkeypatch.setattr("hibachi.common.phases.SHOW_AFTER", 0.0)
+    monkeypatch.setattr("hibachi.common.phases._TICK", 0.001)
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hibachi.model.files import TINY, open_files
-from hibachi.model.generation import Generation
-from hibachi.model.recommended import USUAL, chat_sampling
+from hibachi.llm.model.files import TINY, open_files
+from hibachi.llm.model.generation import Generation
+from hibachi.llm.model.recommended import USUAL, chat_sampling
 
 
 def folder(tmp_path, name, generation=None):

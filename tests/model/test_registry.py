@@ -4,9 +4,9 @@ import pytest
 
 import hibachi
 from hibachi.errors import ConfigError, InvalidModelFiles, UnknownArchitecture
-from hibachi.model import registry
-from hibachi.model.families import FAMILIES, Family
-from hibachi.model.registry import architectures, find
+from hibachi.llm.model import registry
+from hibachi.llm.model.families import FAMILIES, Family
+from hibachi.llm.model.registry import architectures, find
 
 
 @pytest.fixture(autouse=True)

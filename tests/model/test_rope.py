@@ -8,11 +8,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hibachi
 from hibachi.errors import InvalidModelFiles
-from hibachi.model import rope
-from hibachi.model.fields import Fields
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import load_model
-from hibachi.model.rope import FIRST, LongRope, Rope, read_rope, room, tables
+from hibachi.llm.model import rope
+from hibachi.llm.model.fields import Fields
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import load_model
+from hibachi.llm.model.rope import FIRST, LongRope, Rope, read_rope, room, tables
 
 ORIGINAL, LONGEST, DIM = 64, 256, 32
 SCALINGS = {

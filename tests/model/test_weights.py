@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.weights import Checkpoint
+from hibachi.llm.model.weights import Checkpoint
 
 ROOT = Path(__file__).parents[2]
 TENSORS = {"a": torch.linspace(-3, 3, 12).reshape(3, 4), "b": torch.arange(5.0), "c": torch.tensor(2.0)}
@@ -52,7 +52,7 @@ def test_tensors_come_by_name_exactly(tmp_path, dtype):
 @pytest.mark.parametrize("window", [8, 40, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_numbers_are_cast_while_they_are_read(tmp_path, monkeypatch, dtype, window):
-    monkeypatch.setattr("hibachi.tensor.stored.WINDOW", window)
+    monkeypatch.setattr("hibachi.backend.stored.WINDOW", window)
     stored = {name: t.to(dtype) for name, t in TENSORS.items()}
     save_file(stored, tmp_path / SINGLE)
     checkpoint = Checkpoint(tmp_path)
@@ -320,8 +320,8 @@ def test_a_mutated_folder_is_refused_or_read(tmp_path, count):
 LOAD = """
 import json, sys
 import numpy as np
-from hibachi.model.registry import load_model
-from hibachi.tensor.discover import load_backend
+from hibachi.llm.model.registry import load_model
+from hibachi.backend.discover import load_backend
 
 def status(key):  # of this process, in bytes
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024

@@ -36,7 +36,7 @@ class Places:
     def watch(self):
         from hibachi.offline import drive, output
         from hibachi.offline.journal import Journal
-        from hibachi.offline.works import textwork
+        from hibachi.offline.tasks import textwork
 
         def opened(path, mode="r", *rest, **more):
             file = real_open(path, mode, *rest, **more)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hibachi.cli.main import main
-from hibachi.lm.own import open_texts
-from hibachi.offline.works import choose
-from hibachi.remote.opening import template_of
+from hibachi.llm.own import open_texts
+from hibachi.llm.remote.opening import template_of
+from hibachi.offline.tasks import choose
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 

@@ -8,7 +8,7 @@ import pytest
 
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.offline.files.rows import Row
-from hibachi.offline.works.columns import Asking, Columns
+from hibachi.offline.tasks.columns import Asking, Columns
 from hibachi.request import SamplingParams
 
 from ..serve.saying import CALL, OTHER, SAYS, THINKS, THOUGHT, told

@@ -10,9 +10,9 @@ from decimal import Decimal
 import pytest
 
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 from hibachi.offline.files.rows import Row
-from hibachi.offline.works.columns import _LISTS, PARAMS, Asking, Columns, value_of
+from hibachi.offline.tasks.columns import _LISTS, PARAMS, Asking, Columns, value_of
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
@@ -87,7 +87,7 @@ def test_equal_numbers_of_different_types_are_not_taken_for_each_other():
 
 
 def test_the_sets_of_parameters_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr("hibachi.offline.works.columns._KNOWN", 4)
+    monkeypatch.setattr("hibachi.offline.tasks.columns._KNOWN", 4)
     asking = Asking(Columns(prompt="p", param_columns={"seed": "s"}), SamplingParams())
     seeds = [asking.read(Row(0, "f", 1, {"p": "a", "s": i % 6})).params.seed for i in range(20)]
     assert seeds == [i % 6 for i in range(20)]

@@ -7,7 +7,7 @@ from hibachi.offline import drive as module
 from hibachi.offline.drive import GIVEN_UP, MOST_CONDEMNED, MOST_LOSSES, MOST_REFUSED, Drive, GivenUp, digest_of
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.journal import Journal
-from hibachi.offline.works.work import Full, Lost, Prepared, Result, RowError, Told
+from hibachi.offline.tasks.task import Full, Lost, Prepared, Result, RowError, Told
 
 
 class Scripted:

@@ -11,7 +11,7 @@ from hibachi.offline.report import Course, check_plot, plot, report, text
 from hibachi.offline.runs import Watcher
 from hibachi.offline.runs import run_batch as run
 from hibachi.offline.settings import settle
-from hibachi.offline.works.columns import Columns
+from hibachi.offline.tasks.columns import Columns
 
 SHARED = list(range(3, 67))  # four blocks
 
@@ -67,7 +67,7 @@ def test_a_cache_that_holds_less_than_a_prompt_spares_nothing(batch):
 
 
 def test_a_plan_loads_no_weights_and_reads_openai_lines(tmp_path, batch, monkeypatch):
-    monkeypatch.setattr("hibachi.model.registry.load_model", None)
+    monkeypatch.setattr("hibachi.llm.model.registry.load_model", None)
     body = {"prompt": [3, 4, 5], "max_tokens": 7}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line) + "\n")

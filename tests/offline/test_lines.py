@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("msgspec")
 
 from hibachi.errors import InvalidRequest
+from hibachi.llm.remote.identity import system_fingerprint
 from hibachi.offline.files.rows import Row
-from hibachi.offline.works.lines import Lines, are_lines
-from hibachi.offline.works.seen import Seen
-from hibachi.remote.identity import system_fingerprint
+from hibachi.offline.tasks.duplicates import Seen
+from hibachi.offline.tasks.lines import Lines, are_lines
 
 from .ran import TEMPLATE, Runs
 
@@ -81,7 +81,7 @@ BODIES = [
 async def served(texts, bodies):
     """What `hibachi serve` answers: (status, body)."""
     httpx = pytest.importorskip("httpx")
-    app, state = pytest.importorskip("hibachi.serve.app"), pytest.importorskip("hibachi.serve.served")
+    app, state = pytest.importorskip("hibachi.server.app"), pytest.importorskip("hibachi.server.served")
     fingerprint = system_fingerprint(texts.engine.facts, "tiny")
     of = state.Served(texts, ["tiny"], "tiny", 256, chat_template=TEMPLATE, fingerprint=fingerprint)
     transport = httpx.ASGITransport(app.application(of, []))
@@ -333,7 +333,7 @@ def test_lines_in_other_formats(runs, kind):
 
 
 def test_names_are_known_however_many(monkeypatch):
-    monkeypatch.setattr("hibachi.offline.works.seen._RECENT", 8)
+    monkeypatch.setattr("hibachi.offline.tasks.duplicates._RECENT", 8)
     seen = Seen()
     rows = [Row(i, f"file {i % 3}", i + 1, {}) for i in range(50)]
     assert [seen.add(f"name {row.number}", row) for row in rows] == [None] * 50

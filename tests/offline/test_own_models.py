@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi.decode.uniforms import draws
+from hibachi.engine.sampling.uniforms import draws
 from hibachi.errors import InvalidRequest
-from hibachi.lm import own as own_models
-from hibachi.offline.works.ownwork import host, numbers
-from hibachi.offline.works.work import RowError
+from hibachi.llm import own as own_models
+from hibachi.offline.tasks.ownwork import host, numbers
+from hibachi.offline.tasks.task import RowError
 
 from .own import Sung
 
@@ -119,7 +119,7 @@ def test_what_means_nothing_to_such_a_model_is_refused(runs, name):
 
 
 def test_a_model_is_not_made_for_what_can_be_known_without_it(runs):
-    from hibachi.named import object_named
+    from hibachi.common.named import object_named
 
     made = object_named(f"{FILE}:made")
     made.clear()

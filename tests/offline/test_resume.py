@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.kernels.library import NUMERICS, possible
-from hibachi.model import MEANING
+from hibachi.backend.kernels.library import NUMERICS, possible
+from hibachi.llm.model import MEANING
 
 from .made import MODELS, PLAIN, SLOW, lines
 

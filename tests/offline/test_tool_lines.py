@@ -11,7 +11,7 @@ pytest.importorskip("msgspec")
 
 import hibachi.offline
 from hibachi.errors import ConfigError
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 
 from . import ran
 from .ran import TEMPLATE

@@ -19,22 +19,22 @@ import pytest
 for name in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(name)
 
-from hibachi.api import asking  # noqa: E402
-from hibachi.api.bodies import Bounds, CompletionBody, read  # noqa: E402
-from hibachi.decode.uniforms import fork  # noqa: E402
+from hibachi.engine.sampling.uniforms import fork  # noqa: E402
 from hibachi.errors import ConfigError, EngineFailed  # noqa: E402
-from hibachi.lm.own import open_texts  # noqa: E402
+from hibachi.llm.dialects.openai import parse as asking  # noqa: E402
+from hibachi.llm.dialects.openai.bodies import Bounds, CompletionBody, read  # noqa: E402
+from hibachi.llm.own import open_texts  # noqa: E402
 from hibachi.offline.files.rows import Row  # noqa: E402
 from hibachi.offline.settings import settle  # noqa: E402
-from hibachi.offline.works import sending, urlwork  # noqa: E402
-from hibachi.offline.works.columns import Columns  # noqa: E402
-from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
-from hibachi.offline.works.openai import OpenAIWork  # noqa: E402
-from hibachi.offline.works.sending import Patience, refusal  # noqa: E402
-from hibachi.offline.works.textwork import EmbeddingWork, TextWork  # noqa: E402
-from hibachi.offline.works.urlbase import Server, Used, begins, signed, used_of  # noqa: E402
-from hibachi.offline.works.urlwork import Said, url_work  # noqa: E402
-from hibachi.offline.works.work import Lost, RowError  # noqa: E402
+from hibachi.offline.tasks import sending, urlwork  # noqa: E402
+from hibachi.offline.tasks.columns import Columns  # noqa: E402
+from hibachi.offline.tasks.lines import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
+from hibachi.offline.tasks.openai import OpenAIWork  # noqa: E402
+from hibachi.offline.tasks.sending import Patience, refusal  # noqa: E402
+from hibachi.offline.tasks.task import Lost, RowError  # noqa: E402
+from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork  # noqa: E402
+from hibachi.offline.tasks.urlbase import Server, Used, begins, signed, used_of  # noqa: E402
+from hibachi.offline.tasks.urlwork import Said, url_work  # noqa: E402
 from hibachi.request import SamplingParams  # noqa: E402
 
 from ..serve.conftest import CHATML, site  # noqa: E402

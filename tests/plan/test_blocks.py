@@ -2,8 +2,8 @@
 
 import pytest
 
-from hibachi.plan.blocks import BlockPool
-from hibachi.plan.checkpoints import Checkpoints
+from hibachi.engine.scheduler.blocks import BlockPool
+from hibachi.engine.scheduler.checkpoints import Checkpoints
 
 
 def test_block_zero_belongs_to_nobody():

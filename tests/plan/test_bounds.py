@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hibachi.plan.limits import Limits
-from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 
 QUIET = dict(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 LARGEST = 40

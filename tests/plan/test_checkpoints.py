@@ -2,7 +2,7 @@
 
 import pytest
 
-from hibachi.plan.checkpoints import Checkpoints
+from hibachi.engine.scheduler.checkpoints import Checkpoints
 
 
 @pytest.mark.parametrize("total", [1, 2, 5])

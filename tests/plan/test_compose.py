@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.plan import compose
-from hibachi.plan.compose import RUN, Composer, blocks_of
+from hibachi.engine.scheduler import compose
+from hibachi.engine.scheduler.compose import RUN, Composer, blocks_of
 
 
 def common(a, b):

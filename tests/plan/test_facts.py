@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
+from hibachi.engine.scheduler.blocks import BlockPool
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Fcfs, Priority, WaitingServed
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import PromptTooLong
-from hibachi.plan.blocks import BlockPool
-from hibachi.plan.limits import Limits
-from hibachi.plan.policy import Fcfs, Priority, WaitingServed
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 from .world import Request, World

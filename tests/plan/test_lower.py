@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.plan.lower import Packed, lower, lower_one, pad
-from hibachi.shapes import CallShapes, fixed
+from hibachi.common.shapes import CallShapes, fixed
+from hibachi.engine.scheduler.lower import Packed, lower, lower_one, pad
 
 BLOCK = 4
 TABLE = np.array([[3, 5, 1], [2, 7, 8], [4, 6, 9]], np.int32)  # of three rows

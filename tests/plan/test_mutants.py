@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 
-from hibachi.plan import blocks, copies, policy, rows, scheduler
-from hibachi.plan.blocks import BlockPool
-from hibachi.plan.copies import Copies
-from hibachi.plan.policy import Fair, Priority
-from hibachi.plan.rows import RowTable
-from hibachi.plan.scheduler import Scheduler
+from hibachi.engine.scheduler import blocks, copies, policy, rows, scheduler
+from hibachi.engine.scheduler.blocks import BlockPool
+from hibachi.engine.scheduler.copies import Copies
+from hibachi.engine.scheduler.policy import Fair, Priority
+from hibachi.engine.scheduler.rows import RowTable
+from hibachi.engine.scheduler.scheduler import Scheduler
 
 from ..engine import test_checkpoints
 from . import test_bounds, test_facts, test_properties, test_scheduler, test_speculated

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed, most_tokens
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import ConfigError
-from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed, most_tokens
-from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 

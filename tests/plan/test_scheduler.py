@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import PromptTooLong
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 

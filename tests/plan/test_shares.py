@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.plan.limits import Limits
-from hibachi.plan.policy import Shares
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Shares
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.request import Finish
 
 from .test_bounds import LARGEST, QUIET, Town, limits_of

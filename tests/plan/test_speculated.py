@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
-from hibachi.plan.stretch import look_ahead
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.stretch import look_ahead
 
 from .world import Request, World, following
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from hibachi.plan.timeshares import StepTimes, TimeShares
+from hibachi.engine.scheduler.timeshares import StepTimes, TimeShares
 
 
 def cpu(tokens):

@@ -11,14 +11,14 @@ from collections import Counter, deque
 
 import numpy as np
 
+from hibachi.common.shapes import fixed
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.lower import lower, pad
+from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, Shares, WaitingServed
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import PromptTooLong, QueueFull
-from hibachi.plan.limits import Limits
-from hibachi.plan.lower import lower, pad
-from hibachi.plan.policy import Fair, Fcfs, Priority, Shares, WaitingServed
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
-from hibachi.shapes import fixed
 
 VOCAB = 11
 NOTHING, GARBAGE, POISON = -7, -8, -9  # never written; written by a step that did not happen; not finite

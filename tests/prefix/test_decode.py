@@ -9,8 +9,8 @@ import transformers
 
 import hibachi
 from hibachi import LLM, InvalidRequest, NumpyBackend, PromptTooLong, SamplingParams, UnsupportedOperation
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.prefix import batched_decode, broadcast_kv, cache_stats, prefill
-from hibachi.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, TinyDecoder, expected, tiny_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

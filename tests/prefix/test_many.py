@@ -12,8 +12,8 @@ from hibachi import (
     Terms,
     UnsupportedOperation,
 )
-from hibachi.lm.texts import Texts
-from hibachi.model.text.own import NoTokenizer
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokenizers.own import NoTokenizer
 from hibachi.prefix import cache_stats, generate_many, group_by_prefix, reset_cache, verify_correctness, warm
 from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, expected
 

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from hibachi.common.settings.settle import by_key, settle
 from hibachi.errors import ConfigError
-from hibachi.remote import opening
-from hibachi.remote.opening import about, engine_options, open_settled
-from hibachi.remote.settings import ENGINE, MODEL
+from hibachi.llm.remote import opening
+from hibachi.llm.remote.opening import about, engine_options, open_settled
+from hibachi.llm.remote.settings import ENGINE, MODEL
 from hibachi.request import SamplingParams
-from hibachi.settings.settle import by_key, settle
 
 SETTINGS = by_key({"model": MODEL, "engine": ENGINE})
 

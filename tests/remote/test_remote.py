@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from hibachi import LLM, SamplingParams
+from hibachi.common.named import object_named
 from hibachi.errors import (
     ConfigError,
     EngineClosed,
@@ -25,9 +26,8 @@ from hibachi.errors import (
     PromptTooLong,
     QueueFull,
 )
-from hibachi.lm.own import is_own, open_texts
-from hibachi.named import object_named
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.own import is_own, open_texts
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import Finish, Terms
 
 PARAMS = SamplingParams(max_tokens=20, seed=3)
@@ -195,7 +195,7 @@ def test_draining_finishes_what_runs():
 
 def test_it_does_not_outlive_its_parent():
     script = (
-        "from hibachi.remote.llm import RemoteLLM; import os; llm = RemoteLLM('tiny');"
+        "from hibachi.llm.remote.llm import RemoteLLM; import os; llm = RemoteLLM('tiny');"
         "print(llm.engine.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

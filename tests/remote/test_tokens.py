@@ -29,11 +29,11 @@ from hibachi.errors import (
     QueueFull,
     UnsupportedOperation,
 )
-from hibachi.lm.own import open_model
-from hibachi.lm.texts import Texts
-from hibachi.lm.tokens import Tokens
-from hibachi.remote.llm import open_remote
-from hibachi.remote.rows import Gathered, each
+from hibachi.llm.own import open_model
+from hibachi.llm.remote.llm import open_remote
+from hibachi.llm.remote.rows import Gathered, each
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokens import Tokens
 from hibachi.request import Finish, Request, Terms
 from tests.engine.models import until
 from tests.remote.token_models import Own
@@ -576,7 +576,7 @@ def test_wrong_inputs_are_refused_at_the_call(model, inputs):
 
 
 def test_inputs_that_are_too_large_for_the_pipe_are_refused(there, monkeypatch):
-    monkeypatch.setattr("hibachi.remote.engine.MOST_UNSENT", 200)
+    monkeypatch.setattr("hibachi.llm.remote.engine.MOST_UNSENT", 200)
     assert len(walk(there, 1)) == 5  # 164 bytes
     with pytest.raises(InvalidRequest, match="inputs must have at most 200 bytes in all; got 244"):
         there("Walks").submit(np.zeros(3), max_tokens=5, inputs={"scale": 1.0, "drift": np.zeros(30)})

@@ -26,11 +26,11 @@ for name in ("aiohttp", "uvicorn", "msgspec", "prometheus_client"):
 
 import uvicorn.server  # noqa: E402
 
-from hibachi.router.places import places_of  # noqa: E402
+from hibachi.router.addresses import places_of  # noqa: E402
 from hibachi.router.run import Router, RouterServer, config_for  # noqa: E402
 from hibachi.router.settings import settle  # noqa: E402
 from hibachi.router.upstreams import State, Upstream  # noqa: E402
-from hibachi.web.keys import tenants_of  # noqa: E402
+from hibachi.server.web.keys import tenants_of  # noqa: E402
 
 from .mocks import Mock  # noqa: E402
 

@@ -35,9 +35,9 @@ from hibachi.router.policies import at_home
 from hibachi.router.run import Router, RouterServer
 from hibachi.router.settings import settle
 from hibachi.router.upstreams import Place, State, Upstream
-from hibachi.web.address import bound
-from hibachi.web.server import config_of
-from hibachi.web.tenants import Tenants
+from hibachi.server.web.address import bound
+from hibachi.server.web.server import config_of
+from hibachi.server.web.tenants import Tenants
 
 from .faulty import AFTER, ANSWER, BUSY, DIED_AFTER, FAULTS, HALF, ILL, LEAVING, Attempt, Book, Mock, Told
 

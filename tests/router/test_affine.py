@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.router_trace import asks, led, moved, one_cache, replay, upstreams
+from hibachi.engine.simulator.trace import Trace
 from hibachi.router.affine import BESIDES, FURTHEST, MORE, SPAN, STEP, Latest, PrefixAffine, pieces_of
 from hibachi.router.policies import Ask, LeastConnection
 from hibachi.router.upstreams import Place, State, Upstream
-from hibachi.sim.trace import Trace
 
 QUIET = dict(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

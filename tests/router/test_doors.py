@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hibachi.errors import HibachiError
-from hibachi.router import places, status
+from hibachi.router import addresses as places
+from hibachi.router import status
 from hibachi.router.upstreams import State
 
 from .conftest import BODY, ROOT, ask, eventually, request, routing

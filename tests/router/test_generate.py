@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from hibachi.api.errors import Refused
-from hibachi.router.peek import look, model_of_query
+from hibachi.llm.dialects.errors import Refused
+from hibachi.router.inspect_body import look, model_of_query
 from hibachi.router.routes import Kind, Routes
 
 from .mocks import CLOSE, RESET, full, sse

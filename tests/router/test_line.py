@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from hibachi.router.fleet import Fleet
-from hibachi.router.line import Lines, NoSlot
 from hibachi.router.policies import Ask, LeastConnection
+from hibachi.router.queue import Lines, NoSlot
 from hibachi.router.upstreams import Place, State
 
 

@@ -7,9 +7,9 @@ import zlib
 
 import pytest
 
-from hibachi.api.errors import Refused
-from hibachi.router import peek
-from hibachi.router.peek import Named, goes_on_from, look, model_of_path, server_of
+from hibachi.llm.dialects.errors import Refused
+from hibachi.router import inspect_body as peek
+from hibachi.router.inspect_body import Named, goes_on_from, look, model_of_path, server_of
 from hibachi.router.routes import response_of_path
 
 JSON = b"application/json"

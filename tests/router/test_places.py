@@ -7,7 +7,7 @@ import pytest
 
 from hibachi.errors import ConfigError
 from hibachi.router import settings
-from hibachi.router.places import origin_of, places_of, resolved, target
+from hibachi.router.addresses import origin_of, places_of, resolved, target
 from hibachi.router.upstreams import Place
 
 

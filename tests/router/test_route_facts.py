@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.router.places import places_of
+from hibachi.router.addresses import places_of
 from hibachi.router.policies import LeastConnection, LeastLatency, least_busy, quickest
 from hibachi.router.settings import settle
 from hibachi.router.upstreams import Place, State, Upstream

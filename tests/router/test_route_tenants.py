@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hibachi.web.tenants import PART, Tenants, named_part
+from hibachi.server.web.tenants import PART, Tenants, named_part
 
 from ..serve.conftest import CHATML, ENGINES, site
 from .conftest import BODY

@@ -19,15 +19,15 @@ for name in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
 import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 
-from hibachi.lm.own import open_texts  # noqa: E402
-from hibachi.lm.texts import Texts  # noqa: E402
-from hibachi.remote.llm import RemoteLLM  # noqa: E402
-from hibachi.serve.app import application, tells  # noqa: E402
-from hibachi.serve.metrics import metrics_for  # noqa: E402
-from hibachi.serve.served import Served  # noqa: E402
-from hibachi.serve.server import surrounded  # noqa: E402
-from hibachi.web.cors import Cors, origins_of  # noqa: E402
-from hibachi.web.deadlines import Arriving  # noqa: E402
+from hibachi.llm.own import open_texts  # noqa: E402
+from hibachi.llm.remote.llm import RemoteLLM  # noqa: E402
+from hibachi.llm.texts import Texts  # noqa: E402
+from hibachi.server.app import application, tells  # noqa: E402
+from hibachi.server.metrics import metrics_for  # noqa: E402
+from hibachi.server.served import Served  # noqa: E402
+from hibachi.server.server import surrounded  # noqa: E402
+from hibachi.server.web.cors import Cors, origins_of  # noqa: E402
+from hibachi.server.web.deadlines import Arriving  # noqa: E402
 
 ENGINES = {"own": open_texts, "child": RemoteLLM}
 CHATML = (

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 
 from .conftest import Site, site
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from hibachi.api.weight import DEEPEST
+from hibachi.llm.dialects.json_limits import DEEPEST
 
 from .conftest import site
 from .test_streams import send

@@ -20,10 +20,10 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from hibachi.errors import ConfigError
-from hibachi.web import certificate as certificates
-from hibachi.web import server as servers
-from hibachi.web.access import tell_of_none
-from hibachi.web.certificate import Certificate, Files, certificate_of
+from hibachi.server.web import certificate as certificates
+from hibachi.server.web import server as servers
+from hibachi.server.web.access import tell_of_none
+from hibachi.server.web.certificate import Certificate, Files, certificate_of
 
 
 @pytest.fixture(scope="session")

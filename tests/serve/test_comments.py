@@ -7,10 +7,10 @@ from functools import partial
 import httpx
 import pytest
 
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
-from hibachi.web import comments
-from hibachi.web.exchange import Exchange
+from hibachi.server.web import comments
+from hibachi.server.web.exchange import Exchange
 
 from .conftest import SLOW, Gate, site
 from .test_streams import until

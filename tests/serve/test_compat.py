@@ -19,22 +19,22 @@ from types import SimpleNamespace
 import pytest
 
 from hibachi import LLM
-from hibachi.api.bodies import Bounds
-from hibachi.api.tgi.limits import TgiLimits
 from hibachi.cli.main import main
+from hibachi.engine.scheduler.policy import Fair, Priority, WaitingServed
 from hibachi.errors import ConfigError
-from hibachi.lm.own import open_texts
-from hibachi.model.files import TINY
-from hibachi.offline.works.choose import names_of as names_of_lines
-from hibachi.plan.policy import Fair, Priority, WaitingServed
-from hibachi.remote import identity
-from hibachi.remote.identity import name_of, system_fingerprint
-from hibachi.serve import load_model
-from hibachi.serve.metrics import is_work
-from hibachi.serve.settings import SETTINGS, settle
-from hibachi.serve.tgi_settings import BY_KEY, FLAGS, NAMELESS, TgiAsked, table
-from hibachi.web.keys import tenants_of
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.model.files import TINY
+from hibachi.llm.own import open_texts
+from hibachi.llm.remote import identity
+from hibachi.llm.remote.identity import name_of, system_fingerprint
+from hibachi.offline.tasks.choose import names_of as names_of_lines
+from hibachi.server import load_model
+from hibachi.server.metrics import is_work
+from hibachi.server.settings import SETTINGS, settle
+from hibachi.server.tgi_settings import BY_KEY, FLAGS, NAMELESS, TgiAsked, table
+from hibachi.server.web.keys import tenants_of
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import Gate, site
 from .test_metrics import Figures
@@ -61,7 +61,7 @@ def taken(monkeypatch):
     def call(*args):
         found = []
         module = SimpleNamespace(serve=lambda settings, remarks: found.append((settings, remarks)) or 0)
-        monkeypatch.setitem(sys.modules, "hibachi.serve.run", module)
+        monkeypatch.setitem(sys.modules, "hibachi.server.run", module)
         assert main(["serve", *args]) == 0
         return found.pop()
 

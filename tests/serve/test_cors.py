@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.serve.app import application, tells
-from hibachi.serve.server import surrounded
-from hibachi.web.cors import OURS, origins_of
-from hibachi.web.hosts import hosts_for
-from hibachi.web.rooted import Rooted, root_of
-from hibachi.web.tenants import Tenants
+from hibachi.server.app import application, tells
+from hibachi.server.server import surrounded
+from hibachi.server.web.cors import OURS, origins_of
+from hibachi.server.web.hosts import hosts_for
+from hibachi.server.web.rooted import Rooted, root_of
+from hibachi.server.web.tenants import Tenants
 
 from .conftest import ENGINES, site
 

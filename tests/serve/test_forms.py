@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.api.tgi.limits import TgiLimits
 from hibachi.errors import InvalidRequest, QueueFull
-from hibachi.lm.own import open_texts
-from hibachi.lm.texts import Texts
+from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.own import open_texts
+from hibachi.llm.texts import Texts
 from hibachi.request import SamplingParams
-from hibachi.serve import aside
-from hibachi.serve.served import LARGE_FORM
+from hibachi.server import tenant_pool as aside
+from hibachi.server.served import LARGE_FORM
 from hibachi.structured import StructuredOutputs
 
 from .conftest import CHATML, site

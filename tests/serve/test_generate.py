@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from hibachi.errors import QueueFull
-from hibachi.lm.own import open_model
-from hibachi.remote.llm import open_remote
-from hibachi.serve import aside, generate
-from hibachi.web import comments
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.llm.own import open_model
+from hibachi.llm.remote.llm import open_remote
+from hibachi.server import generate
+from hibachi.server import tenant_pool as aside
+from hibachi.server.web import comments
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import site
 from .test_streams import until

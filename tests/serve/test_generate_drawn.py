@@ -12,10 +12,10 @@ import pytest
 
 import hibachi
 from hibachi import SamplingParams
-from hibachi.decode.uniforms import draws
-from hibachi.lm.own import open_model
-from hibachi.lm.texts import Texts
-from hibachi.lm.tokens import Tokens
+from hibachi.engine.sampling.uniforms import draws
+from hibachi.llm.own import open_model
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokens import Tokens
 
 from .anytoken import Sung
 from .test_generate import ENGINES, FILE, MSGPACK, NPY, PATH, events_of, npy, opened, pack, post

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hibachi.web.exchange import Gone, Leaving
+from hibachi.server.web.exchange import Gone, Leaving
 
 
 async def left_by(*calls):

@@ -9,11 +9,11 @@ from copy import deepcopy
 import httpx
 import pytest
 
-from hibachi.lm.own import open_texts
-from hibachi.remote.llm import RemoteLLM
+from hibachi.llm.own import open_texts
+from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
-from hibachi.web import comments
-from hibachi.web.tenants import Tenants
+from hibachi.server.web import comments
+from hibachi.server.web.tenants import Tenants
 
 from .conftest import CHATML, Gate, site
 from .test_streams import at_rest, send, until

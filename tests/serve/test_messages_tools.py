@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 
 from .conftest import site
 from .saying import CALL, THINKS, THOUGHT, saying, told

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 from hibachi.request import SamplingParams
-from hibachi.serve.metrics import RequestMeter
-from hibachi.serve.record import Record
-from hibachi.serve.series import NAMES, SERIES
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.server.metrics import RequestMeter
+from hibachi.server.record import Record
+from hibachi.server.series import NAMES, SERIES
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import ENGINES, site
 from .test_streams import LONG, at_rest, send, until

@@ -453,7 +453,7 @@ def test_null_is_as_if_it_were_not_there(server):
 
 
 def test_what_may_be_ignored_is(server):
-    from hibachi.api.bodies import IGNORED
+    from hibachi.llm.dialects.openai.bodies import IGNORED
 
     assert server.complete("Emma", **{f: "x" for f in IGNORED})["choices"] == server.complete("Emma")["choices"]
 

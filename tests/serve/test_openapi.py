@@ -14,21 +14,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hibachi.api.answers import encode
-from hibachi.api.bodies import Bounds
-from hibachi.api.reading import Reading
-from hibachi.api.responses.answers import Response, ResponseReasoning, ResponseText
-from hibachi.api.responses.items import Message
-from hibachi.api.responses.store import Known
 from hibachi.errors import EngineFailed, ModelError, QueueFull
-from hibachi.lm.own import open_model
-from hibachi.serve.app import ROUTES, application, tells
-from hibachi.serve.docspage import curl
-from hibachi.serve.metrics import is_work, metrics_for
-from hibachi.serve.served import Served
-from hibachi.serve.server import surrounded
-from hibachi.web.exchange import Exchange
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.llm.dialects.openai.answers import encode
+from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.llm.dialects.reading import Reading
+from hibachi.llm.dialects.responses.answers import Response, ResponseReasoning, ResponseText
+from hibachi.llm.dialects.responses.items import Message
+from hibachi.llm.dialects.responses.store import Known
+from hibachi.llm.own import open_model
+from hibachi.server.app import ROUTES, application, tells
+from hibachi.server.docspage import curl
+from hibachi.server.metrics import is_work, metrics_for
+from hibachi.server.served import Served
+from hibachi.server.server import surrounded
+from hibachi.server.web.exchange import Exchange
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import CHATML
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hibachi.api.answers import Forgotten
-from hibachi.api.errors import Refused
-from hibachi.serve.operating import reset_prefix_cache
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.answers import Forgotten
+from hibachi.server.operating import reset_prefix_cache
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import site
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import ENGINES, site
 from .test_streams import LONG, at_rest, send, until

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from hibachi.lm.own import open_model
-from hibachi.remote.llm import open_remote
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.llm.own import open_model
+from hibachi.llm.remote.llm import open_remote
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import site
 

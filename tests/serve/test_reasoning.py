@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hibachi.tools.templates.choosing import Parsers
+from hibachi.llm.chatformat.templates.choosing import Parsers
 
 from .saying import CALL, OTHER, THOUGHT, saying, told
 

@@ -8,10 +8,10 @@ import threading
 import httpx
 import pytest
 
-from hibachi.api.responses import answers
-from hibachi.api.responses.store import Stores
-from hibachi.tools.templates.choosing import Parsers
-from hibachi.web.tenants import Tenants
+from hibachi.llm.chatformat.templates.choosing import Parsers
+from hibachi.llm.dialects.responses import answers
+from hibachi.llm.dialects.responses.store import Stores
+from hibachi.server.web.tenants import Tenants
 
 from .conftest import CHATML, ENGINES, Gate, site
 

@@ -11,14 +11,14 @@ import pytest
 
 from hibachi.cli import main
 from hibachi.cli.main import parser
+from hibachi.common.settings.kinds import SWITCH
 from hibachi.errors import ConfigError
-from hibachi.remote.opening import engine_options
+from hibachi.llm.remote.opening import engine_options
 from hibachi.request import SamplingParams
-from hibachi.serve import load_model as opening
-from hibachi.serve.settings import GROUPS, SETTINGS, misspelled, settle
-from hibachi.settings.kinds import SWITCH
-from hibachi.web.keys import tenants_of
-from hibachi.web.tenants import Tenant
+from hibachi.server import load_model as opening
+from hibachi.server.settings import GROUPS, SETTINGS, misspelled, settle
+from hibachi.server.web.keys import tenants_of
+from hibachi.server.web.tenants import Tenant
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ def taken(monkeypatch):
 
     def call(*args):
         module = SimpleNamespace(serve=lambda settings, remarks: found.append(settings) or 0)
-        monkeypatch.setitem(sys.modules, "hibachi.serve.run", module)
+        monkeypatch.setitem(sys.modules, "hibachi.server.run", module)
         assert main(["serve", *args]) == 0
         return found.pop()
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hibachi.lm.own import open_texts
+from hibachi.llm.own import open_texts
 
 from .conftest import ENGINES, site
 from .test_metrics import Figures, calm, scrape

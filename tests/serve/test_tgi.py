@@ -8,9 +8,9 @@ from importlib.metadata import version
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.api.tgi.limits import TgiLimits
-from hibachi.lm.own import open_texts
-from hibachi.web.tenants import Tenants
+from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.own import open_texts
+from hibachi.server.web.tenants import Tenants
 
 from .conftest import CHATML, ENGINES, site
 from .test_streams import at_rest, send, until

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hibachi.lm.own import open_texts
-from hibachi.tools.templates.choosing import Parsers
+from hibachi.llm.chatformat.templates.choosing import Parsers
+from hibachi.llm.own import open_texts
 
 from .conftest import CHATML, site
 

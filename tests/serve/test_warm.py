@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hibachi.lm.own import open_texts
-from hibachi.web.tenants import Tenant, Tenants
+from hibachi.llm.own import open_texts
+from hibachi.server.web.tenants import Tenant, Tenants
 
 from .conftest import site
 

@@ -7,14 +7,14 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from hibachi.bench.work import make
 from hibachi.cli import main
+from hibachi.engine.scheduler.policy import Fair, Fcfs
+from hibachi.engine.simulator.feed import Arrivals, Offline
+from hibachi.engine.simulator.simulate import Setup, simulate
+from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.trace import Trace
 from hibachi.errors import ConfigError
-from hibachi.plan.policy import Fair, Fcfs
-from hibachi.sim.feed import Arrivals, Offline
-from hibachi.sim.simulate import Setup, simulate
-from hibachi.sim.steptime import StepTime
-from hibachi.sim.trace import Trace
+from hibachi.testing.bench.work import make
 
 SIZE = 64  # tokens of a piece
 

@@ -6,14 +6,14 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed
+from hibachi.engine.simulator.guesses import Guesses
+from hibachi.engine.simulator.outcome import Gaps
+from hibachi.engine.simulator.replay import beginning_before, span
+from hibachi.engine.simulator.simulate import Setup, simulate
+from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.trace import Trace, synthetic
 from hibachi.errors import ConfigError, InvalidTrace
-from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
-from hibachi.sim.guesses import Guesses
-from hibachi.sim.outcome import Gaps
-from hibachi.sim.replay import beginning_before, span
-from hibachi.sim.simulate import Setup, simulate
-from hibachi.sim.steptime import StepTime
-from hibachi.sim.trace import Trace, synthetic
 
 SECOND = 10**12
 PLAIN = StepTime(step=1.0, token=0, row=0, position=0, pair=0)  # every step takes a second

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from hibachi.engine.simulator.trace import read_trace, synthetic
 from hibachi.errors import InvalidTrace
-from hibachi.sim.trace import read_trace, synthetic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,396,109

@@ -10,10 +10,10 @@ import pytest
 import trio
 
 from hibachi import ConfigError, EngineError
+from hibachi.engine.streams.channel import Bell
+from hibachi.engine.streams.loops import LoopEvent, Wakeups
+from hibachi.llm.gather import Gather
 from hibachi.request import Finish
-from hibachi.streams.channel import Bell
-from hibachi.streams.gather import Gather
-from hibachi.streams.loops import LoopEvent, Wakeups
 
 from ..engine.models import PATIENCE, Background, until
 from ..engine.pipe import Pipe
@@ -127,7 +127,7 @@ def test_none_is_missed_while_threads_race(once, eager_switching):
 
 
 def test_an_end_while_it_looks_is_not_missed(once, monkeypatch):
-    monkeypatch.setattr("hibachi.streams.gather.NOTICED", 1000)
+    monkeypatch.setattr("hibachi.llm.gather.NOTICED", 1000)
     first, fed = Pipe(), Pipe(1)
     gather = gathered(first)
     gather.add("fed", [fed.stream], lambda i, items: first.end())  # when the first was looked at
@@ -175,9 +175,9 @@ def test_a_wait_in_a_loop_may_follow_one_in_a_thread():
 def test_a_signal_may_wake_whoever_waits_and_ctrl_c_passes():
     program = """
 import signal
-from hibachi.streams.channel import Channel
-from hibachi.streams.gather import Gather
-from hibachi.streams.stream import ItemStream
+from hibachi.engine.streams.channel import Channel
+from hibachi.llm.gather import Gather
+from hibachi.engine.streams.stream import ItemStream
 gather = Gather()
 gather.add("a", [ItemStream(Channel(), lambda: None, int)])
 signal.signal(signal.SIGTERM, lambda *_: gather.wake())

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import pytest
 
 from hibachi import ItemStream
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.merge import merge
 from hibachi.request import Finish
-from hibachi.streams.channel import Channel
-from hibachi.streams.loops import Wakeups
-from hibachi.streams.merge import merge
 
 from ..engine.models import PATIENCE, Background, until
 from .reading import by_anext, by_next, by_three_tasks

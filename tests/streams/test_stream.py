@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from hibachi import EngineFailed, ItemStream, ModelError
+from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.merge import amerge, merge
 from hibachi.request import Finish
-from hibachi.streams.channel import Channel
-from hibachi.streams.loops import Wakeups
-from hibachi.streams.merge import amerge, merge
 
 from ..engine.models import PATIENCE, Background, until
 from ..engine.pipe import Pipe

@@ -12,9 +12,9 @@ import trio
 import trio.lowlevel
 
 from hibachi import LLM, FeedforwardBatchInference, ModelError, SamplingParams
+from hibachi.engine.streams.loops import Wakeups, in_trio, loop_future
+from hibachi.engine.streams.merge import amerge, await_any
 from hibachi.request import Finish
-from hibachi.streams.loops import Wakeups, in_trio, loop_future
-from hibachi.streams.merge import amerge, await_any
 
 from ..engine.models import PATIENCE, Background, Gate, Next, ints, until
 from ..engine.pipe import Pipe

@@ -14,10 +14,10 @@ import pytest
 import trio
 
 from hibachi import LLM, InvalidRequest, ModelError, RequestError, SamplingParams
-from hibachi.remote.llm import RemoteLLM
+from hibachi.engine.streams.stream import as_it_is, native_row
+from hibachi.llm.remote.llm import RemoteLLM
+from hibachi.llm.textstream import TextChoice, TextStream
 from hibachi.request import Finish, Request
-from hibachi.streams.stream import as_it_is, native_row
-from hibachi.streams.textstream import TextChoice, TextStream
 
 from ..engine.models import PATIENCE, Background, Next, until
 from ..engine.pipe import Pipe

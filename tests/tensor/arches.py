@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from hibachi import StepInputs
-from hibachi.model.arch import Arch, Experts, Layer, shapes
-from hibachi.model.decoder import Decoder
-from hibachi.model.rope import Rope
-from hibachi.plan.lower import lower
+from hibachi.engine.scheduler.lower import lower
+from hibachi.llm.model.arch import Arch, Experts, Layer, shapes
+from hibachi.llm.model.decoder import Decoder
+from hibachi.llm.model.rope import Rope
 
 PLAIN = Arch(
     hidden_size=48,

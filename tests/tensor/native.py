@@ -14,9 +14,9 @@ import pytest
 
 import hibachi
 from hibachi import Paged, StepInputs
-from hibachi.kernels import abi, build, library
-from hibachi.kernels.library import SWITCH, NativeUnavailable, why_missing
-from hibachi.plan.lower import lower
+from hibachi.backend.kernels import abi, build, library
+from hibachi.backend.kernels.library import SWITCH, NativeUnavailable, why_missing
+from hibachi.engine.scheduler.lower import lower
 
 DTYPES = ("float32", "bfloat16")
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from hibachi import Paged, StepInputs, load_backend
-from hibachi.plan.lower import lower
+from hibachi.engine.scheduler.lower import lower
 
 COUNTS = [*range(1, 71), 96, 127, 129, 256, 400]
 SIZES = [(64, 192), (100, 37), (256, 512), (640, 256), (1300, 48), (2048, 64)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import ArrayBackend, InvalidTensorOperation, NumpyBackend, Paged, StepInputs
-from hibachi.plan.lower import lower
+from hibachi.engine.scheduler.lower import lower
 
 from .native import far_off
 

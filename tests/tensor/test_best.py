@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from hibachi import LLM, BackendNotFound, available_backends, load_backend, load_model
+from hibachi.backend import discover
+from hibachi.backend.discover import BEST, VARIABLE, best_and_why, best_backend
 from hibachi.cli.main import main
-from hibachi.tensor import discover
-from hibachi.tensor.discover import BEST, VARIABLE, best_and_why, best_backend
 
 
 @pytest.fixture(autouse=True)

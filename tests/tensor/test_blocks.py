@@ -7,12 +7,12 @@ import pytest
 
 import hibachi
 from hibachi import UnsupportedOperation
-from hibachi.kernels.library import SWITCH
-from hibachi.kernels.memory import Slabs
-from hibachi.model.gguf.file import Blocks
-from hibachi.tensor.host_arrays import PackedWeight
-from hibachi.tensor.numpy_backend import Int4NumpyBackend
-from hibachi.tensor.packing import pack
+from hibachi.backend.host_arrays import PackedWeight
+from hibachi.backend.kernels.library import SWITCH
+from hibachi.backend.kernels.memory import Slabs
+from hibachi.backend.numpy_backend import Int4NumpyBackend
+from hibachi.backend.packing import pack
+from hibachi.llm.model.gguf.file import Blocks
 
 from .native import DTYPES, computed, every_variant, other_variants, same_arrays, skip_without
 

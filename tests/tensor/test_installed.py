@@ -2,7 +2,7 @@
 
 import os
 
-from hibachi.installed import entry_points
+from hibachi.common.installed import entry_points
 
 
 def test_what_is_installed_meanwhile_is_found(tmp_path, monkeypatch):

@@ -11,13 +11,13 @@ import pytest
 
 import hibachi
 from hibachi import ConfigError, NumpyBackend, UnsupportedOperation
+from hibachi.backend.host_arrays import PackedWeight
+from hibachi.backend.kernels.library import SWITCH, why_missing
+from hibachi.backend.numpy_backend import Int8NumpyBackend
 from hibachi.cli.main import main
-from hibachi.kernels.library import SWITCH, why_missing
-from hibachi.model.arch import Arch, Experts, Layer, shapes
-from hibachi.model.decoder import Decoder
-from hibachi.model.rope import Rope
-from hibachi.tensor.host_arrays import PackedWeight
-from hibachi.tensor.numpy_backend import Int8NumpyBackend
+from hibachi.llm.model.arch import Arch, Experts, Layer, shapes
+from hibachi.llm.model.decoder import Decoder
+from hibachi.llm.model.rope import Rope
 
 from .native import DTYPES, computed, every_variant, other_variants, same_arrays, without_compiler
 
@@ -207,7 +207,7 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
     "where",
     [
         "hibachi_torch.native:Int8TorchBackend",
-        "hibachi.tensor.numpy_backend:Int8NumpyBackend",
+        "hibachi.backend.numpy_backend:Int8NumpyBackend",
         "hibachi_torch.native:Int4TorchBackend",
         pytest.param("hibachi_jax.native:Int8NativeJaxBackend", marks=pytest.mark.slow),
     ],
@@ -416,7 +416,7 @@ def test_numpy_refuses_on_the_command_line(capsys, monkeypatch):
 
 
 def test_a_model_that_runs_through_transformers_is_refused(monkeypatch):
-    from hibachi.model import registry
+    from hibachi.llm.model import registry
 
     backend = TorchBackend("cpu")
     backend.quantization = "int8"

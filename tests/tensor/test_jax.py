@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hibachi import NumpyBackend, Paged, StepInputs
-from hibachi.plan.lower import lower
+from hibachi.engine.scheduler.lower import lower
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

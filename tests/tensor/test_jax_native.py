@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, NumpyBackend, Paged, SamplingParams, State, StepInputs, UnsupportedOperation
-from hibachi.decode.sampling import How, sample
-from hibachi.kernels.library import NUMERICS, SWITCH, library
-from hibachi.plan.lower import lower
-from hibachi.tensor.candidates import OPERATIONS, compose
+from hibachi.backend.candidates import OPERATIONS, compose
+from hibachi.backend.kernels.library import NUMERICS, SWITCH, library
+from hibachi.engine.sampling.draw import How, sample
+from hibachi.engine.scheduler.lower import lower
 
 from .native import (
     DTYPES,

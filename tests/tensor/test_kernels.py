@@ -7,12 +7,9 @@ import copy
 import numpy as np
 import pytest
 
-from hibachi.errors import UnsupportedOperation
-from hibachi.kernels.library import NUMERICS, SWITCH, why_missing
-from hibachi.shapes import CallShapes
-from hibachi.tensor import candidates as kernels
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.candidates import (
+from hibachi.backend import candidates as kernels
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.candidates import (
     LADDERS,
     OPERATIONS,
     Candidate,
@@ -22,8 +19,11 @@ from hibachi.tensor.candidates import (
     ladders,
     without_library,
 )
-from hibachi.tensor.discover import load_backend
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.backend.discover import load_backend
+from hibachi.backend.kernels.library import NUMERICS, SWITCH, why_missing
+from hibachi.backend.numpy_backend import NumpyBackend
+from hibachi.common.shapes import CallShapes
+from hibachi.errors import UnsupportedOperation
 
 
 def plain():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import ArrayBackend, NumpyBackend, load_backend
-from hibachi.tensor.masks import ALL, checked, forbid, forbidden, packed, words
+from hibachi.backend.masks import ALL, checked, forbid, forbidden, packed, words
 
 
 @pytest.mark.parametrize("size", (1, 31, 32, 33, 64, 1000))

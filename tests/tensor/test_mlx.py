@@ -22,7 +22,7 @@ from hibachi import (  # noqa: E402
     SamplingParams,
     StepInputs,
 )
-from hibachi.plan.lower import lower  # noqa: E402
+from hibachi.engine.scheduler.lower import lower  # noqa: E402
 from hibachi.testing.toys import SumPaged, TinyDecoder, expected, tiny_weights  # noqa: E402
 from hibachi_mlx import MlxBackend, array_api  # noqa: E402
 

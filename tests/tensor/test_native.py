@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, NumpyBackend, Paged, SamplingParams, StepInputs
-from hibachi.decode.sampling import How, sample
+from hibachi.backend.kernels.library import NUMERICS, SWITCH, NativeUnavailable, library
+from hibachi.backend.native import _sizes
+from hibachi.engine.runners.checkedstep import CheckedStep
+from hibachi.engine.sampling.draw import How, sample
+from hibachi.engine.scheduler.lower import lower
 from hibachi.errors import InvalidModelOutput
-from hibachi.kernels.library import NUMERICS, SWITCH, NativeUnavailable, library
-from hibachi.plan.lower import lower
-from hibachi.runners.checkedstep import CheckedStep
-from hibachi.tensor.native import _sizes
 
 from .native import (
     DTYPES,

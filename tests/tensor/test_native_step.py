@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from hibachi import NumpyBackend, StepInputs, UnsupportedOperation
-from hibachi.model.decoder import Decoder
+from hibachi.llm.model.decoder import Decoder
 
 from .arches import APART, FUSED, PLAIN, inputs, made
 from .native import every_variant, other_variants, skip_without
 
 torch = pytest.importorskip("torch")
 skip_without()
-from hibachi.tensor.numpy_backend import Int4NumpyBackend, Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
-from hibachi.tensor.program import whole  # noqa: E402
+from hibachi.backend.numpy_backend import Int4NumpyBackend, Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
+from hibachi.backend.program import whole  # noqa: E402
 from hibachi_torch.native import Int4TorchBackend, Int8TorchBackend, NativeTorchBackend  # noqa: E402
 
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import hibachi
+from hibachi.backend.kernels.library import NUMERICS, SWITCH, library, why_missing
+from hibachi.backend.numpy_backend import InvariantNumpyBackend, NativeNumpyBackend, NumpyBackend
 from hibachi.engine.build import cached_runner
-from hibachi.kernels.library import NUMERICS, SWITCH, library, why_missing
-from hibachi.model.files import locate, open_files
-from hibachi.model.registry import load_model
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import IDS, History, Tables
-from hibachi.tensor.numpy_backend import InvariantNumpyBackend, NativeNumpyBackend, NumpyBackend
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.tokentable import IDS, History, Tables
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.registry import load_model
 
 PACKAGE = Path(hibachi.__file__).parent
 

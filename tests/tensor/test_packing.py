@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from hibachi import InvalidModelFiles, NumpyBackend
-from hibachi.kernels.memory import Slabs
-from hibachi.model.weights import Checkpoint
-from hibachi.tensor import stored
-from hibachi.tensor.packing import pack
-from hibachi.tensor.stored import Stored
+from hibachi.backend import stored
+from hibachi.backend.kernels.memory import Slabs
+from hibachi.backend.packing import pack
+from hibachi.backend.stored import Stored
+from hibachi.llm.model.weights import Checkpoint
 
 from .native import every_variant, skip_without
 

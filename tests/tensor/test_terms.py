@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import hibachi
 from hibachi import NumpyBackend, Paged, StepInputs
-from hibachi.plan.lower import lower
+from hibachi.engine.scheduler.lower import lower
 from hibachi_torch import TorchBackend
 
 HEADS, DIM, LENGTH = 4, 8, 50

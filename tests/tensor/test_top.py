@@ -4,8 +4,8 @@ import array_api_strict
 import numpy as np
 import pytest
 
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 

@@ -14,11 +14,11 @@ import pytest
 
 import hibachi
 from hibachi import Paged, StepInputs
-from hibachi.plan.lower import lower, pad
-from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.engine.scheduler.lower import lower, pad
 
 torch = pytest.importorskip("torch")
-from hibachi.shapes import fixed  # noqa: E402
+from hibachi.common.shapes import fixed  # noqa: E402
 from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.cuda import CudaTorchBackend  # noqa: E402
 from hibachi_torch.cuda_graphs import MOST, StepGraphs  # noqa: E402

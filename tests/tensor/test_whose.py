@@ -7,8 +7,8 @@ import torch
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, NumpyBackend
-from hibachi.tensor.nine import NineBackend
-from hibachi.tensor.whose import backend_of, leaves, prompt_backend
+from hibachi.backend.infer import backend_of, leaves, prompt_backend
+from hibachi.backend.nine import NineBackend
 
 
 class Model:

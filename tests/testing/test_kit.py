@@ -13,8 +13,8 @@ import hibachi
 from conformance.cases import WrongAnswer
 from conformance.serving import Serving
 from hibachi import ArrayBackend, ModelError, NumpyBackend
+from hibachi.backend.nine import OPERATIONS, NineBackend
 from hibachi.errors import ConfigError
-from hibachi.tensor.nine import OPERATIONS, NineBackend
 from hibachi.testing.causes import cause_of, frames, hung_at, normal, places
 from hibachi.testing.gaps import read_gaps
 from hibachi.testing.nine import NineHandle

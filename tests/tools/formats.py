@@ -1,6 +1,6 @@
 """Formats of calls as models write them, and tools, for the tests of grammars."""
 
-from hibachi.tools.format import (
+from hibachi.llm.chatformat.format import (
     HERMES,
     THINK,
     ChatFormat,
@@ -11,7 +11,7 @@ from hibachi.tools.format import (
     Tagged,
     ToolFormat,
 )
-from hibachi.tools.tools import Tool
+from hibachi.llm.chatformat.tools import Tool
 
 NAME, ARGUMENTS, ID, NUMBER, TAG = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER, Slot.TAG
 

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 
-from hibachi.guide.protocol import GuideFailed
-from hibachi.tools.format import CallArguments, CallBegun, CallEnded, Said, Thinking
-from hibachi.tools.grammar.answer import unchecked_form
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.reading.reader import AnswerReader
-from hibachi.tools.tools import Toolbox
+from hibachi.engine.guide.protocol import GuideFailed
+from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, Said, Thinking
+from hibachi.llm.chatformat.grammar.answer import unchecked_form
+from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.tools import Toolbox
 
 from ..guide import made
 from .formats import ENDS, PLAIN_ADDED, SPECIAL, TOOLS, chat

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from hibachi.tools.format import (
+from hibachi.llm.chatformat.format import (
     HERMES,
     THINK,
     CallArguments,
@@ -18,8 +18,8 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.tools import Tool, Toolbox, ToolCall
+from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.tools import Tool, Toolbox, ToolCall
 
 NAME, ARGUMENTS, ID, NUMBER = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER
 JSON_LIST = ToolFormat(

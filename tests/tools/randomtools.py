@@ -1,6 +1,6 @@
 """Tools with random schemas: nested, with references, alternatives, odd names and odd texts."""
 
-from hibachi.tools.tools import Tool
+from hibachi.llm.chatformat.tools import Tool
 
 NAMES = [
     "a", "city", "naïve", "名前", "x-y", "with space", 'q"uote', "a'b", "a.b", "$ref", "type", "items", "ключ", "a<b",

@@ -3,7 +3,7 @@
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.tools.asked import MOST, as_shown, toolbox_of
+from hibachi.llm.chatformat.asked import MOST, as_shown, toolbox_of
 
 LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 EMPTY = {"type": "object", "properties": {}}

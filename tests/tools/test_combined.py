@@ -6,8 +6,8 @@ import random
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.tools.grammar.joining import combined
-from hibachi.tools.tools import Tool
+from hibachi.llm.chatformat.grammar.joining import combined
+from hibachi.llm.chatformat.tools import Tool
 
 from .grammars import Read, grammar, setting, walked
 from .randomtools import CombinedTool

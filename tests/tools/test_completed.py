@@ -2,7 +2,7 @@
 
 import copy
 
-from hibachi.tools.completed import completed
+from hibachi.llm.chatformat.completed import completed
 
 DEEP = {
     "type": "object",

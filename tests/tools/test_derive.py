@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.model.text import render_chat
-from hibachi.tools.format import HERMES, THINK, ChatFormat, History, ReasoningFormat, Slot, Thinking
-from hibachi.tools.templates.choosing import Formats
-from hibachi.tools.templates.derive import derive
-from hibachi.tools.templates.known import KNOWN
-from hibachi.tools.templates.probes import MOST, USER, Template
-from hibachi.tools.templates.trial import heard
-from hibachi.tools.tools import Tool
+from hibachi.llm.chatformat.format import HERMES, THINK, ChatFormat, History, ReasoningFormat, Slot, Thinking
+from hibachi.llm.chatformat.templates.choosing import Formats
+from hibachi.llm.chatformat.templates.derive import derive
+from hibachi.llm.chatformat.templates.known import KNOWN
+from hibachi.llm.chatformat.templates.probes import MOST, USER, Template
+from hibachi.llm.chatformat.templates.trial import heard
+from hibachi.llm.chatformat.tools import Tool
+from hibachi.llm.tokenizers import render_chat
 
 ROOT = Path(__file__).parents[2]
 OURS = sorted((Path(__file__).parent / "templates").glob("*.jinja"))

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from hibachi.engine.guide.protocol import Grammar
+from hibachi.engine.guide.worker import FREE
 from hibachi.errors import InvalidRequest
-from hibachi.guide.protocol import Grammar
-from hibachi.guide.worker import FREE
+from hibachi.llm.chatformat.format import PLAIN, THINK, ChatFormat, Thinking
+from hibachi.llm.chatformat.grammar import answer as answers
+from hibachi.llm.chatformat.grammar.answer import checked_form, served_form, unchecked_form
+from hibachi.llm.chatformat.marks import texts
+from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.reading.whole import joined
+from hibachi.llm.chatformat.templates.known import KNOWN
+from hibachi.llm.chatformat.tools import Tool, Toolbox, ToolCall
+from hibachi.llm.chatformat.write import written
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.format import PLAIN, THINK, ChatFormat, Thinking
-from hibachi.tools.grammar import answer as answers
-from hibachi.tools.grammar.answer import checked_form, served_form, unchecked_form
-from hibachi.tools.marks import texts
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.reading.reader import AnswerReader
-from hibachi.tools.reading.whole import joined
-from hibachi.tools.templates.known import KNOWN
-from hibachi.tools.tools import Tool, Toolbox, ToolCall
-from hibachi.tools.write import written
 
 from ..guide import made
 from . import made as given

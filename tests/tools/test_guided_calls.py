@@ -6,8 +6,7 @@ import pytest
 
 from hibachi import LLM, SamplingParams
 from hibachi.engine.forms import Forms, guides_text
-from hibachi.model.text.own import NoTokenizer
-from hibachi.tools.format import (
+from hibachi.llm.chatformat.format import (
     HERMES,
     CallBegun,
     CallEnded,
@@ -18,10 +17,11 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.grammar.answer import checked_form
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.reading.reader import AnswerReader
-from hibachi.tools.tools import Tool, Toolbox
+from hibachi.llm.chatformat.grammar.answer import checked_form
+from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.tools import Tool, Toolbox
+from hibachi.llm.tokenizers.own import NoTokenizer
 
 TOOLS = (
     Tool(

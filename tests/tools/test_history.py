@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.model.text import render_chat
-from hibachi.tools.format import HERMES, ChatFormat, History
-from hibachi.tools.history import NotShown, as_objects, as_written
-from hibachi.tools.talk import Talk
+from hibachi.llm.chatformat.format import HERMES, ChatFormat, History
+from hibachi.llm.chatformat.history import NotShown, as_objects, as_written
+from hibachi.llm.chatformat.talk import Talk
+from hibachi.llm.tokenizers import render_chat
 
 TEMPLATES = {f.stem: f.read_text() for f in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 

@@ -7,11 +7,11 @@ from time import process_time
 
 import pytest
 
-from hibachi.tools.format import Thinking
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.reading.whole import read
-from hibachi.tools.tools import ToolCall
-from hibachi.tools.write import written
+from hibachi.llm.chatformat.format import Thinking
+from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.reading.whole import read
+from hibachi.llm.chatformat.tools import ToolCall
+from hibachi.llm.chatformat.write import written
 
 from .made import BOX, FORMATS, FULL
 

@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.tools.format import PLAIN, THINK, ReasoningFormat, Thinking
-from hibachi.tools.reading.whole import read
-from hibachi.tools.templates.choosing import MOST, Formats
-from hibachi.tools.templates.known import KNOWN, REASONING_NAMES, TOOL_NAMES, named, recognized
-from hibachi.tools.tools import Tool, Toolbox, ToolCall
-from hibachi.tools.write import written
+from hibachi.llm.chatformat.format import PLAIN, THINK, ReasoningFormat, Thinking
+from hibachi.llm.chatformat.reading.whole import read
+from hibachi.llm.chatformat.templates.choosing import MOST, Formats
+from hibachi.llm.chatformat.templates.known import KNOWN, REASONING_NAMES, TOOL_NAMES, named, recognized
+from hibachi.llm.chatformat.tools import Tool, Toolbox, ToolCall
+from hibachi.llm.chatformat.write import written
 
 BOX = Toolbox(
     tuple(
@@ -119,7 +119,7 @@ GRANITE = "{# respond only with <|tool_call|> followed by a JSON list #}{{ tools
 
 
 def rendering(text, asked=None):
-    from hibachi.model.text import render_chat
+    from hibachi.llm.tokenizers import render_chat
 
     def render(messages, **variables):
         if asked is not None:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from hibachi.tools.format import (
+from hibachi.llm.chatformat.format import (
     HERMES,
     PLAIN,
     THINK,
@@ -20,10 +20,10 @@ from hibachi.tools.format import (
     Thinking,
     ToolFormat,
 )
-from hibachi.tools.reading.parser import Parser
-from hibachi.tools.reading.whole import Answer, joined, read
-from hibachi.tools.tools import Toolbox, ToolCall
-from hibachi.tools.write import written
+from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.reading.whole import Answer, joined, read
+from hibachi.llm.chatformat.tools import Toolbox, ToolCall
+from hibachi.llm.chatformat.write import written
 
 from .made import ANSWERS, BOX, CHANNELS, FORMATS, FULL, calls_of, events_of, pieces_of, text_of, toolbox_of
 

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
+from hibachi.engine.guide.protocol import GuideFailed
 from hibachi.errors import InvalidRequest
-from hibachi.guide.protocol import GuideFailed
-from hibachi.tools.format import Tagged, Thinking
-from hibachi.tools.reading.whole import read
-from hibachi.tools.tools import Toolbox, ToolCall
-from hibachi.tools.write import written
+from hibachi.llm.chatformat.format import Tagged, Thinking
+from hibachi.llm.chatformat.reading.whole import read
+from hibachi.llm.chatformat.tools import Toolbox, ToolCall
+from hibachi.llm.chatformat.write import written
 
 from .formats import FORMATS, chat
 from .grammars import END_IDS, grammar, guide_of, setting

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat import talk
+from hibachi.llm.chatformat.format import HERMES, PLAIN, THINK, ChatFormat, Thinking
+from hibachi.llm.chatformat.grammar.recent import RecentForms, content_of
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.tools import Tool, Toolbox
 from hibachi.structured import StructuredOutputs
-from hibachi.tools import talk
-from hibachi.tools.format import HERMES, PLAIN, THINK, ChatFormat, Thinking
-from hibachi.tools.grammar.recent import RecentForms, content_of
-from hibachi.tools.reading.reader import AnswerReader
-from hibachi.tools.tools import Tool, Toolbox
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TURNED = {"type": "object", "properties": {"days": {"type": "integer"}, "city": {"type": "string"}}}

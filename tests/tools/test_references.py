@@ -2,7 +2,7 @@
 
 import pytest
 
-from hibachi.tools.references import referred
+from hibachi.llm.chatformat.references import referred
 
 ROOT = {"$defs": {"a/b~c": {"type": "null"}, "no": False}, "anyOf": [{"type": "string"}, {"items": [True]}]}
 

@@ -7,14 +7,14 @@ import pytest
 pytest.importorskip("minijinja")
 
 from hibachi.errors import InvalidRequest
-from hibachi.model.text.chat import choose_template, render_chat
+from hibachi.llm.chatformat.asked import as_shown, toolbox_of
+from hibachi.llm.chatformat.format import Thinking
+from hibachi.llm.chatformat.history import NotShown, as_objects
+from hibachi.llm.chatformat.reading.whole import Answer
+from hibachi.llm.chatformat.talk import Talk
+from hibachi.llm.chatformat.templates.choosing import Parsers
+from hibachi.llm.tokenizers.chat import choose_template, render_chat
 from hibachi.structured import StructuredOutputs
-from hibachi.tools.asked import as_shown, toolbox_of
-from hibachi.tools.format import Thinking
-from hibachi.tools.history import NotShown, as_objects
-from hibachi.tools.reading.whole import Answer
-from hibachi.tools.talk import Talk
-from hibachi.tools.templates.choosing import Parsers
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.tools.format import Tagged
-from hibachi.tools.reading.schema_types import ALL, Typed, value_of
-from hibachi.tools.reading.tagged import TaggedArguments
-from hibachi.tools.reading.values import JSON, PYTHON, Rules, Values
-from hibachi.tools.tools import ToolCall
-from hibachi.tools.write import written
+from hibachi.llm.chatformat.format import Tagged
+from hibachi.llm.chatformat.reading.schema_types import ALL, Typed, value_of
+from hibachi.llm.chatformat.reading.tagged import TaggedArguments
+from hibachi.llm.chatformat.reading.values import JSON, PYTHON, Rules, Values
+from hibachi.llm.chatformat.tools import ToolCall
+from hibachi.llm.chatformat.write import written
 
 from .made import FORMATS
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import hibachi
+from hibachi.backend.candidates import LADDERS, Candidate
+from hibachi.backend.numpy_backend import NumpyBackend
+from hibachi.common.shapes import CallShapes
 from hibachi.errors import ConfigError, UnsupportedOperation
-from hibachi.model.describe import describe
-from hibachi.model.files import locate
-from hibachi.shapes import CallShapes
-from hibachi.tensor.candidates import LADDERS, Candidate
-from hibachi.tensor.numpy_backend import NumpyBackend
-from hibachi.tune import autotune
-from hibachi.tune.autotune import choose, seconds_of, settle
-from hibachi.tune.cases import ModelSizes, sizes_of
-from hibachi.tune.stepcost import padded, rows_named
-from hibachi.tune.trial import KernelTrial, table
+from hibachi.llm.model.describe import describe
+from hibachi.llm.model.files import locate
+from hibachi.llm.tune import autotune
+from hibachi.llm.tune.autotune import choose, seconds_of, settle
+from hibachi.llm.tune.cases import ModelSizes, sizes_of
+from hibachi.llm.tune.stepcost import padded, rows_named
+from hibachi.llm.tune.trial import KernelTrial, table
 
 SIZES = ModelSizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
 
@@ -167,7 +167,7 @@ def test_budgets(monkeypatch):
 def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
     pytest.importorskip("torch")
     arch = describe(locate("tiny")).arch
-    backend = hibachi.tensor.discover.load_backend("torch", device="cpu")
+    backend = hibachi.backend.discover.load_backend("torch", device="cpu")
     for deterministic in (False, True):
         choice = choose(backend, sizes_of(arch, "float32"), deterministic=deterministic, budget=0.2)
         taken = {t.operation: t.name for t in choice.trials if t.why_not is None}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hibachi.tune.others import Watch
+from hibachi.llm.tune.load import Watch
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="this system does not say")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from hibachi import load_backend
-from hibachi.named import object_named
+from hibachi.common.named import object_named
 from hibachi.testing import toys
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hibachi import Input, load_backend
-from hibachi.verify import Subject, verify
+from hibachi.testing.verify import Subject, verify
 from tests.engine.frames import RUNGS, DrawnState, DrawnWhole, OwnFrames, ToldWhole, WholeFrames
 from tests.engine.test_own_encode import Pooled, Smooth, Translator
 

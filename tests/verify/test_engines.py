@@ -5,13 +5,13 @@ import pytest
 
 from hibachi import load_backend
 from hibachi.testing import toys
-from hibachi.verify import Subject, prompts, verify
-from hibachi.verify import engine_trials as trials
-from hibachi.verify.answers import Answer, different
-from hibachi.verify.drive import Found
-from hibachi.verify.spy import OWN, Spy
-from hibachi.verify.subject import subject_backend
-from hibachi.verify.trials import TRIALS
+from hibachi.testing.verify import Subject, prompts, verify
+from hibachi.testing.verify import engine_trials as trials
+from hibachi.testing.verify.answers import Answer, different
+from hibachi.testing.verify.drive import Found
+from hibachi.testing.verify.spy import OWN, Spy
+from hibachi.testing.verify.subject import subject_backend
+from hibachi.testing.verify.trials import TRIALS
 
 from .broken_models import NUMPY, HasTooFewPositions, RemembersByPlace
 from .good_models import FRAMES, TOYS
@@ -149,7 +149,7 @@ class Deaf(Spy):
     ],
 )
 def test_a_fault_that_goes_unnoticed_is_a_fault(judged, key, expected, monkeypatch):
-    monkeypatch.setattr("hibachi.verify.engines.Spy", Deaf)
+    monkeypatch.setattr("hibachi.testing.verify.engines.Spy", Deaf)
     assert judged(toys.SumLogits(NUMPY), key).startswith(expected)
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from hibachi import ConfigError, Input, load_backend, load_model
-from hibachi.tensor.whose import training
+from hibachi.backend.infer import training
 from hibachi.testing import toys
-from hibachi.verify import Subject, verify
-from hibachi.verify.inside import changed, kept
-from hibachi.verify.subject import difference, prompts_in
+from hibachi.testing.verify import Subject, verify
+from hibachi.testing.verify.inside import changed, kept
+from hibachi.testing.verify.subject import difference, prompts_in
 from tests.model.test_agreement import make
 
 from .broken_models import BROKEN, NUMPY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hibachi.model.extras import need
+from hibachi.llm.model.extras import need
 from hibachi.offline.files.rows import BATCH
 from hibachi.offline.files.sources import Source, Sources
 

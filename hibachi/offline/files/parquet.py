@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from hibachi.errors import ConfigError, shown
-from hibachi.model.extras import need
+from hibachi.llm.model.extras import need
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import BATCH, InvalidInput, Row
 

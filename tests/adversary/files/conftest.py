@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hibachi.cachefolder import cache_folder
+from hibachi.common.cachefolder import cache_folder
 
 from ...engine.conftest import no_thread_is_left  # noqa: F401  # a fixture
 

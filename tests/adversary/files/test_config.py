@@ -14,13 +14,13 @@ pytest.importorskip("tokenizers")
 
 from hibachi import LLM, SamplingParams
 from hibachi.errors import ConfigError, HibachiError, InvalidModelFiles, PromptTooLong
-from hibachi.model import mamba, rope
-from hibachi.model.arch import shapes
-from hibachi.model.families import FAMILIES
-from hibachi.model.fields import MOST_SETTINGS
-from hibachi.model.files import TINY, open_files
-from hibachi.model.registry import find
-from hibachi.model.text import Tokenizer
+from hibachi.llm.model import mamba, rope
+from hibachi.llm.model.arch import shapes
+from hibachi.llm.model.families import FAMILIES
+from hibachi.llm.model.fields import MOST_SETTINGS
+from hibachi.llm.model.files import TINY, open_files
+from hibachi.llm.model.registry import find
+from hibachi.llm.tokenizers import Tokenizer
 
 MB = 2**20
 LARGE = [10**9, 2**31 - 1, 2**31, 2**63, 2**64, 10**400]

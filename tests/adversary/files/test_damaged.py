@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers")
 
 from hibachi import LLM, SamplingParams
 from hibachi.errors import HibachiError
-from hibachi.model.text.pieces import byte_letters
+from hibachi.llm.tokenizers.pieces import byte_letters
 
 MB = 2**20
 CONFIG = {

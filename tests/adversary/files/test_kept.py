@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.cachefolder import move
+from hibachi.backend.kernels import build, library
+from hibachi.backend.kernels.library import SWITCH, NativeUnavailable
+from hibachi.backend.numpy_backend import NumpyBackend
+from hibachi.common.cachefolder import move
 from hibachi.errors import ConfigError
-from hibachi.kernels import build, library
-from hibachi.kernels.library import SWITCH, NativeUnavailable
-from hibachi.tensor.numpy_backend import NumpyBackend
-from hibachi.tune import kept
-from hibachi.tune.cases import ModelSizes
-from hibachi.tune.trial import KernelTrial
+from hibachi.llm.tune import store as kept
+from hibachi.llm.tune.cases import ModelSizes
+from hibachi.llm.tune.trial import KernelTrial
 
 from ...tensor.native import begin_anew, small_kernels
 

@@ -15,10 +15,10 @@ pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Raw
 
-from hibachi.model.gguf.tokenizer import read_tokenizer
-from hibachi.model.text import Tokenizer, longest
-from hibachi.model.text.own import NoTokenizer, OwnTokenizer
-from hibachi.model.text.pieces import byte_letters
+from hibachi.llm.model.gguf.tokenizer import read_tokenizer
+from hibachi.llm.tokenizers import Tokenizer, longest
+from hibachi.llm.tokenizers.own import NoTokenizer, OwnTokenizer
+from hibachi.llm.tokenizers.pieces import byte_letters
 
 from ...model.text import made
 from .test_vocabulary import sentencepiece

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from hibachi import LLM, SamplingParams
+from hibachi.engine.recording.replay import read, replay
 from hibachi.errors import ConfigError
-from hibachi.recording.replay import read, replay
 
 pytest.importorskip("tokenizers")
 

@@ -17,9 +17,9 @@ pytest.importorskip("tokenizers")
 import tokenizers
 
 from hibachi.errors import HibachiError, InvalidModelFiles, InvalidRequest
-from hibachi.model.files import TINY
-from hibachi.model.text import Tokenizer, sandbox
-from hibachi.model.text.rules import check_rules
+from hibachi.llm.model.files import TINY
+from hibachi.llm.tokenizers import Tokenizer, sandbox
+from hibachi.llm.tokenizers.rules import check_rules
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "data"
@@ -266,7 +266,7 @@ HUNGRY = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.text import Tokenizer
+from hibachi.llm.tokenizers import Tokenizer
 try:
     Tokenizer.load(sys.argv[1]).encode("a" * 10)
 except InvalidModelFiles:
@@ -310,7 +310,7 @@ def test_m5_an_expression_that_tries_for_ever_is_refused(load, what):
 
 def test_m5_rules_of_a_kind_that_we_do_not_know_are_tried(monkeypatch):
     seen = []
-    monkeypatch.setattr("hibachi.model.text.rules.try_rules", lambda rules, letters: seen.append(letters))
+    monkeypatch.setattr("hibachi.llm.tokenizers.rules.try_rules", lambda rules, letters: seen.append(letters))
     check_rules(Path("tokenizer.json"), {"normalizer": normalizers({"type": "Sparkle"}, {"type": "NFC"})})
     assert seen == ["Sparkle"]
 

@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.gguf.tokenizer import read_tokenizer
-from hibachi.model.text import Tokenizer, merges
-from hibachi.model.text.merges import cuts
+from hibachi.llm.model.gguf.tokenizer import read_tokenizer
+from hibachi.llm.tokenizers import Tokenizer, merges
+from hibachi.llm.tokenizers.merges import cuts
 
 NORMAL, UNKNOWN, BYTE = 1, 2, 6
 BYTES = [f"<0x{i:02X}>" for i in range(256)]

@@ -1,4 +1,4 @@
-"""Random bodies: each field of hibachi/api/bodies.py with values that are right, unusual, and wrong in any way."""
+"""Random bodies: fields of completions and chats with values that are right, unusual, and wrong in any way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from hibachi.api.messages.bodies import CountBody, MessagesBody
-from hibachi.api.responses.bodies import ResponsesBody
+from hibachi.llm.dialects.messages.bodies import CountBody, MessagesBody
+from hibachi.llm.dialects.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from hibachi.llm.dialects.responses.bodies import ResponsesBody
 
 from .wire import JSON
 

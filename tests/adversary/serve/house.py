@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hibachi.guide.checks import WORKER
+from hibachi.engine.guide.checks import WORKER
 
 from ..watch import MALLOC
 
@@ -86,7 +86,7 @@ class House:
     @property
     def engine(self) -> int | None:
         """Its process; there may be none for the moment, and there is one that renders templates."""
-        return next((pid for pid in self._children() if b"hibachi.remote.child" in _command(pid)), None)
+        return next((pid for pid in self._children() if b"hibachi.llm.remote.child" in _command(pid)), None)
 
     def _children(self) -> Iterator[int]:
         for place in Path("/proc").glob("[0-9]*/stat"):

@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 import msgspec
 import pytest
 
-from hibachi.api import tokenizing
-from hibachi.api.errors import Refused
-from hibachi.api.tokenizing import Tokenizing
 from hibachi.errors import PromptTooLong
-from hibachi.serve import streaming
-from hibachi.web.deadlines import MOST_BYTES
+from hibachi.llm.dialects import tokenizing
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.tokenizing import Tokenizing
+from hibachi.server import streaming
+from hibachi.server.web.deadlines import MOST_BYTES
 
 from ...engine.models import until
 from ...serve import test_run

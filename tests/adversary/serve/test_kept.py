@@ -9,9 +9,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from hibachi.api.responses.items import Message, OutputText
-from hibachi.api.responses.store import Known, Store, as_items
-from hibachi.serve import responses
+from hibachi.llm.dialects.responses.items import Message, OutputText
+from hibachi.llm.dialects.responses.store import Known, Store, as_items
+from hibachi.server import responses
 
 from ...engine.models import until
 from ...serve.conftest import CHATML, ENGINES, Gate, site

@@ -16,7 +16,7 @@ import pytest
 
 from hibachi.errors import ConfigError
 from hibachi.request import Terms
-from hibachi.web.address import bound
+from hibachi.server.web.address import bound
 
 from ...engine.models import until
 from ...serve.conftest import ENGINES, SLOW, site
@@ -336,7 +336,7 @@ def test_17_a_log_that_nobody_can_write_ends_nothing(model):
 
 
 def test_25_a_model_of_files_is_called_by_its_last_name(tmp_path):
-    from hibachi.remote.identity import name_of
+    from hibachi.llm.remote.identity import name_of
 
     folder = tmp_path / "deep" / "my-model"
     folder.mkdir(parents=True)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.api import asking
-from hibachi.api.bodies import Bounds, ChatBody, read
-from hibachi.api.conversation import conversation, refusing
-from hibachi.api.errors import Refused
 from hibachi.errors import InvalidRequest
-from hibachi.model.text.chat import render_chat
+from hibachi.llm.chatformat.history import rendered
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai import parse as asking
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, read
+from hibachi.llm.dialects.openai.conversation import conversation, refusing
+from hibachi.llm.tokenizers.chat import render_chat
 from hibachi.request import SamplingParams
-from hibachi.tools.history import rendered
 
 from ...serve.conftest import ENGINES, site
 from .conftest import CHATML

@@ -11,8 +11,8 @@ import pytest
 
 from hibachi.errors import EngineFailed
 from hibachi.request import Terms
-from hibachi.serve.flight import of_tenant
-from hibachi.web.tenants import Tenant, Tenants, salt_of
+from hibachi.server.flight import of_tenant
+from hibachi.server.web.tenants import Tenant, Tenants, salt_of
 
 from ...engine.models import until
 from ...serve.conftest import ENGINES, site

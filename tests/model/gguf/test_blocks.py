@@ -8,13 +8,13 @@ import pytest
 
 import hibachi
 from hibachi import NumpyBackend
+from hibachi.backend.numpy_backend import Int4NumpyBackend, Int8NumpyBackend
 from hibachi.cli.main import main
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.files import open_files
-from hibachi.model.gguf import GGUF
-from hibachi.model.registry import load_model
-from hibachi.remote.identity import system_fingerprint
-from hibachi.tensor.numpy_backend import Int4NumpyBackend, Int8NumpyBackend
+from hibachi.llm.model.files import open_files
+from hibachi.llm.model.gguf import GGUF
+from hibachi.llm.model.registry import load_model
+from hibachi.llm.remote.identity import system_fingerprint
 from tests.tensor.native import skip_without
 
 from .test_gguf import make

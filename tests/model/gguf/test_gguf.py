@@ -15,16 +15,16 @@ import gguf
 import numpy as np
 import pytest
 
+from hibachi.backend.packing import joined
+from hibachi.backend.stored import Stored
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
-from hibachi.model.arch import shapes
-from hibachi.model.describe import describe
-from hibachi.model.gguf import GGUF, find_gguf
-from hibachi.model.gguf.file import read_header
-from hibachi.model.registry import find
-from hibachi.offline.works.told import model_facts
-from hibachi.remote.identity import name_of, system_fingerprint
-from hibachi.tensor.packing import joined
-from hibachi.tensor.stored import Stored
+from hibachi.llm.model.arch import shapes
+from hibachi.llm.model.describe import describe
+from hibachi.llm.model.gguf import GGUF, find_gguf
+from hibachi.llm.model.gguf.file import read_header
+from hibachi.llm.model.registry import find
+from hibachi.llm.remote.identity import name_of, system_fingerprint
+from hibachi.offline.tasks.fingerprint import model_facts
 
 
 def write(path, arch, entries, tensors):
@@ -689,7 +689,7 @@ def test_entries_of_any_type_are_read_or_refused(tmp_path, monkeypatch, what):
     for key in metadata:
         for value in odd:
             changed = {**metadata, key: value} if value is not None else {k: v for k, v in metadata.items() if k != key}
-            monkeypatch.setattr("hibachi.model.gguf.file.read_header", lambda path, m=changed: (m, stored))
+            monkeypatch.setattr("hibachi.llm.model.gguf.file.read_header", lambda path, m=changed: (m, stored))
             with contextlib.suppress(InvalidModelFiles, UnknownArchitecture):
                 model = GGUF(path)
                 json.dumps(model.config)

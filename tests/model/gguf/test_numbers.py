@@ -10,8 +10,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from hibachi.errors import InvalidModelFiles, MissingExtra
-from hibachi.model.gguf import GGUF
-from hibachi.model.gguf.file import _TYPES, READABLE, read_header
+from hibachi.llm.model.gguf import GGUF
+from hibachi.llm.model.gguf.file import _TYPES, READABLE, read_header
 
 ROOT = Path(__file__).parents[3]
 SMOLLM2 = ROOT / ".smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -142,7 +142,7 @@ def random_rows(kind, rows, blocks, seed=0):
 
 @pytest.mark.parametrize("kind", SLOW)
 def test_quantized_numbers_are_those_of_a_slow_decoder(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("hibachi.model.gguf.file._QUANTIZED_WINDOW", 512)  # smaller than the tensor
+    monkeypatch.setattr("hibachi.llm.model.gguf.file._QUANTIZED_WINDOW", 512)  # smaller than the tensor
     rows, (values, size) = random_rows(kind, 5, 3), gguf.GGML_QUANT_SIZES[Kind[kind]]
     stored = write(tmp_path / "m.gguf", {"w": (rows, kind)})["w"]
     read = stored.read()

@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 
 from hibachi.errors import InvalidModelFiles, MissingExtra, UnknownArchitecture
-from hibachi.model.gguf import cuts
-from hibachi.model.gguf.ends import end_ids
-from hibachi.model.gguf.file import read_header
-from hibachi.model.gguf.tokenizer import read_tokenizer
-from hibachi.model.text import Tokenizer
+from hibachi.llm.model.gguf import cuts
+from hibachi.llm.model.gguf.ends import end_ids
+from hibachi.llm.model.gguf.file import read_header
+from hibachi.llm.model.gguf.tokenizer import read_tokenizer
+from hibachi.llm.tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "data"

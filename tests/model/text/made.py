@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Raw
 
 import hibachi
-from hibachi.model.text import Tokenizer
+from hibachi.llm.tokenizers import Tokenizer
 
 SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
 DATA = Path(__file__).parents[2] / "data"

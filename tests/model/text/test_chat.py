@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hibachi.errors import InvalidModelFiles, InvalidRequest
-from hibachi.model.text import Tokenizer, render_chat, sandbox
+from hibachi.llm.tokenizers import Tokenizer, render_chat, sandbox
 
 from .made import BYTES, DATA, byte_level
 from .templates import FEATURES, HOSTILE
@@ -326,7 +326,7 @@ def test_many_threads_render_at_once():
 
 FORK = """
 import os
-from hibachi.model.text import render_chat, sandbox
+from hibachi.llm.tokenizers import render_chat, sandbox
 hello = [{"role": "user", "content": "hello"}]
 assert render_chat("a", hello) == "a"
 child = os.fork()

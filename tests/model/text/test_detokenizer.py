@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.model.text import Detokenizer, Tokenizer
-from hibachi.model.text.pieces import AnyText, texts
+from hibachi.llm.tokenizers import Detokenizer, Tokenizer
+from hibachi.llm.tokenizers.pieces import AnyText, texts
 
 from .made import BYTES, FALLBACK, MADE, byte_level, every_faithful, every_kind, wordpiece
 
@@ -154,7 +154,7 @@ def test_bytes_that_are_not_utf_8():
 
 
 def _letters():
-    from hibachi.model.text.pieces import byte_letters
+    from hibachi.llm.tokenizers.pieces import byte_letters
 
     return byte_letters()
 

@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 
 from hibachi.errors import UnknownArchitecture
-from hibachi.model.gguf.file import read_header
-from hibachi.model.gguf.tokenizer import read_tokenizer
-from hibachi.model.text import Tokenizer
+from hibachi.llm.model.gguf.file import read_header
+from hibachi.llm.model.gguf.tokenizer import read_tokenizer
+from hibachi.llm.tokenizers import Tokenizer
 
 from ..gguf.test_tokenizer import DATA, ROOT, TEXTS
 

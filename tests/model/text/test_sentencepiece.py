@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hibachi.errors import HibachiError, InvalidModelFiles
-from hibachi.model.text import Detokenizer, Tokenizer
-from hibachi.model.text.charsmap import Charsmap
-from hibachi.model.text.sentencepiece import PieceKind, SentencePiece, read_sentencepiece
+from hibachi.llm.tokenizers import Detokenizer, Tokenizer
+from hibachi.llm.tokenizers.charsmap import Charsmap
+from hibachi.llm.tokenizers.sentencepiece import PieceKind, SentencePiece, read_sentencepiece
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

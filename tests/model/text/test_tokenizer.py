@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, processors
 
 from hibachi.errors import InvalidModelFiles, InvalidRequest, MissingExtra
-from hibachi.model.text import Tokenizer, render_chat
+from hibachi.llm.tokenizers import Tokenizer, render_chat
 
 from .made import BYTES, DATA, FAITHFUL, FALLBACK, SHIPPED, byte_level, metaspace
 

@@ -1,0 +1,305 @@
+"""A `Decoder` as one list of operations, from token ids to logits, which step.cpp runs in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from hibachi.backend.array_backend import Array, HostArray, LayerCache
+from hibachi.backend.host_arrays import address_of
+from hibachi.backend.kernels.abi import Op, Step, addresses
+from hibachi.backend.kernels.memory import ALIGNED
+from hibachi.backend.layout import StepInputs
+from hibachi.backend.packing import INTO
+
+RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
+ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0, EMBED = range(10, 17)
+ROUNDING = {"int8": LINEAR_INT8, "q4_0": LINEAR_Q4_0, "q8_0": LINEAR_Q8_0}  # kinds of weights that take rounded rows
+# Buffers, each with a row for every token; those of experts with a piece for each expert of a token.
+H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED, ODDS, GATHERED, WIDES, INNERS = range(13)
+FINAL, LOGITS, ROUNDED, LISTS = range(
+    13, 17
+)  # logits: float32; rounded: rows as bytes; lists: who goes to which expert
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
+_PARTS = {
+    LINEAR: "linear",
+    ROUND: "linear",
+    **dict.fromkeys(ROUNDING.values(), "linear"),
+    WRITE: "attention",
+    ATTEND: "attention",
+    ROPE: "attention",
+    RMS_NORM: "norms",
+    LAYER_NORM: "norms",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """What a call with so many tokens works in, and the next one of as many again. h, final: these buffers' places."""
+
+    tokens: int
+    step: Step
+    buffers: Any
+    h: int
+    final: int
+    held: HostArray
+
+
+class Program:
+    """The operations of a decoder: the rows of its embedding, its layers, its head. Made by `program`."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._arch, self._backend, params = decoder.arch, decoder.backend, decoder.params
+        self._halves = [cos.shape[-1] for cos, _ in params["ropes"]]
+        a, embed = self._arch, params["embed"]
+        self._kept: list[Any] = [embed]  # what the operations point to
+        self._ops: list[dict[str, Any]] = []
+        self.dtype = params["norm"].dtype
+        self._after_last = False
+        rows, scales = embed.pointers
+        self._add(EMBED, H, H, which=INTO[embed.kind], w=rows, scales=scales, n=a.hidden_size)
+        for i, (kind, layer) in enumerate(zip(a.layers, params["layers"], strict=True)):
+            self._layer(i, kind, layer)
+        self._norm("norm", params, LAST_H, FINAL)
+        self._before_head = len(self._ops)
+        self._linear(params, "head", FINAL, LOGITS, wide=1)
+        self._list = (Op * len(self._ops))(*(Op(**op) for op in self._ops))
+        q, kv, hidden, gates = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size, 1 + a.gated
+        widths = [hidden, hidden, q + 2 * kv, q, gates * a.intermediate, a.intermediate, hidden, hidden, q]
+        each, inner, odds = (e.per_token, e.intermediate, e.count + e.count % 2) if (e := a.experts) else (0, 0, 0)
+        self._widths = [*widths, odds, each * hidden, each * gates * inner, each * inner, hidden]
+        self._kernels = run = self._backend.library.kernels
+        deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
+        self._bytes = max(deepest) if any(op["kind"] == ROUND for op in self._ops) else 0  # of a token
+        self._wide = (ctypes.c_int64 * (LISTS + 1))(*self._widths, a.vocab_size, 0, 0)
+        self._code = self._backend.codes[self.dtype]
+        self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
+        self._turned: tuple[Any, list[Array], Any, int] | None = None  # the tables of angles of the last step
+        self._idle: list[Memory] = []
+        self.seconds: Any = None
+        """If it is set to zeros, float64 [operations], the seconds of each are added to it."""
+        self.parts = [_PARTS.get(op["kind"], "model") for op in self._ops]
+        """What each operation belongs to, for a profile."""
+
+    def __call__(
+        self,
+        params: Any,
+        cache: list[LayerCache],
+        x: StepInputs[Array],
+        h: Array | None = None,
+        *,
+        logits: bool = True,
+    ) -> Array:
+        """Logits [n_out, vocab] in float32 at x.last; or [n_out, hidden], what the head sees.
+
+        params: of the decoder, or with other tables of angles. Arrays of x: also those of NumPy, whatever the backend.
+        h [T, hidden]: the tokens as they are embedded, which is overwritten; None means as rows of the matrix.
+        """
+        b, a = self._backend, self._arch
+        arrays = x.tok, x.slot, x.pos, x.cu_q, x.block_table, x.last
+        tok, slot, pos, cu_q, table, last = (t if type(t) is np.ndarray else b.get(t) for t in arrays)
+        index = np.concatenate([tok, slot, pos, cu_q, table.reshape(-1), last], dtype=np.int32, casting="same_kind")
+        try:
+            memory = self._idle.pop()  # no other thread has it
+        except IndexError:
+            memory = None
+        if memory is None or memory.tokens != len(tok):
+            memory = None  # before there is memory for another
+            memory = self._memory(len(tok))
+        n = len(last)
+        out = b.output((n, a.vocab_size)) if logits else b.empty((n, a.hidden_size), self.dtype)
+        buffers, step = memory.buffers, memory.step
+        buffers[LOGITS], buffers[FINAL] = (b.address(out), memory.final) if logits else (None, b.address(out))
+        buffers[H] = memory.h if h is None else b.address(h)
+        halves, (_, _, turns, step.positions) = self._halves_of(cache), self._angles_of(params["ropes"])
+        step.outputs, step.rows, step.blocks = n, len(cu_q) - 1, table.shape[1]
+        step.block_size, step.cache_blocks = cache[0].block_size, len(cache[0].keys)
+        step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
+        first, end = int(h is not None), len(self._list) if logits else self._before_head
+        step.seconds = None if self.seconds is None else self.seconds[first:].ctypes.data
+        self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), end - first)
+        self._idle.append(memory)
+        return out
+
+    def _memory(self, tokens: int) -> Memory:
+        a, item = self._arch, 2 if self._code else 4  # bytes of a number
+        lists = 0 if (e := a.experts) is None else self._kernels.lists(tokens, e.per_token, e.count)
+        sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists]
+        ends = list(accumulate(size + -size % ALIGNED for size in sizes))
+        held = np.empty(ends[-1] + ALIGNED, np.uint8)
+        base = held.ctypes.data + -held.ctypes.data % ALIGNED
+        buffers = addresses([base + at for at in (0, *ends[:-1])])
+        step = Step(tokens=tokens, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, vocabulary=a.vocab_size)
+        step.cascade, step.buffers = self._backend.cascade, ctypes.addressof(buffers)
+        step.widths = ctypes.addressof(self._wide)
+        return Memory(tokens, step, buffers, buffers[H], buffers[FINAL], held)
+
+    def _halves_of(self, cache: list[LayerCache]) -> Any:
+        """The addresses of all keys and values. Another thread may step another cache meanwhile."""
+        known = self._known
+        if known is None or known[0]() is not cache[0].keys:
+            halves = addresses([self._backend.address(t) for c in cache for t in (c.keys, c.values)])
+            self._known = known = weakref.ref(cache[0].keys), halves
+        return known[1]
+
+    def _angles_of(self, ropes: list[tuple[Array, Array]]) -> tuple[Any, list[Array], Any, int]:
+        """The tables of angles: as they are, row by row, their addresses, and of how many positions they are. They
+        grow; see `Decoder.reach`.
+        """
+        known = self._turned
+        if known is None or known[0] is not ropes:
+            tables = [self._backend.row_major(t) for pair in ropes for t in pair]
+            positions = min((len(t) for t in tables), default=0)
+            places = addresses([self._backend.address(t) for t in tables])
+            self._turned = known = ropes, tables, places, positions
+        return known
+
+    # ---- the list ----------------------------------------------------------------------------------------------
+
+    def _layer(self, i: int, kind: Any, layer: dict[str, Any]) -> None:
+        a = self._arch
+        q, turned = a.heads * a.head_dim, a.heads + a.kv_heads
+        self._linear(layer, "qkv", self._norm("attn_norm", layer, H, NORMED), QKV)
+        if a.qk_norm == "all":
+            self._norm("q_norm", layer, QKV, QKV, n=q)
+            self._norm("k_norm", layer, QKV, QKV, at=q, n=a.kv_heads * a.head_dim)
+        elif a.qk_norm == "head":
+            self._norm("q_norm", layer, QKV, QKV, n=a.head_dim, groups=a.heads)
+            self._norm("k_norm", layer, QKV, QKV, at=q, n=a.head_dim, groups=a.kv_heads)
+        if kind.rope is not None:
+            self._add(ROPE, QKV, QKV, which=kind.rope, groups=turned, n=a.head_dim, k=self._halves[kind.rope])
+        seen = dict(
+            which=i,
+            window=kind.window or 0,
+            scale=a.head_dim**-0.5 if a.attention_scale is None else a.attention_scale,
+            number=a.attention_softcap or 0.0,
+        )
+        self._add(WRITE, QKV, QKV, **seen)
+        self._add(ATTEND, QKV, MIXED, **seen)
+        h, mixed = H, MIXED
+        if i == len(a.layers) - 1:  # nothing reads the other tokens any more
+            h, mixed = LAST_H, LAST_MIXED
+            self._add(TAKE, H, h)
+            self._add(TAKE, MIXED, mixed)
+            self._after_last = True
+        if not a.parallel:
+            self._joined(layer, "o", mixed, h, "attn_post_norm")
+        normed = self._norm("mlp_norm", layer, h, NORMED)
+        if kind.experts:
+            self._experts(layer, normed, h)
+            return
+        inner = self._linear(layer, "gate_up", normed, WIDE)
+        self._add(ACTIVATE, inner, INNER, which=ACTIVATIONS[a.activation], gated=a.gated, n=a.intermediate)
+        if a.parallel:  # both have read the same h
+            self._joined(layer, "o", mixed, h, "attn_post_norm")
+        self._joined(layer, "down", INNER, h, "mlp_post_norm")
+
+    def _experts(self, layer: dict[str, Any], source: int, h: int) -> None:
+        """A mixture of experts, added to the residual stream."""
+        a, e = self._arch, self._arch.experts
+        among: dict[str, Any] = dict(experts=e.count, groups=e.per_token, which=LISTS)
+        self._linear(layer, "router", source, ODDS)
+        self._add(ROUTE, ODDS, ODDS, gated=e.normalised, **among)
+        self._add(SORT, ODDS, ODDS, **among)
+        self._add(GATHER, source, GATHERED, n=a.hidden_size, **among)
+        self._of_experts(layer["gate_up"], GATHERED, WIDES, among)
+        how = dict(which=ACTIVATIONS[a.activation], gated=a.gated, n=e.intermediate, groups=e.per_token)
+        self._add(ACTIVATE, WIDES, INNERS, **how)
+        self._of_experts(layer["down"], INNERS, GATHERED, among)
+        if "mlp_post_norm" in layer:
+            self._add(MIX, GATHERED, OUT, n=a.hidden_size, **among)
+            self._norm("mlp_post_norm", layer, OUT, h, added=h)
+        else:
+            self._add(MIX, GATHERED, h, n=a.hidden_size, added=h, **among | dict(scale=a.residual_scale))
+
+    def _of_experts(self, weights: list[Any], source: int, to: int, among: dict[str, Any]) -> None:
+        """The products of all experts."""
+        n, k = weights[0].shape
+        w, scales = (addresses(pointers) for pointers in zip(*(w.pointers for w in weights), strict=True))
+        self._kept += [weights, w, scales]
+        places = dict(w=ctypes.addressof(w), scales=ctypes.addressof(scales))
+        self._product(weights[0].kind, source, to, n=n, k=k, **places, **among)
+
+    def _joined(self, layer: dict[str, Any], name: str, source: int, h: int, norm: str) -> None:
+        """A product of which the result, perhaps normalised, is added to the residual stream."""
+        if norm in layer:
+            self._norm(norm, layer, self._linear(layer, name, source, OUT), h, added=h)
+        else:
+            self._linear(layer, name, source, h, added=h, scale=self._arch.residual_scale)
+
+    def _norm(self, name: str, layer: dict[str, Any], source: int, to: int, *, at: int = 0, **more: Any) -> int:
+        """The buffer that holds the result: `source` if there is no such norm."""
+        if name not in layer:
+            return source
+        kind = LAYER_NORM if self._arch.norm == "layer" else RMS_NORM
+        w, b = self._backend.row_major(layer[name]), layer.get(f"{name}_bias")
+        b = None if b is None else self._backend.row_major(b)
+        self._kept += [w, b]
+        more = dict(n=len(w), groups=1, b=None if b is None else self._backend.address(b)) | more
+        self._add(
+            kind, source, to, from_at=at, to_at=at, w=self._backend.address(w), number=self._arch.norm_eps, **more
+        )
+        return to
+
+    def _linear(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
+        w, b = layer[name], layer.get(f"{name}_bias")
+        b = None if b is None else self._backend.row_major(b)
+        self._kept += [w, b]
+        n, k = w.shape
+        data, scales = w.pointers
+        more |= dict(w=data, scales=scales, b=None if b is None else self._backend.address(b), n=n, k=k)
+        self._product(w.kind, source, to, **more)
+        return to
+
+    def _product(self, kind: str, source: int, to: int, **more: Any) -> None:
+        if kind in ROUNDING:
+            self._add(ROUND, source, ROUNDED, k=more["k"], groups=more.get("groups", 1))
+            self._add(ROUNDING[kind], ROUNDED, to, **more)
+        else:
+            self._add(LINEAR, source, to, **more)
+
+    def _add(self, kind: int, source: int, to: int, **more: Any) -> None:
+        settled = dict(kind=kind, from_=source, to=to, outputs=self._after_last, added=-1, groups=1, scale=1.0)
+        self._ops.append(settled | more)
+
+
+def fuses(arch: Any) -> bool:
+    """Can a program compute such a model (`hibachi.llm.model.arch.Arch`)?"""
+    return (
+        arch.activation in ACTIVATIONS
+        and (arch.residual_scale == 1.0 or (arch.norms == "before" and not arch.parallel))
+        and not (arch.parallel and (arch.norms != "before" or any(layer.experts for layer in arch.layers)))
+    )
+
+
+def whole(arch: Any) -> bool:
+    """Is there nothing that the array library computes in the model's dtype, before the layers or after them?"""
+    return fuses(arch) and arch.embed_scale == 1.0 and not arch.learned_positions
+
+
+def program(decoder: Any) -> Program | None:
+    """The decoder as a program, or None if a layer of it has something that no operation computes."""
+    params = decoder.params
+    dtype = params["norm"].dtype
+    matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
+    matrices += [layer["router"] for layer in params["layers"] if "router" in layer]
+    matrices += [params["embed"], params["head"]]
+
+    def packed(w: Any) -> bool:
+        if isinstance(w, list):  # experts, which are multiplied by one operation
+            return all(map(packed, w)) and len({some.kind for some in w}) == 1
+        odd = dtype == decoder.backend.dtype("bfloat16") and w.shape[1] % 2  # rows of pairs begin with a pair
+        return hasattr(w, "pointers") and w.dtype == dtype and not odd
+
+    fits = (
+        fuses(decoder.arch)
+        and dtype in decoder.backend.codes
+        and all(map(packed, matrices))
+        and all(t.dtype == dtype for pair in params["ropes"] for t in pair)
+    )
+    return Program(decoder) if fits else None

@@ -1,0 +1,122 @@
+"""Values of settings: from flags, then the environment, then a TOML file, then defaults."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.common.options import nearest, renamed
+from hibachi.common.settings.kinds import PREFIX, SWITCH, Setting
+from hibachi.errors import ConfigError
+
+Settings = Mapping[str, Setting]  # by their keys
+Groups = Mapping[str, tuple[Setting, ...]]  # by the titles that --help shows
+
+
+def by_key(groups: Groups) -> dict[str, Setting]:
+    return {s.key: s for group in groups.values() for s in group}
+
+
+def settle(
+    settings: Settings,
+    command: str,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: str | None = None,
+    *,
+    tables: Iterable[str] = (),
+    others: Iterable[tuple[str, Any, str]] = (),
+) -> SimpleNamespace:
+    """The value of each setting, by its key. flags: those that were given; file: the configuration file.
+
+    tables: names in the file that are no settings and are read elsewhere. others: (key, value, where it was given) of
+    variables with names of their own; they only take precedence over the file. Raises ConfigError, which names where a
+    wrong value came from.
+    """
+    values = {key: s.kind.read(s.default) if s.default is not None else None for key, s in settings.items()}
+    for source in (
+        _from_file(settings, command, file, frozenset(tables)),
+        others,
+        _from_environment(settings, environment),
+        _from_flags(settings, flags),
+    ):
+        for key, given, where in source:
+            values[key] = _read(settings[key], given, where)
+    return SimpleNamespace(**values)
+
+
+def read_toml(flag: str, file: str) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError."""
+    try:
+        return tomllib.loads(Path(file).read_text())
+    except OSError as e:
+        raise ConfigError(f"{flag} {file}: {e.strerror}.") from e
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"{flag} {file}: expected TOML; {e}.") from e
+
+
+def _from_file(
+    settings: Settings, command: str, file: str | None, tables: frozenset[str]
+) -> Iterator[tuple[str, Any, str]]:
+    if file is None:
+        return
+    for name, given in read_toml("--config", file).items():
+        key = name.replace("-", "_")
+        if key in tables:
+            continue
+        if key not in settings:
+            if (new := renamed(key, settings)) is not None:
+                raise ConfigError(f"{file}: {name} is called {settings[new].name} now.")
+            near = nearest(key, settings)
+            hint = f" Did you mean {settings[near].name}?" if near else f" `hibachi {command} --help` lists them."
+            raise ConfigError(f"{file}: there is no setting {name}.{hint}")
+        yield key, given, f"{file}: {name}"
+
+
+def _from_environment(settings: Settings, environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    for key, setting in settings.items():
+        if given := environment.get(setting.variable):  # as with many tools, empty is as if it were not there
+            yield key, given, setting.variable
+
+
+def _from_flags(settings: Settings, flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    for key, given in flags.items():
+        yield key, given, settings[key].flag
+
+
+def _read(setting: Setting, given: Any, where: str) -> Any:
+    try:
+        return setting.kind.read(given)
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
+        secret = setting.name.endswith("-key")  # keys are not for logs
+        shown = "something else" if secret else repr(given)[:80]
+        raise ConfigError(f"{where}: expected {setting.kind.expected}; got {shown}.") from None
+
+
+def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+    """Environment variables that look like settings and are none."""
+    known = {s.variable for s in settings.values()}
+    found = []
+    for name in environment:
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        if (new := renamed(name.removeprefix(PREFIX).lower(), settings)) is not None:
+            found.append(f"{name} has no effect here: its name is {settings[new].variable}")
+        elif near := difflib.get_close_matches(name, known, 1, 0.9):
+            found.append(f"{name} is not a setting; {near[0]} is")
+    return found
+
+
+def table(settings: Settings) -> str:
+    """All settings, in Markdown."""
+    lines = ["| flag | default | |", "|---|---|---|"]
+    for setting in settings.values():
+        metavar = setting.kind.metavar.replace("|", "\\|")
+        flag = f"--[no-]{setting.name}" if setting.kind is SWITCH else f"{setting.flag} {metavar}"
+        more = " ..." if setting.kind.many else ""
+        lines.append(f"| `{flag}{more}` | {setting.default_text} | {setting.help} |")
+    return "\n".join(lines)

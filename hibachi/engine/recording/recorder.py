@@ -1,0 +1,209 @@
+"""The flight recorder: what the scheduler was told and what it planned, the last steps or all of them.
+
+A record is integers, times and words; it holds no prompt and no token. Where sequences may share blocks, the identity
+of a block's tokens stands as a number that is the same for equal ones, and for nothing outside this recording. A
+record that begins with the scheduler can be played again: `hibachi.engine.recording.replay` gives the same commands to
+a new scheduler and compares the plans.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections import deque
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Sent, StepPlan
+from hibachi.errors import ConfigError
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+LENGTH = 512  # entries: a step is two, plan and commit
+
+
+class Recorder:
+    """Notes what happens, in the order in which it happens. Not thread-safe, but for `dump` and `last`.
+
+    path: also write everything to this file, one JSON object a line; where it cannot be written any more, a full disk
+    say, the log says so once and the recording ends. None means the last `length` entries stay in memory. Raises
+    ConfigError for a file that cannot be opened.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, path: str | Path | None = None, length: int = LENGTH) -> None:
+        self._head = {
+            "limits": asdict(scheduler.limits),
+            "policy": type(scheduler.policy).__name__,
+            "grows": scheduler.shares_generated,
+        }
+        self._block = scheduler.limits.block_size
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=length)
+        self._count = 0
+        self._secret = secrets.token_bytes(16)
+        self._file = None
+        if path is not None:
+            try:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
+            except (OSError, ValueError, TypeError) as e:  # those of a path that is none
+                raise ConfigError(f"record={path!r:.200} cannot be written: {e}. Name a file that can.") from e
+            self._write(None)
+
+    def note(self, *entry: Any) -> None:
+        """Record an event. entry: its name and fields, turned into words only when they are read."""
+        self._ring.append(entry)
+        self._count += 1
+        if self._file is not None:
+            self._write(entry)
+
+    def dump(self) -> dict[str, Any]:
+        """What can be written as JSON: {"limits", "policy", "complete", "events", ...}.
+
+        complete: nothing is missing since the start, so it can be played again.
+        """
+        entries = self._entries()
+        return self._head | {
+            "complete": self._count == len(entries),
+            "events": [self._words(entry) for entry in entries],
+        }
+
+    def last(self, steps: int) -> str:
+        """The last steps and what happened between them, a line each, for a log."""
+        lines, found = [], 0
+        for entry in reversed(self._entries()):
+            lines.append(_line(entry))
+            found += entry[0] == "plan" and entry[1] is not None
+            if found == steps:
+                break
+        return "\n".join(reversed(lines))
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of what was not written yet
+                self._file.close()
+            self._file = None
+
+    def _entries(self) -> list[tuple[Any, ...]]:
+        while True:
+            try:
+                return list(self._ring)
+            except RuntimeError:  # the engine's thread added one meanwhile
+                continue
+
+    def _write(self, entry: tuple[Any, ...] | None) -> None:
+        """To the file, None means how it begins; if that fails, a full disk say, say so once and go on without it."""
+        assert self._file is not None
+        try:
+            words = self._head if entry is None else self._words(entry)
+            self._file.write(json.dumps(words) + "\n")
+            self._file.flush()  # what a process that dies leaves behind is what this is for
+        except Exception as e:
+            log.error("the recording of the engine's plans ends here: %s: %s", type(e).__name__, e)
+            file, self._file = self._file, None
+            with suppress(Exception):
+                file.close()
+
+    # ---- as words ----------------------------------------------------------------------------------------------
+
+    def _words(self, entry: tuple[Any, ...]) -> dict[str, Any]:
+        event, *rest = entry
+        words: dict[str, Any] = {"event": event}
+        match event, rest:
+            case "add", (seq, now, held):
+                keys = None
+                if seq.keys is not None:
+                    keys = self._names(islice(seq.keys, seq.prompt_len // self._block), seq.salt)
+                words |= {"now": now, "seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
+                words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
+                words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
+                words |= {"begun": True} if seq.begun else {}
+                words |= {"held": True} if held else {}
+            case "plan", (plan, now):
+                words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
+            case "commit", (stopped, seconds, counts):
+                words |= {"stopped": np.flatnonzero(stopped).tolist(), "seconds": round(seconds, 6)}
+                words |= {} if counts is None else {"tokens": counts.tolist()}
+            case "cancel", (seq, reason):
+                words |= {"seq": seq.number, "reason": str(reason)}
+            case "fail", (seq, sent, error):
+                words |= {"seq": seq.number, "sent": sent_words(sent), "error": error}
+            case "slow", (seq, tokens):
+                words |= {"seq": seq.number, "tokens": tokens}
+            case "room", (sent,):
+                words |= {"sent": sent_words(sent)}
+            case "expire", (now, ended):
+                words |= {"now": now, "ended": [seq.number for seq in ended]}
+            case "rollback", (plan, why):
+                words |= {"why": why}
+            case "limit", (budget,):
+                words |= {"budget": budget}
+            case "draft", (drafts,):
+                words |= {"drafts": drafts}
+            case "rest", (tenants,):
+                words |= {"tenants": sorted(map(str, tenants))}
+            case (("pause" | "unpause" | "free"), (seq,)):
+                words |= {"seq": seq.number}
+        return words
+
+    def _grown(self, plan: StepPlan | None) -> list[list[int]]:
+        """[sequence, number of a block, name of its tokens] of blocks with generated tokens that became known."""
+        if plan is None or not plan.published:
+            return []
+        ends = {seq.number: end for seq, end in zip(plan.seqs, plan.end.tolist(), strict=True)}
+        grown = []
+        for seq, before, *_ in plan.published:
+            first = max(before, seq.prompt_len // self._block)
+            keys = (seq.keys or [])[first : ends.get(seq.number, 0) // self._block]
+            grown += [[seq.number, n, name] for n, name in enumerate(self._names(keys, seq.salt), first)]
+        return grown
+
+    def _names(self, keys: Iterable[Hashable], salt: Hashable) -> list[int]:
+        return [self._name(key, salt) for key in keys]
+
+    def _name(self, key: Hashable, salt: Hashable = None) -> Any:
+        """What can be told of an identity: whether it equals another of this recording, of the same salt."""
+        if key is None:
+            return None
+        data = key if isinstance(key, bytes) else repr(key).encode()
+        if salt is not None:
+            data = f"{salt!r} {len(data)} ".encode(errors="replace") + data
+        return int.from_bytes(blake2b(data, digest_size=6, key=self._secret).digest())
+
+
+def words_of(plan: StepPlan) -> dict[str, Any]:
+    return {
+        "seqs": [seq.number for seq in plan.seqs],
+        "rows": plan.rows.tolist(),
+        "start": plan.start.tolist(),
+        "q": plan.q.tolist(),
+        "emit": np.flatnonzero(plan.emit).tolist(),
+        "fresh": [seq.number for seq in plan.fresh],
+        "preempted": sent_words(plan.preempted),
+    } | ({} if plan.draft is None else {"draft": plan.draft.tolist()})
+
+
+def sent_words(sent: Sent) -> list[list[int]]:
+    return [[seq.number, row] for seq, row in sent]
+
+
+def _line(entry: tuple[Any, ...]) -> str:
+    event, *rest = entry
+    if event == "plan":
+        plan = rest[0]
+        if plan is None:
+            return "nothing to compute"
+        more = f", {len(plan.fresh)} start" if plan.fresh else ""
+        more += f", {len(plan.preempted)} preempted" if plan.preempted else ""
+        more += "" if plan.draft is None else f", {int(plan.draft.sum())} proposed"
+        return f"step: {len(plan.rows)} rows, {int(plan.q.sum())} tokens, longest {int(plan.end.max())}{more}"
+    if event == "commit":
+        return f"  done in {rest[1] * 1e3:.1f} ms, {int(np.count_nonzero(rest[0]))} stopped"
+    return f"  {event} " + " ".join(f"request {x.number}" if isinstance(x, Seq) else str(x)[:80] for x in rest)

@@ -1,0 +1,117 @@
+"""The engine's record of a request, and which requests end with their new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.engine.guide.protocol import Grammar, Guides
+from hibachi.engine.runners.guiding import Guided
+from hibachi.engine.runners.stops import Stopper
+from hibachi.engine.runners.tokentable import History, Kind
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.streams.channel import Channel
+from hibachi.errors import InvalidRequest, text_of
+from hibachi.request import Pooling, SamplingParams
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Job:
+    """The engine's record of a request, beside the scheduler's `Seq`."""
+
+    seq: Seq
+    channel: Channel[Any]
+    prompt: Any  # host array [n, *tok]; a feed-forward input
+    stop: Any = None  # a `Stopper`, or the runner's own kind of stop rule
+    include_stop: bool = True
+    params: SamplingParams | None = None
+    seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that may not occur
+    banned_first: tuple[int, ...] = ()  # token ids that may not come first
+    embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
+    kind: Kind | None = None  # of its tokens; of feed-forward, of its input
+    padding: Any = None  # the padding token of its kind: on the host [*tok], native [1, *tok]
+    known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
+    changes: Any = None  # to its logits: see `RowEdits`
+    scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
+    pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None means tokens
+    unit: bool = False  # and of length 1
+    kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
+    kept: list[Any] | None = None  # see `Request`
+    inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
+    prediction: Any = None  # of its output, a `hibachi.engine.speculation.prediction.Prediction`
+    draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
+    sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
+    grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
+    guided: Guided | None = None
+    failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of a request that is sampled."""
+        assert self.params is not None
+        return self.params
+
+    @property
+    def history(self) -> History:
+        """The tokens that its row of the table does not hold: when it gets a row, all of them."""
+        if self.known is None:
+            self.known = History(self.prompt)
+        assert isinstance(self.known, History)
+        return self.known
+
+    @property
+    def unscored(self) -> int:
+        """Number of first tokens whose output must be looked at: all but the last of the prompt."""
+        return 0 if self.scores is None else self.seq.prompt_len - 1
+
+
+def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend, positions: Any = None) -> Any:
+    """Which requests end with their new token: bool [n]. tokens [n, *tok]: on the host; batch: native, or None.
+
+    positions [n]: of the tokens, if they were sampled: no request ends before its min_tokens.
+    """
+    out = np.zeros(len(jobs), bool)
+    groups: dict[Stopper, list[int]] = {}
+    rules = [job.stop for job in jobs]
+    if len(set(rules)) == 1:  # as nearly always
+        if rules[0] is None:
+            return out
+        groups[rules[0]] = list(range(len(jobs)))
+    else:
+        for i, rule in enumerate(rules):
+            if rule is not None:
+                groups.setdefault(rule, []).append(i)
+    for rule, members in groups.items():
+        everyone = len(members) == len(jobs)
+        mine: Any = slice(None) if everyone else np.array(members)
+        out[mine] = rule.match(tokens[mine])
+        if rule.where is not None:  # it gets arrays of its own, which it may write into
+            if batch is None:
+                native = backend.put(tokens[mine].copy())
+            else:
+                native = backend.copy(batch) if everyone else backend.take(batch, backend.put(mine))
+            out[mine] |= _ask(rule.where, native, len(members), backend)
+    if positions is not None and out.any():
+        least = [job.seq.prompt_len + (job.params.min_tokens if job.params else 0) for job in jobs]
+        out &= np.asarray(positions) + 1 >= np.array(least)
+    return out
+
+
+def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBackend) -> Any:
+    """The answer of a stop predicate for n rows, on the host: bool [n]."""
+    try:
+        hit = where(batch)
+        hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
+    except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
+        raise InvalidRequest(f"The stop predicate raised {text_of(e)}") from e
+    if hit.shape != (n,):
+        raise InvalidRequest(
+            f"The stop predicate must return one bool for each of {n} rows, shape ({n},); got shape {hit.shape}. "
+            f"Reduce over the token's own dimensions."
+        )
+    return hit.astype(bool)

@@ -1,0 +1,103 @@
+"""Prefixes of pasts: what ended requests have computed is kept in blocks of positions, and rows that start get copies.
+
+Which blocks are kept, and which a row starts with, is up to `hibachi.engine.scheduler.copies`; here are the arrays.
+Whatever is missing here costs time only: a row whose past is not there is computed again from its tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from hibachi.backend.array_backend import Array
+from hibachi.engine.runners.faults import drop_frames
+from hibachi.engine.runners.owncache.layout import Layout, Past
+from hibachi.engine.scheduler.blocks import BlockPool
+from hibachi.engine.scheduler.copies import Copied, Copies, Source
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.errors import text_of
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+
+
+class Prefixes:
+    """The blocks that are kept, by their nodes in the pool's trie.
+
+    template: a past of the model, for all in it that is no position of a row. pool, copies: of the scheduler.
+    """
+
+    def __init__(self, layout: Layout, template: Past, pool: BlockPool, copies: Copies) -> None:
+        self._layout, self._template, self._pool, self._copies = layout, template, pool, copies
+        self._size = pool.block_size
+        self._kept: dict[Hashable, tuple[int, list[Array]]] = {}  # node -> block, its arrays
+        self._taken = pool.taken
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep_left(self, of: Mapping[int, Past], seqs: Mapping[int, Seq]) -> None:
+        """Keep what is wanted of the rows that have gone. of: the pasts that they are still in. seqs: whose."""
+        for row, seq, idle in self._copies.take_left():
+            past = of.get(row)
+            if past is not None and seqs.get(row) is seq:
+                with self._or_not("kept"):
+                    self.keep(past, row, idle)
+
+    def begin(self, copied: Sequence[Copied], of: dict[int, Past], width: Callable[[int], int]) -> None:
+        """Give rows that start the positions that were found computed. of: it gets their pasts. width: of a past with
+        so many positions.
+        """
+        for seq, sources in copied:
+            with self._or_not("copied"):
+                past = self.past(seq.row, sources, of, width(len(sources) * self._size))
+                if past is not None:
+                    of[seq.row] = past
+
+    @contextmanager
+    def _or_not(self, what: str) -> Iterator[None]:
+        """What fails here costs time only."""
+        try:
+            with self._layout.backend.guard():
+                yield
+        except Exception as e:
+            log.info("%s: a prefix could not be %s: %s", self._layout.name, what, text_of(e))
+            drop_frames(e)
+
+    def keep(self, past: Past, row: int, idle: Sequence[tuple[int, int, Hashable]]) -> None:
+        """Copy blocks of a row that has gone. idle: (number of the block in its row, block, node)."""
+        place = past.place(row)
+        for n, block, node in idle:
+            end = (n + 1) * self._size
+            if node in self._kept or end > past.counts[place] or not self._pool.publishes(block, node):
+                continue
+            found = self._layout.cut(past, place, end - self._size, end)
+            self._kept[node] = block, [None if a is None else self._layout.backend.copy(a) for a in found]
+
+    def past(self, row: int, sources: Sequence[Source], of: Mapping[int, Past], width: int) -> Past | None:
+        """The past of a row that starts with the blocks of these sources, `width` positions wide; None if one is not
+        there, or not finite. of: the pasts that rows are in.
+        """
+        blocks = []
+        for n, source in enumerate(sources):
+            if source.lender < 0:
+                _, arrays = self._kept.pop(source.node, (0, None))  # it moves into the row's past
+            else:
+                past, end = of.get(source.lender), (n + 1) * self._size
+                place = 0 if past is None else past.place(source.lender)
+                there = past is not None and past.counts[place] >= end
+                arrays = self._layout.cut(past, place, end - self._size, end) if past is not None and there else None
+            if arrays is None:
+                return None
+            blocks.append(arrays)
+        begun = self._layout.begun(self._template, blocks, row, len(blocks) * self._size, width)
+        return begun if self._layout.finite(begun) else None
+
+    def drop(self) -> None:
+        """Free what the scheduler has given to others."""
+        if self._pool.taken != self._taken:
+            self._taken = self._pool.taken
+            self._kept = {node: kept for node, kept in self._kept.items() if self._pool.keeps(kept[0], node)}
+
+    def clear(self) -> None:
+        self._kept.clear()

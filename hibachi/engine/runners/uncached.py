@@ -1,0 +1,344 @@
+"""Runners for models without a cache: level 0 (tokens out), level 1 (logits out) and feed-forward."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.infer import leaves, mapped
+from hibachi.common.phases import phase
+from hibachi.engine.runners.awaiter import Awaiter
+from hibachi.engine.runners.extra_inputs import Arguments, Beside
+from hibachi.engine.runners.faults import drop_frames, is_signal
+from hibachi.engine.runners.frames import FrameSampler
+from hibachi.engine.runners.groups import Alone, Call, Grouping
+from hibachi.engine.runners.kept_inputs import WORTH, Grown, Rooms
+from hibachi.engine.runners.runner import (
+    BaseRunner,
+    Outcome,
+    Part,
+    check_output,
+    drawn_part,
+    isolate,
+    jobs_of,
+    token_part,
+)
+from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.tokentable import Tables
+from hibachi.engine.runners.trial import Trials, telling
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.speculation.longer import Longer
+from hibachi.errors import text_of
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+
+
+class WholeRunner(BaseRunner):
+    """Feeds the whole sequence of every row in every step.
+
+    Without a padding token, rows of equal length go together and nothing is ever padded; with one, rows are padded on
+    the left, so that the newest token is always last.
+    """
+
+    backend: ArrayBackend
+    tables: Tables
+    sampler: RowSampler | FrameSampler | None
+    grouping: Grouping
+
+    def __init__(
+        self,
+        model: Any,
+        backend: ArrayBackend,
+        tables: Tables,
+        rows: int,
+        sampler: RowSampler | FrameSampler | None,
+        grouping: Grouping,
+        deterministic: bool | None,
+        beside: Beside,
+    ) -> None:
+        """rows: the most there may be at once. deterministic: True means one row a call, unless `try_calls` finds
+        better. None means as `try_calls` finds it.
+        """
+        super().__init__(backend, tables)
+        self._rows, self.sampler, self.grouping = rows, sampler, grouping
+        self._asked, self._tried = bool(deterministic), deterministic is False
+        self.forward: Any = model.logits if sampler else model.forward
+        self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
+        self.takes_lengths: bool = sampler is not None or takes_lengths(model)
+        self._beside, self._arguments = beside, Arguments(self.forward, beside)
+        self.wait: Awaiter = Awaiter(backend.owns)
+        self._grown = Grown(backend, useful=sampler is None)
+        self._rooms = Rooms(backend, self.name, useful=sampler is None)
+        if deterministic:
+            self.grouping = self._alone
+
+    @property
+    def _alone(self) -> Grouping:
+        return replace(self.grouping, known=Alone(), padded=self.grouping.padded and self.takes_lengths)
+
+    @override
+    def interrupt(self) -> None:
+        self.wait.interrupt()
+
+    @override
+    def adopt(self, scheduler: Scheduler) -> None:
+        self._grown.clear()
+        self._rooms.clear()
+
+    @override
+    def rebuild(self, *, keep: bool) -> None:
+        self._grown.clear()
+        self._rooms.clear()
+
+    @override
+    def admit(self, seq: Seq) -> None:
+        super().admit(seq)
+        self._beside.admit(seq.owner)
+        if self.sampler:
+            self.sampler.admit(seq.owner)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether other rows change no bit of a row."""
+        return self.grouping.known is not None
+
+    def selfcheck(self) -> int:
+        """`Trials.again`; 0 means nothing was tried, or each call has one row."""
+        known = self.grouping.known
+        return known.again() if isinstance(known, Trials) else 0
+
+    def try_calls(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
+        """Try on tokens like these whether rows can share calls without changing bits, and do so from now on."""
+        self._tried = True
+        compiled = self.backend.shapes.compiled
+        if self._rows == 1:
+            self.grouping = self._alone
+            return
+        ask, why = partial(self._asked_for, padding=padding), "who shares a call changes its bits"
+        trials = Trials(ask, prompts, self._alone, self._rows, one=compiled)
+        try:
+            with phase("trying whether requests can share calls"), telling(self.name):
+                works = trials.begin()
+        except BaseException as e:
+            if is_signal(e):
+                raise
+            why, works = f"it failed when it was tried: {text_of(e)}", False
+            drop_frames(e)
+        if works:
+            self.grouping = replace(self._alone, known=trials)
+        elif self._asked:
+            log.warning("%s is shown one row a call, as %s", self.name, why)
+        else:
+            log.warning("deterministic=False for %s, as %s", self.name, why)
+
+    def _asked_for(self, prompts: list[HostArray], width: int, rows: int, *, padding: HostArray | None) -> HostArray:
+        """An output for each prompt, from one call: see `Ask`."""
+        self.tally.compiles = True  # it may take as long as that does
+        lengths = np.array([len(p) for p in prompts] + [len(prompts[-1])] * (rows - len(prompts)), np.int32)
+        batch = np.empty((rows, width, *prompts[0].shape[1:]), prompts[0].dtype)
+        for i, n in enumerate(lengths.tolist()):
+            batch[i, width - n :] = prompts[min(i, len(prompts) - 1)]
+            if n < width:
+                batch[i, : width - n] = padding
+        with self.backend.guard(), self.theirs:
+            out = self.wait(self._call(self.backend.put(batch), self._beside.nobody(rows), lengths))
+            shape = (rows, *(self.sampler.shape if self.sampler else prompts[0].shape[1:]))
+            out = check_output(out, self.backend, shape, self.name, kind="logits" if self.sampler else None)
+            return self.backend.get(self.backend.copy(out))[: len(prompts)]
+
+    def run(self, plan: StepPlan) -> Outcome:
+        if not self._tried and plan.emit.any():
+            jobs = [seq.owner for seq in plan.seqs]
+            mine = [job for job in jobs if job.kind == jobs[0].kind]
+            self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
+        if plan.draft is not None and isinstance(self.sampler, RowSampler):
+            return self._run_longer(plan, self.sampler)
+        self._grown.begin()
+        self._rooms.begin()
+        outcome = Outcome([], {})
+        for call in self.grouping.calls(plan, kinds=self.tables.several):
+            outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
+        self._rooms.end()
+        return outcome
+
+    def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
+        rows, lengths = plan.rows[idx], plan.end[idx]
+        jobs = jobs_of(plan, idx)
+        kind = jobs[0].kind
+        assert kind is not None  # of all: rows of different kinds share no call
+        with self.backend.guard():
+            shown_rows, shown_lengths, width = self._shape(rows, lengths, call)
+            seqs = [job.seq for job in jobs]
+            batch = partial(self._batch, shown_rows, shown_lengths, width, jobs[0].padding)
+            kept = self._rooms.useful and len(shown_rows) * width * kind.nbytes >= WORTH
+            if kept:
+                newest = partial(self._newest, shown_rows, shown_lengths)
+                shown: Array = self._rooms.tokens(seqs, shown_lengths, width, kind, newest, batch)
+            else:
+                shown = self._grown.tokens(seqs, shown_lengths, width)
+                shown = self.backend.put(batch()) if shown is None else shown
+            shapes = (len(shown_rows), width, kind) if self.backend.shapes.compiled else None
+            self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
+            if kept:
+                put = self.backend.put
+                out = self._rooms.ask(shown, lambda tokens: self._answer(put(tokens), shown_rows, shown_lengths))
+            else:
+                # A copy where it is kept for the next step, as the model may write into what it is shown.
+                tokens = self.backend.copy(shown) if self._grown.useful else shown
+                out = self._answer(tokens, shown_rows, shown_lengths)
+            if self.sampler:
+                expected: tuple[int, ...] = (len(shown_rows), *self.sampler.shape)
+                logits = check_output(out, self.backend, expected, self.name, kind="logits")
+                with self.tally:
+                    drawn = self.sampler.draw(logits, jobs, rows, lengths)
+                return drawn_part(idx, drawn, jobs, lengths, self.backend)
+            check_output(out, self.backend, (len(shown_rows), *kind.shape), self.name, kind=kind.dtype.kind)
+            self._grown.keep(seqs, shown, out, shown_lengths)
+            part = token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
+            if kept:
+                self._rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
+            return part
+
+    def _run_longer(self, plan: StepPlan, sampler: RowSampler) -> Outcome:
+        """`run` where rows have proposals."""
+        longer = Longer(plan, self.backend, sampler, self.tables.at(plan.rows[0]))
+        shown = Outcome([], {})
+        for call in self.grouping.calls(longer.plan, kinds=False):  # (ids are of one kind)
+            shown += isolate(lambda idx: self._show(longer, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
+        idx, faults = longer.settle(shown.faults)
+        drawn = Outcome([], faults, shown.short)
+        if len(idx):
+            drawn += isolate(longer.part, idx, self.backend, self.theirs)
+        return drawn
+
+    def _show(self, longer: Longer, idx: Any, call: Call) -> Part:
+        """Call the model for some rows of the plan of a `Longer`, which gets the logits."""
+        plan, padding = longer.plan, longer.plan.seqs[int(idx[0])].owner.padding
+        assert self.sampler is not None
+        with self.backend.guard():
+            rows, lengths, width = self._shape(plan.rows[idx], plan.end[idx], call)
+            batch = np.zeros((len(rows), width), np.int32)
+            for i, n in enumerate(lengths.tolist()):
+                batch[i, width - n :] = longer.text(int(idx[min(i, len(idx) - 1)]))
+                if n < width:
+                    batch[i, : width - n] = padding
+            shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
+            self.tally.call(batch.size, int(lengths.sum()), shapes)
+            out = self._answer(self.backend.put(batch), rows, lengths)
+            out = check_output(out, self.backend, (len(rows), *self.sampler.shape), self.name, kind="logits")
+            longer.add(idx, self.backend.copy(out))  # the memory is the model's, which may write its next output there
+        return Part(idx[:0], np.zeros(0, np.int32), None, np.zeros(0, bool))
+
+    def _answer(self, tokens: Array, rows: Any, lengths: Any) -> Any:
+        with self.tally, self.theirs:
+            return self.wait(self._call(tokens, rows, lengths))
+
+    def _call(self, tokens: Array, rows: Any, lengths: Any) -> Any:
+        named = self._arguments.of(rows, lengths, tokens.shape[1]) if self._arguments else {}
+        if not self.takes_lengths:
+            return self.forward(tokens, **self._put(named))
+        put = self.backend.put(lengths.copy())  # the model's own: it may write into it
+        if self.sampler:
+            return self.forward(tokens, put, **self._put(named))
+        return self.forward(tokens, lengths=put, **self._put(named))
+
+    def _put(self, named: dict[str, HostArray]) -> dict[str, Array]:
+        return {name: self.backend.put(array) for name, array in named.items()}
+
+    def _shape(self, rows: Any, lengths: Any, call: Call) -> tuple[Any, Any, int]:
+        """The inputs of a call: the rows as they are, or, where every new shape would be compiled, padded to few
+        shapes.
+
+        Only a model that takes lengths can skip more padding than its batch needs.
+        """
+        width, size = int(lengths.max()), len(rows)
+        if self.grouping.known is not None:
+            width, size = call.width, call.rows
+        elif self.backend.shapes.compiled and self.grouping.padded and self.takes_lengths:
+            width, size = self.backend.shapes.length(width), self.backend.shapes.rows(size, self._rows)
+        if extra := size - len(rows):
+            rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")
+        return rows, lengths, width
+
+    def _batch(
+        self, rows: Any, lengths: Any, width: int, padding: HostArray | None, out: HostArray | None = None
+    ) -> HostArray:
+        """[B, S, *tok], padded on the left. out: where to; None means into a new array."""
+        batch = self.tables.at(rows[0]).window(rows, lengths, width, out)
+        for i in np.flatnonzero(lengths != width).tolist():
+            batch[i, : width - int(lengths[i])] = padding
+        return batch
+
+    def _newest(self, rows: Any, lengths: Any) -> HostArray:
+        """[B, *tok], the last token of each row."""
+        each = np.arange(len(rows))
+        return self.tables.at(rows[0]).packed(rows, lengths - 1, np.ones(len(rows), np.intp), each, lengths - 1)
+
+    @override
+    def close(self) -> None:
+        self.wait.close()
+
+
+def takes_lengths(model: Any) -> bool:
+    """Whether `forward` takes the number of real tokens of each row."""
+    return "lengths" in inspect.signature(model.forward).parameters
+
+
+class FeedforwardRunner(BaseRunner):
+    """One forward pass a request; inputs of one shape and dtype go together."""
+
+    backend: ArrayBackend
+
+    def __init__(self, model: Any, backend: ArrayBackend) -> None:
+        super().__init__(backend, None)
+        self.model = model
+        self.name: str = f"{type(model).__name__}.forward"
+        self.wait: Awaiter = Awaiter(backend.owns)
+
+    @override
+    def interrupt(self) -> None:
+        self.wait.interrupt()
+
+    def run(self, plan: StepPlan) -> Outcome:
+        outcome = Outcome([], {})
+        for call in Grouping(padded=True).calls(plan, kinds=True):
+            outcome += isolate(lambda idx: self._forward(plan, idx), call.idx, self.backend, self.theirs)
+        return outcome
+
+    def _forward(self, plan: StepPlan, idx: Any) -> Part:
+        batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
+        shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
+        self.tally.call(len(idx), len(idx), shapes)
+
+        def kept(name: str, array: Any) -> Array:
+            """A copy of the array, as the memory is the model's, which may write its next output there."""
+            shape = len(idx), *(None,) * (len(getattr(array, "shape", ())) - 1)
+            return self.backend.copy(check_output(array, self.backend, shape, name))
+
+        with self.backend.guard():
+            x = self.backend.put(batch)
+            with self.tally, self.theirs:
+                out = self.wait(self.model.forward(x))
+            out = mapped(kept, out, self.name)
+            arrays = leaves(out) or [kept(self.name, out)]  # which is refused, as there is none in it
+            with self.tally:
+                self.backend.settle(arrays)
+        bad, xp = np.zeros(len(idx), bool), self.backend.xp
+        for array in arrays:
+            if xp.isdtype(array.dtype, ("real floating", "complex floating")):
+                bad |= ~self.backend.get(xp.all(xp.reshape(xp.isfinite(array), (len(idx), -1)), axis=1))
+        return Part(idx, None, out, np.ones(len(idx), bool), bad)
+
+    @override
+    def close(self) -> None:
+        self.wait.close()

@@ -1,0 +1,872 @@
+"""The scheduler: which sequences compute how many tokens in the next step, on which blocks.
+
+One rule: a sequence has `known` tokens and `computed` tokens, and every step moves `computed` towards `known`. Whole
+prefill, chunked prefill, decode, and computing again after a preemption differ only in how many tokens that takes.
+
+`schedule()` is optimistic: it advances both counters at once and leaves a placeholder for the token that the step will
+sample. It also publishes the blocks that the step will fill, so that sequences that start in the same step can share
+them (every layer writes before it reads, and the writer stands before its sharers; with recurrent states, where a step
+is several calls, they start in the next one). `commit()` says which sequences stopped; `rollback()` says that the step
+did not happen. Rows that got another sequence in between are recognised by their generation and ignored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.scheduler.blocks import BlockPool
+from hibachi.engine.scheduler.checkpoints import Checkpoints
+from hibachi.engine.scheduler.copies import Copied, Copies
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Fcfs, Policy
+from hibachi.engine.scheduler.rows import NEVER, Bools, Index, Ints, RowTable
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Committed, Published, SchedulerCounts, Sent, StepPlan
+from hibachi.errors import QueueFull
+from hibachi.request import Finish
+
+
+class Scheduler:
+    """Runs sequences in the order of a policy, shares common prefixes, and preempts when blocks run out.
+
+    policy: which sequence starts next (None means first come, first served). key_of: the key of the full block number n
+    of a running sequence (n beyond the keys that it came with), from its tokens; None means generated tokens are not
+    shared.
+    """
+
+    steps: int
+    waiting: int
+    paused_rows: int
+    limits: Limits
+    policy: Policy
+
+    def __init__(
+        self, limits: Limits, policy: Policy | None = None, key_of: Callable[[Seq, int], Hashable] | None = None
+    ) -> None:
+        self.limits, self.policy, self._key_of = limits, policy or Fcfs(), key_of
+        self.budget: int = limits.budget
+        self.counts: SchedulerCounts = SchedulerCounts()
+        self.pool: BlockPool | None = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
+        self.checkpoints: Checkpoints | None = (
+            Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
+        )
+        self.copies: Copies | None = Copies(self.pool) if self.pool and limits.copies else None
+        self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
+        rows = limits.rows
+        width = min(self.pool.blocks_for(limits.max_model_len), self.pool.usable) if self.pool else 0
+        self.block_table: Ints = np.zeros((rows, width), np.int32)
+        self.table: RowTable = RowTable(rows)
+        self.free_rows: list[int] = list(range(rows - 1, -1, -1))
+        self.order: list[Seq] = []  # in the order of service
+        self.rows: Index = np.zeros(0, np.intp)  # their rows
+        self.stale: bool = False  # `rows` and `order` hold a sequence that has left
+        self._slow = False  # is there a sequence that may compute only few tokens in a step?
+        self.paused_rows = 0  # rows
+        # Waiting sequences that may not start yet: held ones, and those that were preempted while paused.
+        self._parked: set[Seq] = set()
+        self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
+        self._held_back: Seq | None = None  # the sequence that was to start in the last step and could not
+        self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
+        self._deadlines: list[tuple[float, int, Seq]] = []
+        self._ripe = 64  # length at which they are looked through
+        self.preempted: Sent = []  # sequences that lost their row in the last `schedule`, also if it returned no plan
+        self._stuck: tuple[Seq, int] | None = None  # the sequence that found too few blocks, and how many there were
+        self._numbers = 0
+        self.steps = 0
+        self.waiting = 0  # without sequences that were cancelled in the queue
+
+    def fresh(self, policy: Policy) -> Scheduler:
+        """An empty scheduler of the same limits, whose counters go on."""
+        new = Scheduler(self.limits, policy, self._key_of)
+        new.counts = self.counts
+        if new.pool and self.pool:
+            new.pool.evictions = self.pool.evictions
+        if new.checkpoints and self.checkpoints:
+            new.checkpoints.evictions = self.checkpoints.evictions
+        return new
+
+    @property
+    def running(self) -> int:
+        return self.limits.rows - len(self.free_rows)
+
+    @property
+    def held(self) -> int:
+        """Number of waiting sequences that `free` has not been called for."""
+        return sum(seq.held for seq in list(self._parked))
+
+    @property
+    def shares_generated(self) -> bool:
+        return self._key_of is not None
+
+    # ---- commands ----------------------------------------------------------------------------------------------
+
+    def add(self, seq: Seq, now: float = 0.0) -> None:
+        """Queue a sequence. Raises QueueFull, or PromptTooLong if it can never be served."""
+        seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
+        if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
+            raise QueueFull(
+                f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting "
+                f"requests; got {self.waiting}. Try again later."
+            )
+        self._numbers += 1
+        seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len + seq.begun
+        seq.rank = self.policy.rank(seq)
+        self._queue(seq)  # a policy that raises has queued nothing
+        for time in (seq.start_by, seq.deadline):
+            if time is not None:
+                heapq.heappush(self._deadlines, (time, seq.number, seq))
+        if len(self._deadlines) > self._ripe:  # sequences that ended in time would stay until then
+            self._deadlines = [item for item in self._deadlines if item[2].finish is None]
+            heapq.heapify(self._deadlines)
+            self._ripe = max(64, 2 * len(self._deadlines))
+
+    def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
+        """End a waiting or running sequence; False if it has ended before."""
+        if seq.finish is not None:
+            return False
+        if seq.row >= 0:
+            self.leave(seq, reason)
+            return True
+        self.waiting -= 1  # it leaves the queue when it comes to the front
+        seq.finish = reason
+        self._parked.discard(seq)
+        if seq.started:  # it was charged by `pop` and then preempted; one that never started owes the policy nothing
+            self.policy.left(seq, seq.length)
+        return True
+
+    def expire(self, now: float) -> list[Seq]:
+        """End the sequences whose deadline has passed, or that should have started by now; returns them."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            time, _, seq = heapq.heappop(self._deadlines)
+            late = time == seq.deadline or not (seq.started or seq.row >= 0)
+            if late and self.cancel(seq, Finish.ERROR):
+                ended.append(seq)
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which `expire` has something to do."""
+        while self._deadlines and self._deadlines[0][2].finish is not None:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pause(self, seq: Seq) -> None:
+        """Compute nothing of it until `unpause`; when rows or blocks are short, it is the first to lose its row.
+
+        One that waits to start keeps its place in the queue, and is paused when it has started.
+        """
+        if seq.finish is None and not seq.paused:
+            seq.paused = True
+            self.paused_rows += seq.row >= 0
+
+    def unpause(self, seq: Seq) -> None:
+        if seq.paused:
+            seq.paused = False
+            self.paused_rows -= seq.row >= 0
+            self._unpark(seq)
+
+    def free(self, seq: Seq) -> None:
+        """A held sequence may start from now on: it takes the place in the queue that it had."""
+        if seq.held:
+            seq.held = False
+            self._unpark(seq)
+
+    def _unpark(self, seq: Seq) -> None:
+        if seq in self._parked and not (seq.paused or seq.held):
+            self._parked.remove(seq)
+            self.policy.push(seq)
+
+    def make_room(self) -> Sent:
+        """Sequences that lose their row because another could not start otherwise: paused ones, then those that the
+        policy names.
+
+        Asked before each step.
+        """
+        if (
+            not self.waiting
+            or (not self.paused_rows and self.displaced is None)
+            or (next_ := self.policy.peek()) is None
+        ):
+            return []
+        if self.paused_rows:
+            paused = [seq for seq in self.order if seq.row >= 0 and seq.paused]
+            others_run = len(paused) < self.running
+            if not (self.free_rows and others_run):
+                # One row is enough while others go on; where none does, blocks may be what is missing.
+                return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
+        if self.displaced is None or (self.free_rows and not self.short(next_)):
+            return []
+        return [self._preempt(seq) for seq in self.displaced()]
+
+    def short(self, seq: Seq) -> bool:
+        """Whether it found too few blocks, and none has become free since."""
+        return bool(self.pool and self._stuck and self._stuck[0] is seq and self.pool.free <= self._stuck[1])
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.displaced is not None
+
+    def rest(self, tenants: frozenset[Hashable]) -> None:
+        """Compute nothing of these tenants until told otherwise; they keep their rows."""
+        self.resting = tenants
+
+    def _comes(self) -> Seq | None:
+        """The next sequence to start, unless it has just found that it cannot yet."""
+        seq = self.policy.peek() if self.waiting and self.free_rows else None
+        return None if seq is None or seq is self._held_back or self.short(seq) else seq
+
+    def wanted(self) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
+        """By tenant: the tokens that its running sequences would compute in the next step, and its best class.
+
+        The sequence that is next to start is counted too.
+        """
+        tokens: dict[Hashable, int] = {}
+        best: dict[Hashable, int] = {}
+        moving = [seq for seq in self.order if seq.row >= 0 and not seq.paused]
+        if (comes := self._comes()) is not None:
+            moving.append(comes)
+        for seq in moving:
+            n = seq.length
+            if seq.row >= 0:
+                n = 1 if self.table.emitted[seq.row] else int(self.table.known[seq.row] - self.table.computed[seq.row])
+            tokens[seq.tenant] = tokens.get(seq.tenant, 0) + max(1, min(n, self.limits.chunk))
+            best[seq.tenant] = min(best.get(seq.tenant, seq.priority), seq.priority)
+        return tokens, best
+
+    def limit(self, budget: int) -> None:
+        """Set the token budget of a step, also to fewer tokens than rows."""
+        self.budget = max(1, budget)
+
+    def slow(self, seq: Seq, tokens: int) -> None:
+        """Compute at most `tokens` of this sequence in a step from now on."""
+        seq.most = max(1, tokens)
+        self._slow = True
+
+    def prefilling(self, seq: Seq) -> bool:
+        """Whether it holds a row and has sampled no token since it got it."""
+        return seq.row >= 0 and not self.table.emitted[seq.row]
+
+    def known(self, seq: Seq) -> int:
+        """Number of its tokens that have a value."""
+        return int(self.table.done[seq.row]) if seq.row >= 0 else seq.length
+
+    def starts_within(self, seq: Seq) -> int | None:
+        """Most steps from `policy.settled(seq)` until a waiting sequence starts; None means no bound.
+
+        The first in the order of service moves on by a token in every step, and is not preempted. So those before it
+        are through after as many steps as they have tokens, twice as many if they must compute some of them again.
+        Steps that fail do not count, and no sequence may be paused.
+        """
+        ahead = self.policy.ahead(seq)
+        if ahead is None:
+            return None
+        return 1 + 2 * (ahead + sum(s.end for s in self.order if s.row >= 0))
+
+    # ---- when something failed ---------------------------------------------------------------------------------
+
+    def fail(self, seq: Seq) -> Sent:
+        """End a sequence whose step failed, and forget what it computed since its last token.
+
+        Other sequences that share such blocks go back to the queue, to compute them again.
+        """
+        if seq.finish is not None or seq.row < 0:
+            self.cancel(seq, Finish.ERROR)
+            return []
+        sent: Sent = []
+        if self.pool:
+            tainted = set(self.pool.unsound(seq.blocks))
+            self.pool.withdraw(tainted)
+            if self.copies:
+                self.pool.withdraw(seq.blocks)  # the model may have spoilt all of its past
+            for other in [s for s in self.order if s is not seq and s.row >= 0 and tainted.intersection(s.blocks)]:
+                self.pool.withdraw(self.pool.unsound(other.blocks))
+                sent.append(self._preempt(other))
+        row = seq.row
+        # `_vacate` then withdraws what was published since the last step that succeeded, and vouches for nothing more.
+        if self.table.emitted[row]:
+            self.table.settled[row] = self.table.done[row] - self.table.gained[row]
+            self.table.emitted[row] = False
+        self.leave(seq, Finish.ERROR)
+        return sent
+
+    def rollback(self, plan: StepPlan) -> Sent:
+        """The step did not happen: sequences that started with it are back in the queue, the others where they were."""
+        for seq, before, node, new in reversed(plan.published):
+            if self.pool:
+                self.pool.withdraw_nodes(new)
+            if seq.row >= 0 and seq.published > before:
+                seq.published, seq.node = before, node
+                self.table.published[seq.row] = before
+        for seq, _, slot in plan.saves:
+            held = [item for item in self._slots.get(seq, ()) if item[1] == slot]
+            if held and self.checkpoints:
+                self._slots[seq].remove(held[0])
+                self.checkpoints.release(slot)
+        same = self.holds(plan)
+        self.table.take_back(plan.rows[same], plan.start[same], plan.emit[same])
+        return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
+
+    def forget(self) -> Sent:
+        """The contents of the cache are lost: all running sequences go back to the queue, to compute their tokens
+        again.
+        """
+        sent = [self._preempt(seq) for seq in self.order if seq.row >= 0]
+        if self.pool:
+            self.pool.reset()
+        if self.checkpoints:
+            self.checkpoints.reset()
+        return sent
+
+    def drop_prefixes(self) -> None:
+        """Sequences that start later find nothing of what was computed so far; running ones go on."""
+        if self.pool:
+            self.pool.drop()
+        if self.checkpoints:
+            self.checkpoints.reset()
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """Plan the next step; None if there is nothing to compute. now: time of the clock that `add` was given."""
+        table = self.table
+        self.steps += 1
+        self.preempted = []
+        drafts = {seq: seq.draft for seq in self.order if seq.draft}
+        for seq in drafts:  # they are for this step, whatever becomes of it
+            seq.draft = 0
+        # Growing may preempt a row, which leaves budget and blocks to the others: then all is shared out again.
+        while True:
+            if self.stale:
+                self.refresh()
+            rows, seqs = self.rows, self.order
+            if self.paused_rows or self.resting:
+                seqs = [s for s in seqs if not s.paused and s.tenant not in self.resting]
+                rows = np.fromiter((s.row for s in seqs), np.intp, len(seqs))
+            start = table.computed[rows]
+            # The token at the last position is never fed back, so plans made ahead stop one short of the end.
+            q = np.minimum(table.known[rows], table.end[rows] - 1) - start
+            if self.checkpoints:
+                q = self._to_marks(seqs, rows, start, q)
+            if self._slow:
+                q = np.minimum(q, np.fromiter((s.most or NEVER for s in seqs), np.int32, len(seqs)))
+            decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
+            tokens_left = self.budget - (len(q) if decode else int(q.sum()))
+            if tokens_left < 0 or not decode:
+                decode = False
+                q, tokens_left = self._share(q, seqs)
+            elif self.limits.prefill is not None:
+                tokens_left = min(tokens_left, self.limits.prefill)
+            end = start + q
+            if not self.pool or not np.count_nonzero(end > table.capacity[rows]):
+                break
+            sent = self._grow(seqs, rows, end, table.capacity[rows])
+            if not sent:
+                break
+            self.preempted += sent
+        published: list[Published] = []
+        if self.pool and np.count_nonzero(full := end // self.limits.block_size > table.published[rows]):
+            # (What no plan notes could not be rolled back.)
+            at = np.flatnonzero(full if decode else full & (q > 0))
+            mine = rows[at]
+            known = at.tolist(), end[at].tolist(), table.done[mine].tolist(), table.gained[mine].tolist()
+            table.published[mine] = [
+                self._publish(seqs[i], n, done, done - gained if emitted else -1, published)
+                for i, n, done, gained, emitted in zip(*known, table.emitted[mine].tolist(), strict=True)
+            ]
+        fresh: list[tuple[Seq, int, int]] = []
+        restores: list[tuple[int, int]] = []
+        copied: list[Copied] = []
+        # Where a row was just preempted blocks are short, so none starts: it would mostly be the same request again.
+        if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
+            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
+            if self.copies:  # what these compute, it is worth to wait for
+                at_work = [seqs[i] for i in np.flatnonzero(~table.emitted[rows]).tolist()]
+            fresh = self._admit(tokens_left, at_work, published, restores, copied)
+        if fresh:
+            rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
+            start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
+            q = np.concatenate([q, np.array([n for _, _, n in fresh], np.int32)])
+            seqs = seqs + [s for s, _, _ in fresh]
+            self._enter([s for s, _, _ in fresh])
+        if not len(q):
+            return None
+        if fresh or not decode:
+            order = np.argsort(q != 1, kind="stable")  # decode rows first: ragged kernels want ranges
+            order = order[q[order] > 0]
+            if not order.size:
+                return None
+            rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
+            end = start + q
+        emit = end == table.known[rows]
+        tokens = len(q) if decode and not fresh else int(q.sum())
+        draft = self._draft(drafts, seqs, end, emit, self.budget - tokens) if drafts else None
+        table.advance(rows, end, emit)
+        return StepPlan(
+            seqs=seqs,
+            fresh=[s for s, _, _ in fresh],
+            rows=rows,
+            start=start,
+            q=q,
+            emit=emit,
+            generation=table.generation[rows],
+            tokens=tokens,
+            preempted=self.preempted,
+            published=published,
+            restores=restores,
+            saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
+            copies=copied,
+            draft=draft,
+        )
+
+    def refresh(self) -> None:
+        self.order = [s for s in self.order if s.row >= 0]
+        self.rows = np.fromiter((s.row for s in self.order), np.intp, len(self.order))
+        self.stale = False
+
+    def _enter(self, fresh: list[Seq]) -> None:
+        """Put the starting sequences among the running ones, in the order of service."""
+        running = self.order + fresh
+        if len(fresh) > 1 or (self.order and fresh[0].rank < self.order[-1].rank):
+            running.sort(key=_rank)
+        self.order = running
+        self.rows = np.fromiter((s.row for s in running), np.intp, len(running))
+
+    def _share(self, want: Ints, seqs: list[Seq]) -> tuple[Ints, int]:
+        """Hand out the token budget: first one token to each decode row, then chunks in the order of service.
+
+        Where tenants share rows, each gets an equal part for its chunks, and a waiting sequence that is next to start
+        finds its part left.
+        """
+        # `want` is in the order of service. Fewer tokens than rows (after memory ran out) go to the first of them.
+        single = np.flatnonzero(want == 1)[: self.budget]
+        q = np.zeros(len(want), np.int32)
+        q[single] = 1
+        tokens_left = self.budget - len(single)
+        if self.limits.prefill is not None:
+            tokens_left = min(tokens_left, self.limits.prefill)
+        prompts, kept = np.flatnonzero(want > 1).tolist(), 0
+        if self.displaced is not None and prompts:
+            quota = dict.fromkeys([seqs[i].tenant for i in prompts], 0)
+            comes = self._comes()
+            if comes is not None:
+                quota[comes.tenant] = 0
+            each = tokens_left // len(quota)
+            quota = dict.fromkeys(quota, each)
+            for i in prompts:
+                q[i] = min(int(want[i]), self.limits.chunk, quota[seqs[i].tenant])
+                quota[seqs[i].tenant] -= int(q[i])
+                tokens_left -= int(q[i])
+            kept = 0 if comes is None else quota[comes.tenant]
+        for i in prompts:
+            more = min(int(want[i]) - int(q[i]), self.limits.chunk - int(q[i]), tokens_left - kept)
+            q[i] += more
+            tokens_left -= more
+        return q, tokens_left
+
+    def _draft(self, drafts: dict[Seq, int], seqs: list[Seq], end: Ints, emit: Bools, tokens_left: int) -> Ints | None:
+        """How many of the proposed tokens each row of a step computes: as many as there is room for, in the order of
+        service. Nobody else gets less for it, and nothing in the cache makes way.
+        """
+        draft, wanted = np.zeros(len(seqs), np.int32), [drafts.get(seq, 0) for seq in seqs]
+        # A waiting sequence needs blocks too; running ones need one each before long.
+        spare = self.pool.empty - len(seqs) if self.pool else 0
+        for i in sorted(np.flatnonzero(emit).tolist(), key=lambda i: seqs[i].rank):
+            seq, at = seqs[i], int(end[i])
+            n = min(wanted[i], tokens_left, int(self.table.end[seq.row]) - at - 1)
+            if n > 0 and self.pool:
+                room = int(self.table.capacity[seq.row]) - at
+                if n > room and not self.waiting and (more := min(self.pool.blocks_for(n - room), spare)) > 0:
+                    spare -= more
+                    room += more * self.limits.block_size
+                    self._extend(seq, more)
+                n = min(n, room)
+            if n > 0:
+                draft[i] = n
+                tokens_left -= n
+        return draft if draft.any() else None
+
+    def _extend(self, seq: Seq, blocks: int) -> None:
+        """Give a running sequence so many more blocks, which are free."""
+        assert self.pool
+        more = self.pool.alloc(blocks)
+        assert more is not None
+        have = len(seq.blocks)
+        self.block_table[seq.row, have : have + blocks] = more
+        self.table.capacity[seq.row] += blocks * self.limits.block_size
+        seq.blocks += more
+
+    # ---- blocks ------------------------------------------------------------------------------------------------
+
+    def _grow(self, seqs: list[Seq], rows: Index, end: Ints, capacity: Ints) -> Sent:
+        """Allocate blocks for rows at the end of theirs; if none are left, take them from the last in the order of
+        service.
+
+        Returns the sequences that lost their row.
+        """
+        assert self.pool
+        sent: Sent = []
+        who = np.flatnonzero(end > capacity)
+        size = self.limits.block_size
+        if not np.count_nonzero(end[who] > capacity[who] + size) and (blocks := self.pool.alloc(len(who))) is not None:
+            # One more for each, as nearly always: at once, which is the same.
+            self.block_table[rows[who], capacity[who] // size] = blocks
+            self.table.capacity[rows[who]] += size
+            for i, block in zip(who.tolist(), blocks, strict=True):
+                seqs[i].blocks.append(block)
+            return sent
+        for i in who.tolist():
+            seq = seqs[i]
+            while seq.row >= 0:
+                more = self.pool.alloc(self.pool.blocks_for(int(end[i])) - len(seq.blocks))
+                if more is not None:
+                    self._give(seq, more)
+                    break
+                sent.append(self._preempt(self._victim()))
+        return sent
+
+    def _give(self, seq: Seq, more: list[int]) -> None:
+        have, row = len(seq.blocks), seq.row
+        seq.blocks += more
+        self.block_table[row, have : have + len(more)] = more
+        self.table.capacity[row] = len(seq.blocks) * self.limits.block_size
+
+    def _victim(self) -> Seq:
+        if self.paused_rows:
+            for seq in reversed(self.order):
+                if seq.row >= 0 and seq.paused:
+                    return seq
+        return next(seq for seq in reversed(self.order) if seq.row >= 0)
+
+    def _publish(self, seq: Seq, end: int, done: int, sound: int, log: list[Published]) -> int:
+        """Publish the full blocks among the first `end` tokens, which a step computes now.
+
+        done: tokens that have a value. sound: tokens that a step computed which sampled one and succeeded; -1 means
+        none. Returns how many blocks are published; NEVER if no more will be.
+        """
+        pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
+        assert pool and keys is not None
+        new: list[tuple[int, Hashable]] = []
+        log.append((seq, before, seq.node, new))
+        if sound >= 0:  # that step has succeeded, and with it all before
+            pool.vouch(seq.blocks[max(before - 1, 0) : sound // bs])
+        for n in range(before, min(end, done) // bs):
+            if n >= len(keys):
+                if self._key_of is None:
+                    return NEVER
+                keys.append(self._key_of(seq, n))
+            block = seq.blocks[n]
+            seq.node = node = pool.publish(block, seq.node, keys[n])
+            seq.published = n + 1
+            new.append((block, node))
+        return seq.published
+
+    # ---- who starts --------------------------------------------------------------------------------------------
+
+    def _admit(
+        self,
+        tokens_left: int,
+        at_work: list[Seq],
+        published: list[Published],
+        restores: list[tuple[int, int]],
+        copied: list[Copied],
+    ) -> list[tuple[Seq, int, int]]:
+        """Give rows and blocks to waiting sequences while the budget lasts: (sequence, tokens it found computed, its
+        share).
+
+        at_work: sequences that have more of their prompt to compute after this step.
+        """
+        started: list[tuple[Seq, int, int]] = []
+        policy, pool, limits = self.policy, self.pool, self.limits
+        if not policy.opens(self.waiting - len(self._parked), self.running - self.paused_rows, self.steps):
+            return started
+        self._held_back = None
+        while tokens_left > 0 and self.free_rows and (seq := policy.peek()) is not None:
+            if self.short(seq) or seq.tenant in self.resting:
+                break
+            found = self._reserve(seq, at_work, published, copied)
+            if found is None:  # no sequence overtakes: the next in order gets the next blocks
+                self._held_back = seq
+                break
+            known, slot = found
+            policy.pop(seq)
+            self.waiting -= 1
+            row = seq.row = self.free_rows.pop()
+            self.paused_rows += seq.paused
+            hit = seq.reused = known * limits.block_size
+            if seq.begun:  # not found: its runner writes them
+                hit = seq.prompt_len
+            q = min(seq.length - hit, tokens_left, seq.most or limits.chunk)
+            if self.checkpoints and seq.keys is not None:
+                mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
+                q = q if mark is None else min(q, mark - hit)
+                if slot is not None:
+                    restores.append((row, slot))
+            tokens_left -= q
+            self.table.enter(row, seq.length, hit, seq.end)
+            if pool:
+                self.block_table[row, : len(seq.blocks)] = seq.blocks
+                self.block_table[row, len(seq.blocks) :] = 0
+                self.table.capacity[row] = len(seq.blocks) * limits.block_size
+                seq.published = known
+                self.table.published[row] = seq.published if seq.keys is not None else NEVER
+                if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
+                    self.table.published[row] = self._publish(seq, hit + q, seq.length, -1, published)
+            if seq.keys is not None and not (seq.started or seq.begun):
+                self.counts.prefix_queries += seq.length
+                self.counts.prefix_hits += hit
+            if hit + q < seq.length or self.copies:
+                at_work = [*at_work, seq]
+            seq.started = True
+            started.append((seq, hit, q))
+        return started
+
+    def _reserve(
+        self, seq: Seq, at_work: list[Seq], published: list[Published], copied: list[Copied]
+    ) -> tuple[int, int | None] | None:
+        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None means not yet."""
+        pool, limits = self.pool, self.limits
+        most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
+        slot = None
+        if seq.keys is None or seq.begun:
+            most = 0
+        elif self.checkpoints:
+            ahead = self._to_come(seq, most, at_work)
+            most, slot = self.checkpoints.find(seq.salt, seq.keys, most) or (0, None)
+            if ahead > most:
+                return None  # another makes a better checkpoint
+        if not pool:
+            return (most, slot) if self.checkpoints else (0, None)
+        found: list[int] = []
+        node = pool.root(seq.salt)
+        if seq.keys is not None:
+            found, node = pool.match(seq.salt, seq.keys, most)
+            while self.checkpoints and len(found) < most:  # blocks of its prefix were taken
+                most, slot = self.checkpoints.find(seq.salt, seq.keys, len(found)) or (0, None)
+                found, node = pool.match(seq.salt, seq.keys, most)
+            if self.checkpoints and not {block for *_, new in published for block, _ in new}.isdisjoint(found):
+                return None  # a step with states is several calls, and these blocks may be full after the last one only
+            if (
+                not self.checkpoints
+                and len(found) < most
+                and any(
+                    s.keys
+                    and s.node == node
+                    and s.keys[s.published : s.published + 1] == seq.keys[len(found) : len(found) + 1]
+                    for s in at_work
+                )
+            ):
+                return None  # another computes the same in its next step
+            if self.copies:
+                sound = self.copies.sound(found, at_work)
+                if sound is None:
+                    return None  # another has computed the same, or does so in this step
+                found, node = pool.match(seq.salt, seq.keys, sound)
+        idle = found if self.copies is None else self.copies.idle(found)  # or held by others, where blocks are shared
+        need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(idle)
+        spare = 0  # blocks to be left for running sequences, so that they do not preempt it at once
+        if self.running and not limits.reserve_all:
+            spare = max(pool.usable // 100, self.running if seq.started else 0)
+        # Held before `alloc`, and before `free` is read: blocks that were found may be idle, and would be taken or
+        # counted.
+        sources = self.copies.sources(found, [*self.order, *at_work]) if self.copies else []
+        pool.hold(idle)
+        more = pool.alloc(need) if pool.free >= need + spare else None
+        if more is None:
+            pool.release(idle, sound=0)
+            self._stuck = seq, pool.free
+            return None
+        self._stuck = None
+        seq.blocks, seq.node = found + more, node
+        if self.copies and found:
+            seq.blocks = self.copies.given(found, idle, more)
+            copied.append((seq, sources))
+        return len(found), slot
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def _to_marks(self, seqs: list[Seq], rows: Any, start: Ints, want: Ints) -> Ints:
+        """Limit wanted tokens so that prompts go no further than to their next checkpoint."""
+        assert self.checkpoints
+        if np.count_nonzero(self.table.emitted[rows]) == len(rows):
+            return want
+        for i in np.flatnonzero(~self.table.emitted[rows]).tolist():
+            if seqs[i].keys is not None:
+                mark = self.checkpoints.mark(int(start[i]), seqs[i].length, self.limits.block_size)
+                if mark is not None:
+                    want[i] = min(int(want[i]), mark - int(start[i]))
+        return want
+
+    def _to_come(self, seq: Seq, most: int, started: list[Seq]) -> int:
+        """Blocks of the longest prefix of a sequence for which another sequence is about to make a checkpoint."""
+        assert self.checkpoints and seq.keys is not None
+        best = 0
+        running = [s for s in self.order if s.row >= 0 and not s.paused and not self.table.emitted[s.row]]
+        for other in {*running, *started}:
+            if other.keys is None or other.salt != seq.salt:
+                continue
+            last = (other.length - 1) // self.limits.block_size
+            common = 0
+            for mine, theirs in zip(seq.keys[:most], other.keys[:last], strict=False):
+                if mine != theirs:
+                    break
+                common += 1
+            best = max(best, last if last <= common else common // self.checkpoints.every * self.checkpoints.every)
+        return best
+
+    def _to_save(self, seqs: list[Seq], rows: Any, start: Ints, end: Ints, emit: Bools) -> list[tuple[Seq, int, int]]:
+        """The checkpoints that a step reaches."""
+        assert self.checkpoints
+        saves: list[tuple[Seq, int, int]] = []
+        for i in np.flatnonzero(~emit).tolist():
+            seq, at = seqs[i], int(end[i])
+            if seq.keys is None or at != self.checkpoints.mark(int(start[i]), seq.length, self.limits.block_size):
+                continue
+            n = at // self.limits.block_size
+            if n > len(seq.keys):  # it was preempted, and what it generated has no names where there are no blocks
+                continue
+            if not self.checkpoints.knows(seq.salt, seq.keys, n) and (slot := self.checkpoints.reserve()) is not None:
+                self._slots.setdefault(seq, []).append((n, slot))
+                saves.append((seq, int(rows[i]), slot))
+        return saves
+
+    # ---- the end of a step -------------------------------------------------------------------------------------
+
+    def holds(self, plan: StepPlan) -> Bools:
+        """Which rows of a plan [B] still belong to their sequences."""
+        held: Bools = self.table.generation[plan.rows] == plan.generation
+        return held
+
+    def commit(self, plan: StepPlan, stopped: Bools, counts: Ints | None = None) -> Committed:
+        """Commit a step. stopped [emitting rows]: the last new token ends its sequence.
+
+        counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None means
+        one. With counts other than one no later step may have been planned. Sequences that left since `schedule()`
+        (cancelled, failed, sent back) are passed over.
+        """
+        table = self.table
+        rows, end, seqs = plan.rows, plan.end, plan.seqs
+        alive: Bools | None = None
+        if np.count_nonzero(plan.emit) < len(rows):
+            same = table.generation[rows] == plan.generation
+            table.settled[rows[same]] = end[same]
+            at = np.flatnonzero(plan.emit)
+            rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
+            same = table.generation[rows] == plan.generation[at]
+        else:
+            same = table.generation[rows] == plan.generation
+        if np.count_nonzero(same) < len(rows):
+            alive = same
+            rows, end = rows[same], end[same]
+            seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
+            counts = None if counts is None else counts[same]
+        assert counts is None or not np.count_nonzero((counts == 0) & ~stopped), "a row got no token, and goes on"
+        length = table.gain(rows, end, counts, None if plan.draft is None else self._proposed(plan, alive))
+        if np.count_nonzero(table.emitted[rows]) < len(rows):
+            for i in np.flatnonzero(~table.emitted[rows]).tolist():
+                table.emitted[seqs[i].row] = True
+                if self.pool:
+                    self.pool.vouch(seqs[i].blocks[: int(end[i]) // self.limits.block_size])
+                if self.checkpoints:
+                    for n, slot in self._slots.pop(seqs[i], ()):
+                        self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
+        over = stopped | (length >= table.end[rows])
+        finished = []
+        if np.count_nonzero(over):
+            for i in np.flatnonzero(over).tolist():
+                self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
+                finished.append(seqs[i])
+        return Committed(alive, finished)
+
+    def _proposed(self, plan: StepPlan, alive: Bools | None) -> Ints:
+        """The proposals of the emitting rows that are alive."""
+        assert plan.draft is not None
+        mine = plan.draft[plan.emit]
+        return mine if alive is None else mine[alive]
+
+    def _queue(self, seq: Seq) -> None:
+        if seq.paused or seq.held:
+            self._parked.add(seq)
+        else:
+            self.policy.push(seq)
+        self.waiting += 1
+
+    def _preempt(self, seq: Seq) -> tuple[Seq, int]:
+        """Send a sequence back to its place in the queue; its published blocks stay known. Returns it, and the row that
+        it had.
+        """
+        row = seq.row
+        seq.length = int(self.table.done[row])
+        self._vacate(seq)
+        self.counts.preemptions += 1
+        self._queue(seq)
+        return seq, row
+
+    def leave(self, seq: Seq, reason: Finish) -> None:
+        tokens = int(self.table.done[seq.row])
+        self._vacate(seq)
+        seq.finish = reason
+        self.policy.left(seq, tokens)
+
+    def _vacate(self, seq: Seq) -> None:
+        row = seq.row
+        if self.pool:
+            emitted, settled = self.table.emitted[row], int(self.table.settled[row])
+            if emitted:
+                settled = max(settled, int(self.table.done[row] - self.table.gained[row]))
+            full = settled // self.limits.block_size
+            # Withdrawn before they are released: a block that is still published then would become idle, and be found.
+            if seq.published > full:  # blocks that a step in flight computes: its result will not be known
+                self.pool.withdraw(seq.blocks[full : seq.published])
+            if self.copies:
+                self.pool.vouch(seq.blocks[: full if emitted else 0])
+                self.pool.withdraw(self.pool.unsound(seq.blocks))
+            self.pool.release(seq.blocks, sound=full if emitted else 0)
+            if self.copies:
+                self.copies.leave(seq, row, seq.blocks)
+        if self.checkpoints:
+            for _, slot in self._slots.pop(seq, ()):
+                self.checkpoints.release(slot)
+        self.free_rows.append(row)
+        self.table.leave(row)
+        self.paused_rows -= seq.paused
+        seq.blocks, seq.row, seq.published, seq.node = [], -1, 0, None
+        self.stale = True
+
+    # ---- invariants --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that rows, blocks and counters agree; for tests and debugging."""
+        running = [s for s in self.order if s.row >= 0]
+        rows = [s.row for s in running]
+        assert sorted(rows + self.free_rows) == list(range(self.limits.rows)), "a row is lost or held twice"
+        assert running == sorted(running, key=_rank), "the order of service is lost"
+        assert self.paused_rows == sum(s.paused for s in running), "a paused row is lost"
+        writers: set[int] = set()
+        for s in running:
+            computed, known, done = self.table.computed[s.row], self.table.known[s.row], self.table.done[s.row]
+            assert computed <= known <= s.end and s.length <= done <= known, (computed, done, known, s.end)
+            if self.pool is None:
+                continue
+            table = self.block_table[s.row].tolist()
+            assert table[: len(s.blocks)] == s.blocks and not any(table[len(s.blocks) :]), (table, s.blocks)
+            assert 0 not in s.blocks, "the trash block is owned"
+            written = s.blocks[computed // self.limits.block_size :]
+            assert not writers.intersection(written), "two sequences write to one block"
+            writers.update(written)
+            assert self.table.capacity[s.row] == len(s.blocks) * self.limits.block_size >= computed
+        for s in running:
+            full = self.table.computed[s.row] // self.limits.block_size
+            assert not self.pool or not writers.intersection(s.blocks[:full]), "a shared block is still written to"
+        if self.pool:
+            self.pool.check([b for s in running for b in s.blocks])
+        if self.checkpoints:
+            self.checkpoints.check([slot for items in self._slots.values() for _, slot in items])
+        assert self.waiting >= 0
+
+
+def _rank(seq: Seq) -> Any:
+    return seq.rank

@@ -1,0 +1,236 @@
+"""Replays a trace: the production scheduler plans each step, and a virtual clock moves on by what the step would take.
+
+The clock counts whole picoseconds, so many equal steps can be done at once (`hibachi.engine.scheduler.stretch`) and
+come to exactly what they come to one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hibachi.engine.scheduler.rows import Ints
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Sent, StepPlan
+from hibachi.engine.scheduler.stretch import Stretch, look_ahead
+from hibachi.engine.simulator.feed import Arrivals, Feed
+from hibachi.engine.simulator.guesses import Guesses, Guessing
+from hibachi.engine.simulator.outcome import NEVER, SimOutcome
+from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.trace import PICOSECONDS, Numbers, Trace
+from hibachi.errors import InvalidTrace, PromptTooLong, QueueFull
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """A `StepTime` in whole picoseconds."""
+
+    step: int
+    token: int
+    row: int
+    position: int
+    pair: int
+
+    @classmethod
+    def of(cls, time: StepTime) -> _Cost:
+        return cls(*(round(getattr(time, f.name) * PICOSECONDS) for f in fields(cls)))
+
+    def of_plan(self, plan: StepPlan) -> tuple[int, int]:
+        """(picoseconds, tokens) of a step."""
+        q, rows = plan.q if plan.draft is None else plan.q + plan.draft, len(plan.rows)
+        tokens = int(np.add.reduce(q))
+        positions = int(np.add.reduce(plan.start)) + tokens
+        if tokens == rows:  # each looks at its own positions
+            pairs = positions
+        else:
+            q = q.astype(np.int64)
+            pairs = int(np.add.reduce(q * plan.start + q * (q + 1) // 2))
+        return (
+            self.step + self.token * tokens + self.row * rows + self.position * positions + self.pair * pairs,
+            tokens,
+        )
+
+    def of_stretch(self, rows: int, positions: int) -> tuple[int, int]:
+        """Picoseconds of its first step, and by how many each further one takes longer."""
+        growth = (self.position + self.pair) * rows
+        return self.step + (self.token + self.row) * rows + (self.position + self.pair) * positions, growth
+
+
+class Replay:
+    """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
+    that a row gets in a step, or what is left of its output. guesses: tokens are proposed.
+    """
+
+    trace: Trace
+    scheduler: Scheduler
+
+    def __init__(
+        self,
+        trace: Trace,
+        scheduler: Scheduler,
+        time: StepTime,
+        *,
+        keys: bool = True,
+        each: int = 1,
+        guesses: Guesses | None = None,
+    ) -> None:
+        self.trace, self.scheduler = trace, scheduler
+        self.outcome: SimOutcome = SimOutcome(len(trace))
+        self._cost, self._each = _Cost.of(time), each
+        self._guessing = None if guesses is None else Guessing(guesses, len(trace))
+        limits = scheduler.limits
+        self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
+        numbers = (trace.prompt.tolist(), trace.output.tolist(), trace.priority.tolist())
+        seconds = (trace.arrival / PICOSECONDS).tolist()
+        self._requests = list(zip(*numbers, trace.tenant or [""] * len(trace), seconds, strict=True))
+        self._last = np.full(limits.rows, NEVER, np.int64)  # when each row got its last token
+        self._owner = np.zeros(limits.rows, np.int64)  # the request that has the row
+        self._silent = 0  # rows that have had no token yet
+        self._nobody = np.zeros(limits.rows, np.bool_)
+
+    def run(self, fast: bool = True, feed: Feed | None = None) -> SimOutcome:
+        """Replay everything, until the last request has ended. fast: do uneventful steps at once; the result is the
+        same. feed: says which requests come when (None means as the trace does).
+
+        Raises InvalidTrace if the scheduler will not go on, which only a policy that lets no request start can cause.
+        """
+        trace, scheduler, outcome = self.trace, self.scheduler, self.outcome
+        feed = feed or Arrivals(trace)
+        clock = 0
+        while True:
+            while (i := feed.take(clock, scheduler.waiting + scheduler.running)) is not None:
+                self._add(i)
+            if self._guessing is not None:
+                self._guessing.propose(scheduler)
+            if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
+                clock = self._stretch(stretch, clock, feed.next)
+                continue
+            self._suspend(scheduler.make_room())
+            plan = scheduler.schedule(clock / PICOSECONDS)
+            if plan is not None:
+                clock = self._step(plan, clock)
+            elif feed.next < math.inf:
+                clock = int(feed.next)
+            elif scheduler.waiting or scheduler.running:
+                raise InvalidTrace(
+                    f"{trace.name}: the policy lets none of {scheduler.waiting} waiting requests in while "
+                    f"{scheduler.running} run, and nothing else is to come. Choose another policy."
+                )
+            else:
+                break
+        counts = scheduler.counts
+        outcome.clock, outcome.preemptions = clock, counts.preemptions
+        outcome.hit_tokens, outcome.evictions = counts.prefix_hits, scheduler.pool.evictions if scheduler.pool else 0
+        return outcome
+
+    def _add(self, i: int) -> None:
+        prompt, output, priority, tenant, arrival = self._requests[i]
+        seq = Seq(prompt, output, owner=i, priority=priority, tenant=tenant, arrival=arrival, keys=self._keys(i))
+        try:
+            self.scheduler.add(seq, arrival)
+        except (PromptTooLong, QueueFull) as e:
+            cause = type(e).__name__
+            self.outcome.refused[cause] = self.outcome.refused.get(cause, 0) + 1
+
+    def _suspend(self, sent: Sent) -> None:
+        """These have lost their rows."""
+        for seq, row in sent:
+            self.outcome.last[seq.owner] = self._last[row]
+            self._silent -= self.outcome.last[seq.owner] == NEVER
+
+    def _step(self, plan: StepPlan, clock: int) -> int:
+        """One planned step; returns the clock after it."""
+        outcome, scheduler = self.outcome, self.scheduler
+        took, tokens = self._cost.of_plan(plan)
+        now = clock + took
+        outcome.steps += 1
+        outcome.planned += 1
+        outcome.computed_tokens += tokens
+        self._suspend(plan.preempted)
+        for seq in plan.fresh:
+            i = seq.owner
+            self._owner[seq.row] = i
+            self._last[seq.row] = outcome.last[i]
+            self._silent += outcome.last[i] == NEVER
+            if outcome.started[i] == NEVER:
+                outcome.started[i] = clock
+                outcome.prompt_tokens += seq.prompt_len
+        rows, counts = plan.rows[plan.emit], None
+        if plan.draft is not None and self._guessing is not None:
+            draft = plan.draft[plan.emit]
+            kept = self._guessing.kept(draft)
+            counts = kept + np.int32(1)
+            outcome.proposed_tokens += int(draft.sum())
+            outcome.accepted_tokens += int(kept.sum())
+            outcome.new_tokens += int(kept.sum())
+        self._tokens(rows, now, counts)
+        if self._each > 1:
+            counts = np.minimum(self._each, scheduler.table.end[rows] - plan.end[plan.emit])
+            more = int(counts.sum()) - len(rows)
+            outcome.new_tokens += more
+            outcome.gaps.add(np.zeros(more, np.int64))  # they come together
+        outcome.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
+        self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts).finished, now)
+        return now
+
+    def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:
+        """Steps that all begin before the next arrival; returns the clock after them."""
+        outcome, scheduler, rows = self.outcome, self.scheduler, stretch.rows
+        first, growth = self._cost.of_stretch(len(rows), stretch.positions)
+        steps = stretch.steps
+        if arrival < math.inf:
+            steps = min(steps, beginning_before(int(arrival) - clock, first, growth))
+        end = clock + span(steps, first, growth)
+        self._tokens(rows, clock + first)
+        if steps > 1:
+            outcome.gaps.add_run(first + growth, growth, steps - 1, len(rows))
+            outcome.new_tokens += len(rows) * (steps - 1)
+            self._last[rows] = end
+        outcome.steps += steps
+        outcome.computed_tokens += len(rows) * steps
+        outcome.timeline.add(clock, end, scheduler.waiting, len(rows), self._held())
+        self._end(stretch.run(steps), end)
+        return end
+
+    def _tokens(self, rows: Numbers, now: int, counts: Ints | None = None) -> None:
+        """These rows have got a token, or `counts` tokens that share the time since the one before."""
+        last = self._last[rows]
+        self._last[rows] = now
+        self.outcome.new_tokens += len(rows)
+        if self._silent:
+            first = last == NEVER
+            if n := int(np.count_nonzero(first)):
+                self.outcome.first[self._owner[rows[first]]] = now
+                self._silent -= n
+                last, counts = last[~first], None if counts is None else counts[~first]
+        gaps = now - last
+        self.outcome.gaps.add(gaps if counts is None else np.repeat(gaps // counts, counts))
+
+    def _end(self, finished: list[Seq], now: int) -> None:
+        for seq in finished:
+            self.outcome.last[seq.owner] = now
+
+    def _held(self) -> int:
+        pool = self.scheduler.pool
+        return pool.usable - pool.free if pool else 0
+
+
+def span(steps: int, first: int, growth: int) -> int:
+    """first + (first + growth) + ..., this many terms."""
+    return steps * first + growth * (steps * (steps - 1) // 2)
+
+
+def beginning_before(room: int, first: int, growth: int) -> int:
+    """How many steps, the first of them now, begin before `room` > 0 is over."""
+    if not growth:
+        return (room - 1) // first + 1
+    b = 2 * first - growth
+    n = (math.isqrt(b * b + 8 * growth * room) - b) // (2 * growth)
+    while span(n, first, growth) >= room:  # the root was rounded
+        n -= 1
+    while span(n + 1, first, growth) < room:
+        n += 1
+    return n + 1

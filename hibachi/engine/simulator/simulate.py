@@ -1,0 +1,239 @@
+"""One setup of an engine on one trace, and what came of it in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.simulator.feed import ORDERS, WINDOW, Offline
+from hibachi.engine.simulator.guesses import Guesses
+from hibachi.engine.simulator.outcome import NEVER, SimOutcome
+from hibachi.engine.simulator.replay import Replay
+from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.trace import PICOSECONDS, Numbers, Trace
+from hibachi.errors import ConfigError
+
+PERCENTILES = (50, 90, 95, 99)
+BINS = 300  # of what is shown over time
+_COUNTS = (
+    "max_num_seqs",
+    "num_blocks",
+    "block_size",
+    "max_num_batched_tokens",
+    "chunk",
+    "max_model_len",
+    "max_num_queued_reqs",
+    "max_prefill_tokens",
+    "each",
+    "window",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine has, and in which order it serves.
+
+    max_num_seqs: requests at once. blocks: of the cache, of block_size tokens each; None means as many as never to be
+    short (and without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step.
+    max_model_len: tokens of a request; None means the trace's longest. The others are those of
+    `hibachi.engine.scheduler.limits.Limits`. cache: share prefixes. each: tokens that a row gets in a step. guesses:
+    tokens are proposed. order: None means requests come when the trace says; "file" or "composed": a run offline,
+    to which all are there at the start and which hands at most 2 x max_num_seqs to the scheduler at a time, in the
+    order of the file, or as a `Composer` takes them from a rolling window of `window`.
+    """
+
+    scheduling_policy: str = "fcfs"
+    max_num_seqs: int = 64
+    num_blocks: int | None = None
+    block_size: int | None = None
+    max_num_batched_tokens: int = 1024
+    chunk: int | None = None
+    max_model_len: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_prefill_tokens: int | None = None
+    reserve_all: bool = False
+    enable_prefix_caching: bool = True
+    each: int = 1
+    order: str | None = None
+    window: int = WINDOW
+    guesses: Guesses | None = None
+
+    def limits(self, trace: Trace) -> Limits:
+        """Raises ConfigError for what no engine can have."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}.")
+        if self.order is not None:
+            self._check_offline()
+        if self.guesses is not None:
+            self._check_guesses(self.guesses)
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"A step must have a token for each row: expected max_num_batched_tokens of at least "
+                f"{self.max_num_seqs}; got {self.max_num_batched_tokens}."
+            )
+        longest = self.max_model_len or int((trace.prompt + trace.output).max())
+        shares = self.enable_prefix_caching and trace.keys is not None
+        size = self.block_size or (trace.key_tokens if shares else 16)
+        blocks = self.num_blocks
+        if blocks is None:
+            blocks = self.max_num_seqs * -(-longest // size) + self._kept(trace, size) if shares else 0
+        return Limits(
+            rows=self.max_num_seqs,
+            budget=self.max_num_batched_tokens,
+            chunk=self.chunk or self.max_num_batched_tokens,
+            max_model_len=max(longest, 2),
+            blocks=blocks + 1 if blocks else 0,
+            block_size=size,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            prefill=self.max_prefill_tokens,
+            reserve_all=self.reserve_all,
+        )
+
+    def _check_offline(self) -> None:
+        if self.order not in ORDERS:
+            raise ConfigError(f"order must be one of {', '.join(ORDERS)}, or None; got {self.order!r}.")
+        if self.scheduling_policy != "fcfs":
+            raise ConfigError(
+                f"Offline the order decides which request is next: expected scheduling_policy='fcfs' with "
+                f"order={self.order!r}; got {self.scheduling_policy!r}. Leave one of the two out."
+            )
+        if self.max_num_queued_reqs is not None:
+            raise ConfigError(
+                f"Offline at most 2 x max_num_seqs requests are in the scheduler, and none is refused: expected no "
+                f"max_num_queued_reqs with order={self.order!r}; got {self.max_num_queued_reqs}."
+            )
+
+    def _check_guesses(self, guesses: Guesses) -> None:
+        if guesses.most < 1:
+            raise ConfigError(f"Proposed tokens of a step must be at least 1; got {guesses.most}.")
+        for what, value in (
+            ("How likely a proposal is right", guesses.right),
+            ("The share of requests", guesses.share),
+        ):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{what} must be from 0 to 1; got {value}.")
+        if self.each > 1:
+            raise ConfigError(f"Tokens are proposed where each step brings one: expected each=1; got {self.each}.")
+
+    def _kept(self, trace: Trace, size: int) -> int:
+        """Blocks for everything that the trace's requests might share."""
+        return len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A replay that is over. limits: what the setup came to."""
+
+    trace: Trace
+    setup: Setup
+    limits: Limits
+    outcome: SimOutcome
+    seconds: float  # on the wall
+
+    @property
+    def done(self) -> Any:
+        """bool [n]: requests that were served."""
+        return self.outcome.last != NEVER
+
+    def times(self, what: str, of: Any = None) -> Numbers:
+        """Seconds from arrival to "started", "first" (token) or "last" (token) of the requests served; of: bool [n]."""
+        chosen = self.done if of is None else self.done & of
+        return np.asarray((getattr(self.outcome, what) - self.trace.arrival)[chosen] / PICOSECONDS)
+
+    def over_time(self, what: str) -> tuple[Numbers, Numbers]:
+        """(middle of each bin in seconds, mean of "waiting", "running" or "blocks" in it)."""
+        edges = np.linspace(0, max(self.outcome.clock, BINS), BINS + 1)
+        return (edges[1:] + edges[:-1]) / 2 / PICOSECONDS, self.outcome.timeline.means(what, edges)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, as JSON can hold them. Times are seconds, virtual ones unless it says wall."""
+        outcome, limits, trace = self.outcome, self.limits, self.trace
+        span = outcome.clock / PICOSECONDS
+        edges = np.array([0, max(outcome.clock, 1)])
+        means = {what: float(outcome.timeline.means(what, edges)[0]) for what in ("waiting", "running", "blocks")}
+        counted = max(outcome.prompt_tokens, 1)
+        when, waiting = self.over_time("waiting")
+        _, running = self.over_time("running")
+        _, blocks = self.over_time("blocks")
+        out: dict[str, Any] = {
+            "setup": asdict(self.setup),
+            "limits": asdict(limits),
+            "requests": len(trace),
+            "served": int(self.done.sum()),
+            "refused": dict(outcome.refused),
+            "virtual_seconds": span,
+            "wall_seconds": self.seconds,
+            "requests_per_wall_second": len(trace) / self.seconds,
+            "steps": outcome.steps,
+            "planned_steps": outcome.planned,
+            "prompt_tokens": outcome.prompt_tokens,
+            "computed_tokens": outcome.computed_tokens,
+            "new_tokens": outcome.new_tokens,
+            "new_tokens_per_second": outcome.new_tokens / span if span else 0.0,
+            "hit_tokens": outcome.hit_tokens,
+            "hit_rate": outcome.hit_tokens / counted,
+            "proposed_tokens": outcome.proposed_tokens,
+            "accepted_tokens": outcome.accepted_tokens,
+            "evictions": outcome.evictions,
+            "preemptions": outcome.preemptions,
+            "ttft": _spread(self.times("first")),
+            "itl": _percentiles(outcome.gaps.percentiles(PERCENTILES)),
+            "latency": _spread(self.times("last")),
+            "queued": _spread(self.times("started")),
+            "mean_waiting": means["waiting"],
+            "most_waiting": max(outcome.timeline.waiting, default=0),
+            "mean_rows": means["running"],
+            "mean_blocks": means["blocks"],
+            "over_time": {
+                "seconds": _rounded(when),
+                "waiting": _rounded(waiting),
+                "running": _rounded(running),
+                "blocks": _rounded(blocks),
+            },
+        }
+        if trace.tenant is not None:
+            out["tenants"] = self._groups(np.array(trace.tenant))
+        if np.any(trace.priority != trace.priority[0]):
+            out["priorities"] = self._groups(trace.priority)
+        return out
+
+    def _groups(self, label: Any) -> dict[str, Any]:
+        return {str(name): _spread(self.times("first", label == name)) for name in np.unique(label).tolist()}
+
+
+def _spread(seconds: Numbers) -> dict[str, Any]:
+    if not len(seconds):
+        return {"n": 0, "mean": None} | {f"p{p}": None for p in PERCENTILES}
+    return {"n": len(seconds), "mean": float(seconds.mean()), **_percentiles(np.percentile(seconds, PERCENTILES))}
+
+
+def _percentiles(values: Numbers) -> dict[str, float | None]:
+    return {f"p{p}": None if v != v else float(v) for p, v in zip(PERCENTILES, values.tolist(), strict=True)}
+
+
+def _rounded(values: Numbers) -> list[float]:
+    return [float(f"{v:.5g}") for v in values.tolist()]
+
+
+def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Policy], *, fast: bool = True) -> Run:
+    """Replay a trace. policy: makes a fresh one, of the name that the setup has. Raises ConfigError, InvalidTrace."""
+    limits = setup.limits(trace)
+    feed = None
+    if setup.order is not None:
+        trace = trace.at_once()
+        keys = trace.block_keys(limits.block_size) if setup.enable_prefix_caching and limits.blocks else lambda i: None
+        feed = Offline(trace, 2 * setup.max_num_seqs, setup.order, setup.window, keys)
+    how: dict[str, Any] = {"keys": setup.enable_prefix_caching, "each": setup.each, "guesses": setup.guesses}
+    replay = Replay(trace, Scheduler(limits, policy()), time, **how)
+    began = perf_counter()
+    outcome = replay.run(fast, feed)
+    return Run(trace, setup, limits, outcome, perf_counter() - began)

@@ -1,0 +1,171 @@
+"""The tools that a request names, in the words of OpenAI's API, and which of them it wants to be called.
+
+Every message begins with the field that it is about, as `tools[3].function.name` or `tool_choice`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal, TypeAlias
+
+from hibachi.errors import InvalidRequest, shown
+from hibachi.llm.chatformat.tools import Tool, Toolbox
+
+Mode: TypeAlias = Literal["none", "auto", "required"]
+MOST = 1024  # tools of a request
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_MODES: Mapping[str, Mode] = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def toolbox_of(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Any = None, parallel: bool | None = None, most: int = MOST
+) -> Toolbox | None:
+    """The tools that may be called; None means there are none, or `choice` is "none".
+
+    tools: [{"type": "function", "function": {"name", "description", "parameters", "strict"}}, ...]; [] as None.
+    choice: "none", "auto", "required", "any" (as "required"), {"type": "function", "function": {"name"}}, or
+    {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}; None means "auto". Raises InvalidRequest.
+    """
+    if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
+        raise InvalidRequest(f"tools must be a list of tools; got {shown(tools)}.")
+    if not isinstance(parallel, (bool, NoneType)):
+        raise InvalidRequest(f"parallel_tool_calls must be true or false; got {shown(parallel)}.")
+    if tools and len(tools) > most:
+        raise InvalidRequest(f"tools has {len(tools)} entries; at most {most} are served.")
+    found = tuple(_tool(given, f"tools[{i}]") for i, given in enumerate(tools or ()))
+    known: dict[str, int] = {}
+    for i, tool in enumerate(found):
+        if (first := known.setdefault(tool.name, i)) != i:
+            raise InvalidRequest(
+                f"tools[{i}].function.name is {tool.name!r}, which tools[{first}] is called as well. Give each tool a "
+                f"name of its own."
+            )
+    mode, allowed = _choice(choice, most)
+    if not found and mode == "required":
+        raise InvalidRequest(f"tool_choice wants a call, and there are no tools; got {shown(choice)}. Send tools.")
+    if unknown := [name for name in allowed or () if name not in known]:
+        raise InvalidRequest(
+            f"tool_choice names {shown(unknown[0])}, and no tool has this name; there are: "
+            f"{', '.join(known)[:400] or 'none'}."
+        )
+    if not found or mode == "none":
+        return None
+    named = isinstance(choice, Mapping) and choice.get("type") != "allowed_tools"  # then it is called once
+    return Toolbox(found, mode, None if allowed is None else frozenset(allowed), parallel is not False and not named)
+
+
+def check_choice(choice: Any) -> None:
+    """What is wrong with a `tool_choice` whatever the tools are. Raises InvalidRequest."""
+    _choice(choice, MOST)
+
+
+def as_shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools as templates are shown them: as they were sent, but with parameters where there are none, and without
+    what is not for the model. For tools that `toolbox_of` took.
+    """
+    return [
+        {"type": "function", **tool, "function": _function(tool["function"])} for tool in tools if "function" in tool
+    ]
+
+
+def _function(given: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in given.items() if value is not None and name != "strict"}
+    return kept if "parameters" in kept else {**kept, "parameters": dict(_NOTHING)}
+
+
+def _tool(given: Any, place: str) -> Tool:
+    if _kind(given) != "function":
+        _refuse_kind(given, place)
+        raise InvalidRequest(f'{place} must be a tool, {{"type": "function", "function": ...}}; got {shown(given)}.')
+    function = given.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(
+            f"{place}.function must be an object with the tool's name, description and parameters; got "
+            f"{shown(function)}."
+        )
+    at = f"{place}.function"
+    name, about = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{at}.name must have 1 to 128 letters, digits and any of _ - . : /; got {shown(name)}. Rename the tool."
+        )
+    if not isinstance(about, (str, type(None))):
+        raise InvalidRequest(f"{at}.description must be a text; got {shown(about)}.")
+    strict, parameters = function.get("strict"), function.get("parameters")
+    if not isinstance(strict, (bool, type(None))):
+        raise InvalidRequest(f"{at}.strict must be true or false; got {shown(strict)}.")
+    if parameters is None:
+        parameters = _NOTHING
+    _check_schema(parameters, f"{at}.parameters")
+    return Tool(name, parameters, about or "", bool(strict))
+
+
+def _check_schema(given: Any, place: str) -> None:
+    """What can be said without compiling it: that it is about an object."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"{place} must be a JSON schema of an object; got {shown(given)}.")
+    kind, properties, required = given.get("type", "object"), given.get("properties", {}), given.get("required", [])
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(f'{place}.type must be "object", as arguments have names; got {shown(kind)}.')
+    if not isinstance(properties, Mapping) or not all(isinstance(s, (Mapping, bool)) for s in properties.values()):
+        raise InvalidRequest(f"{place}.properties must be schemas by name; got {shown(properties)}.")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequest(f"{place}.required must be a list of names; got {shown(required)}.")
+
+
+def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
+    """The mode, and the names that it allows; None means all."""
+    if given is None:
+        return "auto", None
+    if isinstance(given, str) and given in _MODES:
+        return _MODES[given], None
+    kind = _kind(given)
+    if kind == "function":
+        return "required", [_named(given, "tool_choice")]
+    if kind == "allowed_tools":
+        inner = given.get("allowed_tools")
+        mode = inner.get("mode") if isinstance(inner, Mapping) else None
+        tools = inner.get("tools") if isinstance(inner, Mapping) else None
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+            raise InvalidRequest(
+                f'tool_choice.allowed_tools must have a mode, "auto" or "required", and a list of tools; got '
+                f"{shown(inner)}."
+            )
+        if len(tools) > most:
+            raise InvalidRequest(f"tool_choice has {len(tools)} tools; at most {most} are served.")
+        return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
+    if isinstance(kind, str):
+        raise InvalidRequest(
+            f'tool_choice.type is not supported as {shown(kind)}: expected "function" or "allowed_tools". "none", '
+            f'"auto", "required" and "any" are sent as texts, not as objects.'
+        )
+    raise InvalidRequest(
+        f'tool_choice must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
+        f'{{"type": "allowed_tools", ...}}; got {shown(given)}.'
+    )
+
+
+def _named(given: Any, place: str) -> str:
+    if (kind := _kind(given)) != "function":
+        _refuse_kind(given, place)
+        if isinstance(given, Mapping):
+            raise InvalidRequest(f'{place}.type must be "function"; got {shown(kind)}.')
+    function = given.get("function") if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(name)}.")
+    return name
+
+
+def _kind(given: Any) -> Any:
+    """The type of a tool or of a choice; None means `given` is no object."""
+    return given.get("type", "function") if isinstance(given, Mapping) else None
+
+
+def _refuse_kind(given: Any, place: str) -> None:
+    """Raise InvalidRequest for a type that has a name, which is another than those that are served."""
+    if isinstance(kind := _kind(given), str):
+        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools of type 'function' are.")

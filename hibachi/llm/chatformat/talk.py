@@ -1,0 +1,172 @@
+"""How a model is talked to: a conversation in its chat template, and how the answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat.format import ChatFormat, Thinking, thinking_of
+from hibachi.llm.chatformat.generic import described, with_calls_said
+from hibachi.llm.chatformat.grammar.answer import served_form
+from hibachi.llm.chatformat.grammar.recent import RecentForms, content_of
+from hibachi.llm.chatformat.history import (
+    WAY_OUT,
+    Messages,
+    NotShown,
+    as_written,
+    hidden_calls,
+    rendered,
+    without_developer,
+)
+from hibachi.llm.chatformat.marks import marks
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.templates.choosing import Choosing, Parsers
+from hibachi.llm.chatformat.tools import NO_TOOLS, Toolbox
+from hibachi.structured import StructuredOutputs
+
+
+class Talk:
+    """Makes prompts of the chats of one model, and says how their answers are read.
+
+    chat_template: the name of one of the model's, or Jinja source; None means the model's own. parsers: how the format
+    of tool calls and reasoning is chosen.
+
+    Templates may take long, so threads call this where others wait.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, parsers: Parsers | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, chat_template
+        self.choosing: Choosing = Choosing(self._render, parsers)
+        self._forms = RecentForms()
+
+    def _render(self, messages: Messages, /, **variables: Any) -> str:
+        more = {} if self._template is None else {"chat_template": self._template}
+        text: str = self._tokenizer.render_chat(messages, **{**variables, **more})
+        return text
+
+    def _source(self, *, tools: bool) -> str:
+        """The text of the template that is taken for a conversation; "" if there is none."""
+        own: dict[str, str] = dict(self._tokenizer.chat_templates)
+        if self._template is not None:
+            return own.get(self._template, self._template)
+        return own.get("tool_use" if tools and "tool_use" in own else "default", "")
+
+    def _format(self, variables: Mapping[str, Any], messages: Messages) -> ChatFormat:
+        tools = bool(variables.get("tools"))
+        calls = any(m.get("tool_calls") for m in messages)
+        return self.choosing.format(self._source(tools=tools), tools=tools or calls)
+
+    # ---- the prompt --------------------------------------------------------------------------------------------
+
+    def prompt_text(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
+        """A conversation as the model is shown it. open_end: its last message goes on. tools among the variables are as
+        `as_shown` gives them.
+
+        Raises InvalidRequest, and NotShown for what the template does not show.
+        """
+        return self._prompt_text(messages, variables, self._format(variables, messages), open_end=open_end)
+
+    def _prompt_text(
+        self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
+    ) -> str:
+        given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
+        if "developer" not in self._source(tools=bool(given.get("tools"))) or not format.history.developer:
+            messages = without_developer(messages)
+        if self.choosing.parsers.generic:
+            return self._described(messages, given.pop("tools", None) or (), given, open_end=open_end)
+        sure = format.shows and format.tools is not None and format.source == "derived"
+        messages = as_written(messages, format)
+        if format.history.content == "null":
+            given["nulls"] = True
+        doubted = ("documents",) if sure else ("tools", "documents")
+        text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
+        if sure or (field := hidden_calls(self._render, messages, given, text, open_end=open_end)) is None:
+            return text
+        if format.tools is None:
+            raise NotShown(
+                f"{field} is not supported: this model's chat template does not show calls to the model.{WAY_OUT}",
+                field,
+            )
+        said = [with_calls_said(m, format.tools) for m in messages]
+        return rendered(self._render, said, given, open_end=open_end, doubted=doubted)
+
+    def _described(
+        self, messages: Messages, tools: Sequence[Any], variables: Mapping[str, Any], *, open_end: bool
+    ) -> str:
+        """In the generic format: tools stand in the system message, or in the user's if there can be none."""
+        try:
+            return rendered(self._render, described(messages, tools), variables, open_end=open_end)
+        except InvalidRequest:
+            if not tools or any(m.get("role") == "system" for m in messages):
+                raise
+            return rendered(self._render, described(messages, tools, system=False), variables, open_end=open_end)
+
+    # ---- the answer --------------------------------------------------------------------------------------------
+
+    def prompt(
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        box: Toolbox | None = None,
+        *,
+        effort: str | None = None,
+        open_end: bool = False,
+    ) -> tuple[str, AnswerReader | None]:
+        """The prompt of a chat, and what reads its answer; None means that the answer is all text. box: the tools that
+        may be called. effort: OpenAI's reasoning_effort. Raises as `prompt_text` does.
+        """
+        given = dict(variables)
+        format = self._format(given, messages)
+        if box is not None and format.shows and format.tools is None:
+            raise NotShown(f"tools is not supported: how this model writes calls is not known.{WAY_OUT}", "tools")
+        if effort is not None:
+            given |= self._effort(effort, tools=box is not None)
+        text = self._prompt_text(messages, given, format, open_end=open_end)
+        if box is None and format.reasoning is None and not format.before_said and not format.silent:
+            return text, None
+        shown = marks(format, self._tokenizer.split_special)
+        reader = AnswerReader(format, box or NO_TOOLS, thinking_of(format.reasoning, text), shown)
+        return text, _going_on(reader, messages[-1]["content"]) if open_end else reader
+
+    def _effort(self, asked: str, *, tools: bool) -> Mapping[str, Any]:
+        try:
+            return self.choosing.effort(self._source(tools=tools), asked)
+        except InvalidRequest as e:
+            raise NotShown(str(e), "reasoning_effort") from None
+
+    def form(
+        self,
+        reader: AnswerReader,
+        answer: StructuredOutputs | None,
+        check: Callable[[StructuredOutputs], object],
+        ends: Collection[int],
+    ) -> StructuredOutputs | None:
+        """The form of an answer that `reader` reads; see `served_form`. answer: the form of what is said. ends: tokens
+        that end a text.
+        """
+        content = content_of(reader, answer, ends)
+        if (found := self._forms.find(content)) is not None:
+            with suppress(InvalidRequest):  # below it is said in the words of the tools
+                check(found)
+                return found
+        split, ids = self._tokenizer.split_special, getattr(self._tokenizer, "special_ids", ())
+        found = served_form(reader, answer, split, check, ids=ids, ends=ends)
+        if found is not answer:
+            self._forms.keep(content, found)
+        return found
+
+
+def _going_on(reader: AnswerReader, content: str) -> AnswerReader:
+    """What reads an answer that goes on with a content: in its reasoning, or behind what it has said. Behind that no
+    reasoning comes, but in formats whose answers may have further messages.
+    """
+    if reader.format.reasoning is None or not content.strip():
+        return reader
+    parser = replace(reader, thinking=Thinking.MAY).parser()
+    parser.feed(content)
+    if parser.reasoning:
+        return replace(reader, thinking=Thinking.OPEN)
+    return reader if reader.format.prompted else replace(reader, thinking=Thinking.NONE)

@@ -1,0 +1,371 @@
+"""Turns bodies of Anthropic's API into chats in OpenAI's form, which the rest of the server reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from msgspec import UNSET
+from msgspec.json import encode
+
+from hibachi.errors import InvalidRequest, shown
+from hibachi.llm.dialects.errors import Refused, as_refused, unsupported
+from hibachi.llm.dialects.forms import JsonSchemaFormat, NamedSchema
+from hibachi.llm.dialects.messages.bodies import (
+    OF_SERVER,
+    REFUSED,
+    Block,
+    Choice,
+    CountBody,
+    CustomTool,
+    MessagesBody,
+    RedactedThinking,
+    TextBlock,
+    ThinkingText,
+    ToolResult,
+    ToolUse,
+    Turn,
+)
+from hibachi.llm.dialects.openai.bodies import ChatBody, taken
+
+Placed: TypeAlias = tuple[str, Block]  # where a block stands in the body, such as "messages[0].content[1]"
+Message: TypeAlias = dict[str, Any]  # in OpenAI's form
+TOOL_DEFAULTS: dict[str, tuple[list[Any], str]] = {
+    "allowed_callers": ([None, [], ["direct"]], "Only the model itself calls tools"),
+    "defer_loading": ([None, False], "The model is shown all tools from the beginning"),
+    "input_examples": ([None, []], "Chat templates show no examples: say them in the description"),
+}
+"""Fields of a tool that may only have these values, and why."""
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""What Claude Code writes in front of its system prompt. It differs in each request, so that nothing behind it would be
+found in the cache.
+"""
+EFFORTS = {"xhigh": "high", "max": "high"}  # levels that templates do not know
+KEEPING = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn reasoning on and off. A template reads one of them at most."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_OURS = (  # names in OpenAI's form, and those that its sender knows
+    (re.compile(r"\bresponse_format(\.json_schema\.schema|\.json_schema|\.schema)?(?![\w])"), "output_config.format"),
+    (re.compile(r"\btools\[(\d+)\]\.function\.parameters\b"), r"tools[\1].input_schema"),
+    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"^stop\b(?!_)"), "stop_sequences"),
+    (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
+    (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
+)
+
+
+def chat_of(body: CountBody) -> ChatBody:
+    """The same as a chat. Raises Refused, which names the field."""
+    for name, why in REFUSED.items():
+        if (given := getattr(body, name)) not in (UNSET, None, [], {}) and not _keeps_all(name, given):
+            refused = unsupported(name, why)
+            if name == "thread":  # by this code clients know that they may go on without one
+                refused.code = "thread_unsupported_request"
+            raise refused
+    if not body.messages:
+        raise Refused("messages is empty: send at least one.", param="messages", code="empty_array")
+    messages, goes_on = _messages(body.messages, _system(body.system))
+    chat = ChatBody(messages=messages, model=body.model)
+    if goes_on:
+        chat.continue_final_message, chat.add_generation_prompt = True, False
+    _set_tools(chat, body)
+    _set_thinking(chat, body)
+    _set_format(chat, body)
+    if isinstance(body, MessagesBody):
+        _set_limits(chat, body)
+    return chat
+
+
+def _keeps_all(name: str, given: Any) -> bool:
+    """Whether the context is only to be managed so that nothing is taken out of it, as Claude Code asks."""
+    if name != "context_management" or not isinstance(given, dict) or given.keys() != {"edits"}:
+        return False
+    return isinstance(given["edits"], list) and all(edit in KEEPING for edit in given["edits"])
+
+
+def _set_limits(chat: ChatBody, body: MessagesBody) -> None:
+    if body.max_tokens < 1:
+        raise Refused(
+            f"max_tokens must be an integer >= 1; got {shown(body.max_tokens)}. To fill the cache alone, send the "
+            f"beginning of a conversation to POST /v1/warm.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    chat.max_tokens, chat.stream, chat.stop = body.max_tokens, body.stream, body.stop_sequences
+    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    chat.seed = body.seed
+
+
+def _set_format(chat: ChatBody, body: CountBody) -> None:
+    config = body.output_config
+    wanted = body.output_format if config is None or config.format is None else config.format
+    if config is not None and config.format is not None and body.output_format is not None:
+        raise Refused(
+            "output_format is the old name of output_config.format. Send one of them.",
+            param="output_format",
+            code="invalid_value",
+        )
+    if config is not None:
+        chat.reasoning_effort = EFFORTS.get(config.effort or "", config.effort)
+    if wanted is not None:
+        named = NamedSchema(name="answer", schema=wanted.schema)
+        chat.response_format = JsonSchemaFormat(json_schema=named)
+
+
+def _set_thinking(chat: ChatBody, body: CountBody) -> None:
+    """As in Anthropic's API, reasoning is off unless it is asked for. Where a model reasons anyway it is not told."""
+    wanted = body.thinking
+    kind = "disabled" if wanted is None else wanted.type
+    if kind != "adaptive":
+        chat.chat_template_kwargs = dict.fromkeys(SWITCHES, kind == "enabled")
+    chat.include_reasoning = kind != "disabled" and (wanted is None or wanted.display != "omitted")
+
+
+# ---- tools -------------------------------------------------------------------------------------------------------
+
+
+def _set_tools(chat: ChatBody, body: CountBody) -> None:
+    if body.tools:
+        chat.tools = [_tool(given, f"tools[{i}]") for i, given in enumerate(body.tools)]
+    choice = body.tool_choice
+    if choice is None:
+        return
+    if (choice.name is None) is (choice.type == "tool"):
+        what = "is missing" if choice.name is None else "is for the type 'tool'"
+        raise Refused(f"tool_choice.name {what}.", param="tool_choice.name", code="invalid_value")
+    if not body.tools and choice.type in ("any", "tool"):
+        raise Refused(
+            f"tool_choice is {choice.type!r}, and there are no tools.", param="tool_choice", code="invalid_value"
+        )
+    if body.tools:
+        chat.tool_choice = _choice(choice)
+        chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
+
+
+def _choice(given: Choice) -> Any:
+    if given.type == "tool":
+        return {"type": "function", "function": {"name": given.name}}
+    return _CHOICES[given.type]
+
+
+def _tool(given: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = given.get("type")
+    if kind == "function":
+        raise unsupported(f"{place} of type 'function'", "Here a tool has name, description and input_schema")
+    if isinstance(kind, str) and kind != "custom":
+        raise unsupported(f"{place} of type {kind[:60]!r}", OF_SERVER)
+    try:
+        tool = taken(CustomTool, given)
+    except Refused as e:
+        at = place if e.param is None else f"{place}.{e.param}"
+        words = str(e) if e.param is None else str(e).replace(e.param, at, 1)
+        raise e.about(at, words) from None
+    for name, (values, why) in TOOL_DEFAULTS.items():
+        if getattr(tool, name) not in values:
+            raise unsupported(f"{place}.{name}", f"{why}, so only {encode(values[-1]).decode()} is")
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------
+
+
+def _system(given: str | list[TextBlock] | None) -> str:
+    texts = [given or ""] if given is None or isinstance(given, str) else [block.text for block in given]
+    return _joined(BILLING.sub("", text) for text in texts)
+
+
+def _messages(given: Sequence[Turn], system: str) -> tuple[list[Message], bool]:
+    """In OpenAI's form, behind the system prompt, and whether the last one is to be continued."""
+    out: list[Message] = []
+    calls: dict[str, str] = {}  # by id, those of the message before that have no result yet
+    last: Message = {}
+    for role, blocks in _turns(given, system):
+        last = {}
+        if role == "assistant":
+            last, calls = _of_assistant(blocks)
+            out.append(last)
+        else:
+            out += _of_user(role, blocks, calls)
+            calls = {}
+    if calls:
+        raise Refused(
+            f"{calls.popitem()[1]}: the last message calls a tool. Send its result, in a message of the user.",
+            param="messages",
+            code="invalid_value",
+        )
+    if last and not last["content"]:  # there is nothing to be continued
+        return out[:-1], False
+    return out, bool(last)
+
+
+def _turns(given: Sequence[Turn], system: str) -> Iterator[tuple[str, list[Placed]]]:
+    """Role and blocks. Messages of one role that follow each other are one. What the system says later on is of the
+    user's, as few chat templates know more than one system prompt.
+    """
+    role, blocks = "system", list[Placed]()
+    if system:
+        blocks.append(("system", TextBlock(system)))
+    for of, own in _made(given):
+        if of == "system" and role != "system":
+            of = "user"
+        if of != role:
+            if blocks or role != "system":
+                yield role, blocks
+            role, blocks = of, []
+        blocks += own
+    if blocks or role != "system":
+        yield role, blocks
+
+
+def _made(given: Sequence[Turn]) -> Iterator[tuple[str, list[Placed]]]:
+    """Role and blocks of each message. Calls that were cut off are left out, as they have not been made, and so are
+    results that were sent for them, and a message of the assistant that has nothing but reasoning left.
+    """
+    cut = set[str]()  # ids of calls
+    for i, turn in enumerate(given):
+        place = f"messages[{i}].content"
+        if isinstance(turn.content, str):
+            yield turn.role, [(place, TextBlock(turn.content))]
+            continue
+        blocks: list[Placed] = []
+        for j, block in enumerate(turn.content):
+            if isinstance(block, ToolUse) and turn.role == "assistant":
+                if block.incomplete:
+                    cut.add(block.id)
+                    continue
+                cut.discard(block.id)
+            elif isinstance(block, ToolResult) and turn.role != "assistant" and block.tool_use_id in cut:
+                continue
+            blocks.append((f"{place}[{j}]", block))
+        if len(blocks) == len(turn.content) or turn.role != "assistant" or any(_says(block) for _, block in blocks):
+            yield turn.role, blocks
+
+
+def _says(block: Block) -> bool:
+    """Whether it is more than reasoning, and no empty text."""
+    return bool(block.text) if isinstance(block, TextBlock) else isinstance(block, (ToolUse, ToolResult))
+
+
+def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:
+    """The message, and where its calls stand, by their ids."""
+    said, thought, calls = list[str](), list[str](), list[dict[str, Any]]()
+    places: dict[str, str] = {}
+    for place, block in blocks:
+        if isinstance(block, TextBlock):
+            said.append(block.text)
+        elif isinstance(block, ThinkingText):
+            thought.append(block.thinking)
+        elif isinstance(block, ToolUse):
+            if block.id in places:
+                raise Refused(
+                    f"{place}.id: expected an id of its own for each call; {block.id[:60]!r} is that of "
+                    f"{places[block.id]}, too.",
+                    param=f"{place}.id",
+                    code="invalid_value",
+                )
+            if not block.name:
+                raise Refused(
+                    f"{place}.name must be the name of a tool; got ''.", param=f"{place}.name", code="invalid_value"
+                )
+            places[block.id] = place
+            function = {"name": block.name, "arguments": encode(block.input).decode()}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif not isinstance(block, RedactedThinking):
+            raise _elsewhere(place, "tool_result", "user")
+    message: Message = {"role": "assistant", "content": _joined(said)}
+    if thought_ := _joined(thought):
+        message["reasoning_content"] = thought_
+    if calls:
+        message["tool_calls"] = calls
+        message["content"] = message["content"] or None
+    return message, places
+
+
+def _of_user(role: str, blocks: Sequence[Placed], calls: dict[str, str]) -> Iterator[Message]:
+    """Results of calls first, in the order in which they came, and then what is said."""
+    said, answered = list[str](), set[str]()
+    for place, block in blocks:
+        if isinstance(block, TextBlock):
+            said.append(block.text)
+        elif isinstance(block, ToolResult) and role == "user":
+            name = block.tool_use_id
+            if name not in calls or name in answered:
+                why = "has a result already" if name in answered else "is not of a tool_use in the message before"
+                raise Refused(
+                    f"{place}.tool_use_id: {name[:60]!r} {why}.", param=f"{place}.tool_use_id", code="invalid_value"
+                )
+            answered.add(name)
+            yield {"role": "tool", "tool_call_id": name, "content": _result(block)}
+        else:
+            kind = str(type(block).__struct_config__.tag)
+            raise _elsewhere(place, kind, "user" if kind == "tool_result" else "assistant")
+    if (text := _joined(said)) or not answered:
+        yield {"role": role, "content": text}
+
+
+def _result(given: ToolResult) -> str:
+    content = given.content or ""
+    text = content if isinstance(content, str) else _joined(block.text for block in content)
+    return f"Error: {text}" if given.is_error else text
+
+
+def _joined(texts: Iterator[str] | Sequence[str]) -> str:
+    return "\n".join(text for text in texts if text)
+
+
+def _elsewhere(place: str, kind: str, role: str) -> Refused:
+    return Refused(f"{place}: a block {kind!r} stands in a message of the {role}.", param=place, code="invalid_value")
+
+
+# ---- in its sender's words ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def told_as_sent(body: CountBody | None = None) -> Iterator[None]:
+    """What is refused of the chat that is made of a body, is told of the fields that were sent. body: in which calls of
+    the chat are looked up.
+    """
+    try:
+        yield
+    except (Refused, InvalidRequest) as e:
+        refused = as_refused(e)
+        if refused.param is None:
+            raise refused.about(None, _as_sent(str(refused))) from e
+        words = str(refused)
+        if body is not None and (call := _CALL.fullmatch(refused.param)):
+            found = _place(body, int(call[1]), int(call[2] or 0))
+            place = "messages" if found is None else found + _OF_CALLS.get(call[3], "")
+            words, refused.param = words.replace(refused.param, place, 1), place
+        raise refused.about(_as_sent(refused.param), _as_sent(words)) from e
+
+
+_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls(?:\[(\d+)\](?:\.function)?(\.\w+)?)?")
+_OF_CALLS = {".name": ".name", ".arguments": ".input", ".id": ".id"}
+
+
+def _place(body: CountBody, message: int, call: int) -> str | None:
+    """Where the body has a call of a message of its chat; None means it has none."""
+    calls: list[list[str]] = []  # of each message
+    for role, blocks in _turns(body.messages, _system(body.system)):
+        if role == "assistant":
+            calls.append([place for place, block in blocks if isinstance(block, ToolUse)])
+        else:
+            results = sum(isinstance(block, ToolResult) for _, block in blocks)
+            said = any(isinstance(block, TextBlock) and block.text for _, block in blocks)
+            calls += [[]] * (results + (said or not results))
+    found = calls[message] if message < len(calls) else []
+    return found[call] if call < len(found) else None
+
+
+def _as_sent(text: str) -> str:
+    for ours, theirs in _OURS:
+        text = ours.sub(theirs, text)
+    return text

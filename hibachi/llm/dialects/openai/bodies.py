@@ -1,0 +1,357 @@
+"""Bodies of requests: JSON as typed records, read strictly.
+
+An unknown field is refused by its name. So is a known one that has no effect here although its sender would expect one.
+Fields in IGNORED do not affect the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from hibachi.errors import MOST_SHOWN
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.expected import choices, same
+from hibachi.llm.dialects.forms import Backend, Format, Schema, Structured
+from hibachi.llm.dialects.json_limits import at_once
+
+T = TypeVar("T")
+Anything = Any | UnsetType
+IGNORED = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "session_id",
+)
+"""Fields of OpenAI's and vLLM's APIs that may be sent and change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest values that a request may ask for."""
+
+    n: int = 128  # continuations of a prompt, best_of likewise
+    prompts: int = 1024  # of one request
+    logprobs: int = 20
+    stop: int = 16  # strings
+    stop_length: int = 1024  # characters of one
+    bias: int = 1024  # entries of logit_bias
+    token_ids: int = 4096  # of stop_token_ids or allowed_token_ids
+    messages: int = 4096
+    tools: int = 1024
+    rows: int = 4096  # continuations of all prompts of a request
+    new: int | None = None  # new tokens of a continuation: the most that it gets, whatever it asks for
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | UnsetType = UNSET
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Struct, forbid_unknown_fields=True):
+    """What an answer may be: OpenAI's predicted outputs."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class _Ignored(Struct, kw_only=True):
+    user: Anything = UNSET
+    store: Anything = UNSET
+    metadata: Anything = UNSET
+    service_tier: Anything = UNSET
+    safety_identifier: Anything = UNSET
+    prompt_cache_key: Anything = UNSET
+    prompt_cache_retention: Anything = UNSET
+    prompt_cache_options: Anything = UNSET
+    session_id: Anything = UNSET
+
+
+class _Generation(_Ignored, kw_only=True):
+    """Fields of both kinds of completion. Those that OpenAI does not have are vLLM's, by the same names."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    best_of: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None
+    skip_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = None
+    prediction: Prediction | None = None
+    spaces_between_special_tokens: bool | None = None  # the tokenizers put no spaces there, whatever it says
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    # What form the answer must have: at most one of these; see `hibachi.llm.dialects.forms`.
+    response_format: Format | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None  # llama.cpp's, as the next one
+    json_schema: Schema | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Backend | None = None  # it has no effect
+    # As their default only: see `asking.DEFAULTS`.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    thinking_token_budget: int | None = None
+    stream_interval: int | None = None
+    watermarking: bool | None = None
+    routed_experts_prompt_start: int | None = None
+    return_token_offsets: bool | None = None
+    return_mm_kwargs: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    # Known, and refused by name.
+    logprob_token_ids: Anything = UNSET
+    repetition_detection: Anything = UNSET
+
+
+class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. At most one field says what form the answer must have: response_format,
+    structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
+    """
+
+    prompt: str | list[int | str | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+    prompt_embeds: Anything = UNSET
+    suffix: Anything = UNSET
+
+
+class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions. At most one field says what form the answer must have: response_format,
+    structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
+    """
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    return_prompt_text: bool | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: Anything = UNSET
+    audio: Anything = UNSET
+    functions: Anything = UNSET
+    function_call: Anything = UNSET
+    verbosity: Anything = UNSET
+    web_search_options: Anything = UNSET
+    moderation: Anything = UNSET
+
+
+class EmbeddingBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings"""
+
+    input: str | list[int | str | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class _Ranking(_Ignored, kw_only=True):
+    """Fields of routes that compare texts; vLLM's."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    use_activation: bool | None = None
+
+
+class ScoreBody(_Ranking, kw_only=True, forbid_unknown_fields=True):
+    """POST /score: two texts, or lists of them, under one of four pairs of names."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+class Document(Struct, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankBody(_Ranking, kw_only=True, forbid_unknown_fields=True):
+    """POST /rerank"""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class ClassifyBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
+    """POST /classify. input: one or several, see `hibachi.llm.dialects.ranking.inputs`."""
+
+    input: msgspec.Raw
+    model: str | None = None
+    use_activation: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+
+class WarmBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/warm: a text, or a conversation."""
+
+    model: str | None = None
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+
+class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+PAGE = "docs/serving.md"
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_NONE = re.compile(r"Invalid value ('.*')", re.DOTALL)  # of the field that tells types of objects apart
+
+
+def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
+    """Read a body from JSON. page: the page that lists the fields. Raises Refused, which names the field."""
+    try:
+        with at_once(len(body)):
+            return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as e:
+        raise refused_by(e, kind, page) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
+    except RecursionError:
+        raise Refused("The body is nested too deep.", code="invalid_json") from None
+
+
+def taken(kind: type[T], value: Any, page: str = PAGE) -> T:
+    """Read a body from parsed JSON: dictionaries, lists, texts, numbers. Raises Refused, as `read` does.
+
+    Where a field may hold anything, the record holds what was given, not a copy.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        raise refused_by(e, kind, page) from None
+
+
+def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, within: str = "") -> Refused:
+    """What names the field. kind: the type that was read; within: where in the body that stands."""
+    text = str(error)
+    at = _AT.search(text)
+    place = inner = at[1] if at else None
+    if within:
+        place = f"{within}{'' if place is None or place.startswith('[') else '.'}{place or ''}"
+    what = text[: at.start()] if at else text
+    if unknown := _UNKNOWN.search(what):
+        own = unknown[1][:MOST_SHOWN]
+        name = f"{place}.{own}" if place else own
+        may = f", and {found} says the same" if not place and (found := same(kind, own)) else ""
+        return Refused(
+            f"Unknown field: {name}. There is none of that name here{may}; {page} lists them.",
+            param=name,
+            code="unknown_parameter",
+        )
+    if missing := re.search(r"missing required field `(.*)`", what):
+        name = f"{place}.{missing[1]}" if place else missing[1]
+        return Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter")
+    if place and (none := _NONE.fullmatch(what)):
+        return Refused(
+            f"{place} is not supported as {none[1][:MOST_SHOWN]}; {page} lists what it may be.",
+            param=place,
+            code="unsupported_parameter",
+        )
+    if inner and (value := _NO_CHOICE.fullmatch(what)) and (values := choices(kind, inner)):
+        what = f"expected {' or '.join(map(repr, values))}; got {value[1]}"
+    return Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type")

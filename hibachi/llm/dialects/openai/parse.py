@@ -1,0 +1,386 @@
+"""Converts bodies to what the engine takes, within bounds: prompts, parameters, terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.json import encode
+
+from hibachi.errors import InvalidRequest, shown
+from hibachi.llm.chatformat.asked import as_shown, toolbox_of
+from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.chatformat.tools import Toolbox
+from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.llm.dialects.forms import form_of
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
+from hibachi.llm.dialects.openai.conversation import by_name, check_values, conversation
+from hibachi.llm.dialects.truncation import Truncation
+from hibachi.request import SamplingParams, Terms
+from hibachi.structured import StructuredOutputs
+
+_DIGITS = re.compile(r"-?[0-9]{1,18}")
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+REFUSED = {
+    "suffix": "Insertion is not served",
+    "chat_template": "It is given at the start (--chat-template)",
+    "audio": "Only text is served",
+    "functions": "Use tools in its place",
+    "function_call": "Use tools in its place",
+    "web_search_options": "Nothing is searched",
+    "moderation": "Nothing is judged",
+    "prompt_embeds": "Embeddings are taken in Python only, by hibachi.LLM",
+    "logprob_token_ids": "logprobs tells of the likeliest tokens",
+    "repetition_detection": "Texts end at stop, at stop_token_ids and at max_tokens",
+}
+"""Fields that may only be null, and why."""
+DEFAULTS: dict[str, tuple[Any, str]] = {
+    "use_beam_search": (False, "Beams are not searched; best_of keeps the best of several texts"),
+    "length_penalty": (1, "It is of beam search, which is not served"),
+    "thinking_token_budget": (-1, "max_tokens limits reasoning and text together"),
+    "stream_interval": (1, "A chunk has what came since the one before it"),
+    "watermarking": (False, "Texts are not marked"),
+    "routed_experts_prompt_start": (0, "The experts of a token are not told"),
+    "return_token_offsets": (False, "POST /chat_tokenize tells them"),
+    "return_prompt_text": (False, "POST /chat_tokenize tells it"),
+    "return_mm_kwargs": (True, "Only text is served"),
+    "media_io_kwargs": ({}, "Only text is served"),
+    "mm_processor_kwargs": ({}, "Only text is served"),
+    "vllm_xargs": ({}, "Nothing here takes them"),
+    "kv_transfer_params": ({}, "Nothing is moved between servers"),
+    "ec_transfer_params": ({}, "Nothing is moved between servers"),
+}
+"""Fields of vLLM's that may only have this value or null, and why."""
+_SAME = (  # fields of SamplingParams by the same name
+    "temperature",
+    "top_p",
+    "n",
+    "best_of",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "stop",
+    "skip_special_tokens",
+    "num_speculative_tokens",
+)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request for text. prompts: texts or token ids; a chat has messages instead, until its template is rendered."""
+
+    params: SamplingParams
+    terms: Terms
+    stream: bool
+    usage: bool  # at the end of a stream
+    usage_always: bool  # with each of its chunks
+    token_ids: bool  # tell them
+    logprobs: int | None = None  # how many beside the token itself
+    limit: int | None = None  # limit of new tokens, if one was asked for: there must be room for them
+    id: str | None = None  # of its answer; None means one of ours
+    prompts: list[Any] = field(default_factory=list)
+    special: bool = True  # add special tokens to texts, or to those of a chat template
+    truncation: Truncation | None = None
+    named_ids: bool = False  # log-probabilities are told of "token_id:7" in the place of texts
+    echo: bool = False  # the text begins with the prompt
+    front: str = ""  # of an answer to a chat: what its text begins with
+    open_end: bool = False  # the last message of a chat goes on
+    prompt_scores: bool = False  # tell the log-probabilities of the prompt apart
+    unwritten: bool = False  # no new token is wanted: the one that is generated anyway is left out
+    prediction: str | None = None  # what the answer may be
+    predicted: list[int] | None = None  # in tokens, where the engine makes use of it
+    form: str | None = None  # the field of the request that says what form the answer must have
+    form_size: int = 0  # bytes of a chat's tools and form
+    messages: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
+    toolbox: Toolbox | None = None  # of a chat: tools that may be called
+    effort: str | None = None  # of reasoning, if one was asked for
+    include_reasoning: bool = True
+    reasoning_fields: tuple[str, ...] = ()  # names under which reasoning is told in OpenAI's chats; () means it is not
+    reader: AnswerReader | None = None  # of the answer to a chat; None means it is all text
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens that its text shows."""
+        return frozenset() if self.reader is None else self.reader.shown
+
+
+def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
+    """Read the body of a completion. Raises Refused or InvalidRequest."""
+    prompts = listed(body.prompt, "prompt", bounds.prompts)
+    echo, none = bool(body.echo), body.max_tokens == 0
+    if none:
+        if not echo:
+            raise Refused("max_tokens must be at least 1; 0 is for echo.", param="max_tokens", code="invalid_value")
+        body.max_tokens = 1
+    asked = _asked(body, defaults, bounds, body.max_tokens or 16, body.logprobs)
+    asked.prompt_scores = body.prompt_logprobs is not None
+    if body.prompt_logprobs is None and echo and body.logprobs is not None:
+        asked.params = asked.params.with_(prompt_logprobs=body.logprobs)
+    asked.prompts, asked.echo, asked.unwritten, asked.special = prompts, echo, none, body.add_special_tokens
+    _check_rows(asked.params, len(prompts), bounds)
+    asked.limit = None if body.max_tokens is None else asked.params.max_tokens
+    asked.truncation = truncation(body, asked.limit)
+    return asked
+
+
+def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
+    """Read the body of a chat. Raises Refused or InvalidRequest."""
+    limit = _limit(body)
+    if body.modalities not in (UNSET, None, ["text"]):
+        raise unsupported("modalities", "Only text is served")
+    if body.verbosity not in (UNSET, None, "medium"):  # OpenAI's default
+        raise unsupported("verbosity", 'The models served have no such setting, so only "medium" is')
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
+    size = check_values(body.tools)
+    with by_name():
+        toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
+    _check_most("top_logprobs", body.top_logprobs, bounds.logprobs)
+    asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
+    _check_rows(asked.params, 1, bounds)
+    asked.limit = None if limit is None else asked.params.max_tokens
+    form = asked.params.structured_outputs
+    asked.form_size = len(form.text) if isinstance(form, StructuredOutputs) else 0
+    asked.form_size += 0 if toolbox is None else size
+    asked.messages = conversation(body.messages, bounds.messages)
+    asked.template = dict(body.chat_template_kwargs or {})
+    asked.template["add_generation_prompt"] = body.add_generation_prompt
+    asked.open_end = goes_on(body.continue_final_message, body.add_generation_prompt)
+    if toolbox is not None:
+        asked.toolbox, asked.template["tools"] = toolbox, as_shown(body.tools or ())
+    if body.documents:
+        asked.template["documents"] = body.documents
+    asked.effort, asked.include_reasoning = body.reasoning_effort, body.include_reasoning is not False
+    asked.special, asked.truncation = body.add_special_tokens, truncation(body, asked.limit)
+    last = asked.messages[-1]
+    if body.echo and last["role"] == "assistant":
+        asked.front = last.get("content") or ""
+    return asked
+
+
+def _limit(body: ChatBody) -> int | None:
+    """The most new tokens of a chat. Raises Refused."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new not in (None, old):
+        raise Refused(
+            "max_tokens is the old name of max_completion_tokens; they say different things. Send one of them.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    named, limit = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    if limit is not None and limit < 1:
+        raise Refused(
+            f"{named} must be an integer >= 1 (or None: no limit); got {shown(limit)}.",
+            param=named,
+            code="invalid_value",
+        )
+    return limit
+
+
+def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:
+    """The variables of the template for tools, where only the prompt is wanted. Raises Refused."""
+    check_values(tools)
+    with by_name():
+        return {} if toolbox_of(tools, tool_choice) is None else {"tools": as_shown(tools or ())}
+
+
+def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:
+    """Whether the last message of a conversation is to be continued. Raises Refused."""
+    if continue_final_message and add_generation_prompt:
+        raise Refused(
+            "continue_final_message and add_generation_prompt exclude each other: the last message goes on, or an "
+            "answer begins. Send add_generation_prompt false, as true is its default.",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    return bool(continue_final_message)
+
+
+def truncation(body: Any, new: int | None = None) -> Truncation | None:
+    """How prompts are truncated; None means not at all. new: tokens of the answer that were asked for. Raises
+    Refused.
+    """
+    most, side = body.truncate_prompt_tokens, body.truncation_side
+    if most is None:
+        if side is not None:
+            raise Refused(
+                "truncation_side needs truncate_prompt_tokens.", param="truncation_side", code="invalid_value"
+            )
+        return None
+    if most < 1 and most != -1:
+        raise Refused(
+            f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds; got {shown(most)}.",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    return Truncation(None if most == -1 else most, first=side == "right", new=1 if new is None else new)
+
+
+def embedding(body: EmbeddingBody, bounds: Bounds) -> list[Any]:
+    """The prompts of a request for vectors. Raises Refused."""
+    if body.dimensions is not None and body.dimensions < 1:
+        raise Refused(
+            f"dimensions must be at least 1; got {shown(body.dimensions)}.", param="dimensions", code="invalid_value"
+        )
+    return listed(body.input, "input", bounds.prompts)
+
+
+def listed(given: Any, name: str, most: int) -> list[Any]:
+    """One prompt or several, each a text or token ids. Raises Refused."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise Refused(f"{name} is empty: send a text, token ids, or a list of these.", param=name, code="empty_array")
+    if isinstance(given[0], int):
+        if not all(isinstance(i, int) for i in given):
+            raise Refused(f"{name} mixes token ids with other things.", param=name, code="invalid_type")
+        return [given]
+    if any(isinstance(p, int) for p in given):
+        raise Refused(f"{name} mixes token ids with other things.", param=name, code="invalid_type")
+    check_count(name, given, most)
+    if any(not p for p in given if not isinstance(p, str)):
+        raise Refused(f"{name} holds an empty list.", param=name, code="empty_array")
+    return list(given)
+
+
+def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None) -> Asked:
+    """What completions and chats say alike. limit: of new tokens. logprobs: how many beside each token."""
+    _check_served(body)
+    _check_bounds(body, bounds, logprobs)
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
+    if body.return_tokens_as_token_ids and logprobs is None:
+        raise Refused(
+            "return_tokens_as_token_ids needs logprobs.", param="return_tokens_as_token_ids", code="invalid_value"
+        )
+    form, most = form_of(body), [n for n in (limit, bounds.new) if n is not None]
+    more: dict[str, Any] = {"max_tokens": min(most, default=None)}
+    if logprobs is not None:
+        more["logprobs"] = logprobs
+    if form is not None:
+        more["structured_outputs"] = form[1]
+    params = _params(body, defaults, more)
+    return Asked(
+        params,
+        terms_of(body),
+        stream=bool(body.stream),
+        usage=bool(options and options.include_usage),
+        usage_always=bool(options and options.continuous_usage_stats),
+        token_ids=bool(body.return_token_ids),
+        logprobs=logprobs,
+        id=request_id(body.request_id),
+        named_ids=bool(body.return_tokens_as_token_ids),
+        prediction=None if body.prediction is None else body.prediction.text,
+        form=None if form is None else form[0],
+    )
+
+
+def _check_served(body: Any) -> None:
+    """Raises Refused for fields that are known and not served."""
+    for name, why in REFUSED.items():
+        if getattr(body, name, UNSET) not in (UNSET, None):
+            raise unsupported(name, why)
+    for name, (default, why) in DEFAULTS.items():
+        if getattr(body, name, None) not in (None, default):
+            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
+
+
+def _check_bounds(body: Any, bounds: Bounds, logprobs: int | None) -> None:
+    """Raises Refused."""
+    _check_most("n", body.n, bounds.n)
+    _check_most("best_of", body.best_of, bounds.n)
+    for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        _check_most(name, count, bounds.logprobs)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
+    check_count("stop", stops, bounds.stop)
+    check_count("bad_words", body.bad_words, bounds.stop)
+    for name in ("stop", "bad_words"):
+        for text in (stops if name == "stop" else body.bad_words) or ():
+            check_count(name, text, bounds.stop_length, "characters")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_count(name, getattr(body, name), bounds.token_ids)
+    check_count("logit_bias", body.logit_bias, bounds.bias)
+
+
+def _params(body: Any, defaults: SamplingParams, more: dict[str, Any]) -> SamplingParams:
+    """The defaults with what a body says. more: what it says by other names. Raises Refused."""
+    changes = more | {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.include_stop_str_in_output is not None:
+        changes["include_stop"] = body.include_stop_str_in_output
+    if body.seed is not None:
+        changes["seed"] = body.seed % 2**64  # OpenAI's may be negative
+    if body.logit_bias is not None:
+        changes["logit_bias"] = _bias(body.logit_bias)
+    try:
+        params = replace(defaults, **changes)
+    except InvalidRequest as e:
+        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+    if body.stream and params.runs > params.n:
+        raise Refused(
+            "best_of cannot be streamed: which are the best is known at the end.", param="best_of", code="invalid_value"
+        )
+    return params
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    if not all(_DIGITS.fullmatch(token) for token in given):
+        raise Refused("logit_bias maps token ids to numbers.", param="logit_bias", code="invalid_value")
+    return {int(token): value for token, value in given.items()}
+
+
+def terms_of(body: Any) -> Terms:
+    """The terms of a request. Raises Refused."""
+    try:
+        return Terms(
+            body.priority or 0,
+            "",
+            getattr(body, "timeout", None),
+            getattr(body, "queue_timeout", None),
+            getattr(body, "cache_salt", None),
+        )
+    except InvalidRequest as e:
+        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+
+
+def _check_rows(params: SamplingParams, prompts: int, bounds: Bounds) -> None:
+    """Before anything is made of them."""
+    if (rows := prompts * params.runs) > bounds.rows:
+        raise Refused(
+            f"This request asks for {rows} continuations (prompts times n or best_of); at most {bounds.rows} fit in at "
+            f"once.",
+            param="n" if params.runs > 1 else "prompt",
+            code="invalid_value",
+        )
+
+
+def request_id(given: str | None) -> str | None:
+    if given is not None and not _ID.fullmatch(given):
+        raise Refused(
+            "request_id must have 1 to 128 visible ASCII characters.", param="request_id", code="invalid_value"
+        )
+    return given
+
+
+def _check_most(name: str, given: int | None, most: int) -> None:
+    if given is not None and given > most:
+        raise Refused(f"{name} must be at most {most}; got {shown(given)}.", param=name, code="invalid_value")
+
+
+def check_count(name: str, given: Any, most: int, what: str = "entries") -> None:
+    if given is not None and len(given) > most:
+        raise Refused(f"{name} has {len(given)} {what}; at most {most} are served.", param=name, code="invalid_value")

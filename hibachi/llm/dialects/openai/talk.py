@@ -1,0 +1,79 @@
+"""Chats as requests have them: prompts, and forms of answers, refused by the names of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat.history import Messages
+from hibachi.llm.chatformat.talk import Talk
+from hibachi.llm.chatformat.templates.choosing import Parsers
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.forms import refused
+from hibachi.llm.dialects.openai.conversation import refusing
+from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.structured import StructuredOutputs
+
+
+class ChatTalk:
+    """See `Talk`, which raises InvalidRequest where this raises Refused."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, parsers: Parsers | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, chat_template
+        self._talk = Talk(tokenizer, chat_template, parsers)
+
+    def check(self) -> None:
+        """Raises Refused if there is no template."""
+        if self._template is None and not self._tokenizer.chat_templates:
+            raise Refused(
+                "This model has no chat template: send a prompt to /v1/completions, or give it a template at the "
+                "start, with --chat-template.",
+                param="messages",
+                code="no_chat_template",
+            )
+
+    def prompt_text(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
+        with refusing():
+            return self._talk.prompt_text(messages, variables, open_end=open_end)
+
+    def prompt(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt of a chat. What reads its answer is noted in `asked.reader`. variables: further ones for
+        the template. Raises Refused.
+        """
+        assert asked.messages is not None
+        given = {**(variables or {}), **asked.template}
+        try:
+            with refusing():
+                text, asked.reader = self._talk.prompt(
+                    asked.messages, given, asked.toolbox, effort=asked.effort, open_end=asked.open_end
+                )
+        except InvalidRequest as e:  # what the template says
+            raise Refused(str(e), param="messages", code="template_error") from e
+        asked.reasoning_fields = self._talk.choosing.parsers.fields if asked.include_reasoning else ()
+        return text
+
+    def form(self, asked: Asked, check: Callable[[StructuredOutputs], object], ends: Collection[int]) -> None:
+        """Make the form of the answer to a chat, behind `prompt`: of its tools, its reasoning and what was asked for.
+
+        check: checks a form, which may take seconds. ends: tokens that end a text. Raises Refused, which names a tool,
+        and what `check` raises.
+        """
+        reader, answer = asked.reader, asked.params.structured_outputs
+        if reader is None:
+            return
+        assert answer is None or isinstance(answer, StructuredOutputs)
+        try:
+            found = self._talk.form(reader, answer, check, ends)
+        except InvalidRequest as e:
+            raise _refused(e, asked.form) from e
+        if found is not answer:
+            asked.params = asked.params.with_(structured_outputs=found)
+            asked.form = asked.form or "tools"
+
+
+def _refused(error: InvalidRequest, said: str | None) -> Refused:
+    words = str(error)
+    if not words.startswith("tools"):
+        return refused(error, said)
+    return Refused(words, param=words.partition(" ")[0].rstrip(":"), code="invalid_value")

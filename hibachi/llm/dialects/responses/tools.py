@@ -1,0 +1,117 @@
+"""The tools of a response as a chat has them, and back. Those of a namespace are called NAMESPACE__NAME there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.llm.dialects.openai.bodies import refused_by
+from hibachi.llm.dialects.responses.bodies import FunctionTool, Namespace
+from hibachi.llm.dialects.responses.items import PAGE
+
+Raw = dict[str, Any]
+JOINT = "__"
+_FLAT = re.compile(r"\btools\[(\d{1,9})\]")  # a tool in the words of a chat
+
+
+class Placed(NamedTuple):
+    """A function, and where it stands in the body, such as "tools[2].tools[0]"."""
+
+    place: str
+    namespace: Namespace | None
+    function: FunctionTool
+
+    @property
+    def name(self) -> str:
+        """As the model knows it."""
+        return joined(None if self.namespace is None else self.namespace.name, self.function.name)
+
+
+def joined(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}{JOINT}{name}"
+
+
+def functions(tools: Sequence[Raw] | None) -> list[Placed]:
+    """All functions, those in namespaces as well. Raises Refused."""
+    found = list[Placed]()
+    for i, raw in enumerate(tools or ()):
+        place = f"tools[{i}]"
+        if raw.get("type") == "namespace":
+            found += _in_namespace(raw, place)
+        else:
+            found.append(Placed(place, None, _function(raw, place)))
+    return found
+
+
+def of_chat(placed: Placed) -> Raw:
+    """As a chat has it. Where it is not described, what its namespace is for is."""
+    tool, space = placed.function, placed.namespace
+    more = {
+        "description": tool.description or (space and space.description),
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    function = {"name": placed.name} | {name: value for name, value in more.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def split(placed: Sequence[Placed]) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function in a namespace, by the name that the model knows."""
+    return {p.name: (p.namespace.name, p.function.name) for p in placed if p.namespace is not None}
+
+
+def placed_in(text: str, tools: Sequence[Raw] | None) -> str:
+    """The same text with the places that tools have in the body, in the place of those in the chat."""
+    if not tools or all(raw.get("type") != "namespace" for raw in tools):
+        return text
+    places = {str(i): placed.place for i, placed in enumerate(functions(tools))}
+    return _FLAT.sub(lambda found: places.get(found[1], found[0]), text)  # others are words of the body
+
+
+def _in_namespace(raw: Raw, place: str) -> Iterator[Placed]:
+    space = _read(Namespace, raw, place)
+    _check_name(space, place)
+    for i, inner in enumerate(space.tools):
+        at = f"{place}.tools[{i}]"
+        function = _function(inner, at)
+        _check_name(function, at)  # as the name that the model knows is never empty
+        yield Placed(at, space, function)
+
+
+def _check_name(named: Namespace | FunctionTool, place: str) -> None:
+    if not named.name:
+        raise Refused(f"{place}.name is empty.", param=f"{place}.name", code="invalid_value")
+
+
+def _function(raw: Raw, place: str) -> FunctionTool:
+    kind = raw.get("type")
+    if kind != "function":
+        raise unsupported(
+            f"{place}.type",
+            f"Only tools of type 'function' and namespaces of them are served, not {str(kind)[:40]!r}",
+        )
+    if "function" in raw:
+        raise Refused(
+            f"Unknown field: {place}.function. In tools of /v1/responses name, description and parameters stand "
+            f"beside type.",
+            param=f"{place}.function",
+            code="unknown_parameter",
+        )
+    tool: FunctionTool = _read(FunctionTool, raw, place)
+    for name in ("output_schema", "allowed_callers", "defer_loading"):
+        if getattr(tool, name):
+            raise unsupported(f"{place}.{name}", "It is of tools that OpenAI runs")
+    if tool.asynchronous:
+        raise unsupported(f"{place}.async", "The next request comes with the result of a call")
+    return tool
+
+
+def _read(kind: Any, raw: Raw, place: str) -> Any:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as e:
+        raise refused_by(e, kind, PAGE, place) from None

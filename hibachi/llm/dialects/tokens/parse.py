@@ -1,0 +1,176 @@
+"""From what a request for tokens says to what the engine is asked, by what its model can do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hibachi.backend.array_backend import HostArray
+from hibachi.errors import InvalidRequest, PromptTooLong, shown
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.forms import OURS, made, of_structured
+from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.llm.dialects.openai.parse import request_id, terms_of
+from hibachi.llm.dialects.tokens.bodies import Parameters
+from hibachi.request import SamplingParams, StopRule, Terms
+
+_SAME = (  # fields of SamplingParams by the same name
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "num_speculative_tokens",
+)
+_SAMPLING = ("seed", "logit_bias", "codebooks", "structured_outputs", *_SAME)
+_GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
+
+
+@dataclass(slots=True)
+class AskedTokens:
+    """params: None where the model samples by itself. limit: of new tokens; None means any number. ids: that end it."""
+
+    params: SamplingParams | None
+    limit: int | None
+    stop: StopRule | None
+    include_stop: bool
+    terms: Terms
+    ids: tuple[int, ...] = ()
+
+    @property
+    def logprobs(self) -> bool:
+        return self.params is not None and self.params.logprobs is not None
+
+
+def asked_of(
+    said: Parameters,
+    stop: HostArray | None,
+    *,
+    feedforward: bool,
+    defaults: SamplingParams | None,
+    eos_ids: tuple[int, ...],
+    bounds: Bounds,
+    seeded: bool = False,
+    codebooks: int | None = None,
+) -> AskedTokens:
+    """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
+    the model. seeded: it draws itself, from a request's seed. codebooks: ids of a token; None means it is one. Raises
+    Refused, which names the field.
+    """
+    if feedforward:
+        _none(said, _GENERATION, "gives one output for each input")
+        if stop is not None or said.stream:
+            raise _no("stop" if stop is not None else "stream", "gives one output for each input")
+    elif defaults is None:
+        names = tuple(name for name in _SAMPLING if name != "seed" or not seeded)
+        _none(said, names, "returns tokens, not logits, and samples by itself")
+    elif said.atol:
+        raise _no("atol", "has ids as tokens, which are equal or not")
+    request_id(said.request_id)
+    limit = said.max_tokens
+    if limit is not None and limit < 1:
+        raise _invalid("max_tokens", f"must be an integer >= 1; got {shown(limit)}")
+    if bounds.new is not None and not feedforward:
+        limit = bounds.new if limit is None else min(limit, bounds.new)
+    try:
+        asked = AskedTokens(None, limit, None, said.include_stop is not False, terms_of(said))
+        if defaults is not None:
+            asked.ids = () if codebooks else _ids(stop, bounds.token_ids)
+            if said.codebooks and codebooks is None:
+                raise _no("codebooks", "has tokens that are single ids")
+            _at_most("codebooks", len(said.codebooks or ()), codebooks or 0, " in number")
+            asked.params = _sampling(said, defaults, limit, asked.ids, eos_ids, bounds)
+            if codebooks and stop is not None:
+                asked.stop = _rule(stop, None, bounds)
+        elif seeded and said.seed is not None:
+            asked.params = SamplingParams(seed=said.seed % 2**64, max_tokens=limit)
+        if defaults is None and (stop is not None or said.atol is not None):
+            asked.stop = _rule(stop, said.atol, bounds)
+    except InvalidRequest as e:
+        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+    return asked
+
+
+def check_room(n: int, asked: int | None, longest: int) -> None:
+    """Do so many tokens, and as many new ones as were asked for, fit? Raises PromptTooLong; whether they fit without
+    new ones is for the engine to say."""
+    if asked is not None and n < longest < n + asked:
+        raise PromptTooLong(
+            f"max_tokens is {shown(asked)} and the prompt has {n} tokens, and this model's context holds {longest}. "
+            f"Ask for at most {longest - n}."
+        )
+
+
+def _sampling(
+    said: Parameters,
+    defaults: SamplingParams,
+    limit: int | None,
+    ids: tuple[int, ...],
+    eos_ids: tuple[int, ...],
+    bounds: Bounds,
+) -> SamplingParams:
+    _at_most("logprobs", said.logprobs, bounds.logprobs)
+    _at_most("allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids, " in number")
+    _at_most("logit_bias", len(said.logit_bias or ()), bounds.bias, " in number")
+    changes: dict[str, Any] = {name: got for name in _SAME if (got := getattr(said, name)) is not None}
+    if said.codebooks is not None:
+        changes["codebooks"] = said.codebooks
+    if said.seed is not None:
+        changes["seed"] = said.seed % 2**64
+    if said.logit_bias is not None:
+        if not all(re.fullmatch(r"[0-9]{1,18}", token) for token in said.logit_bias):
+            raise _invalid("logit_bias", "must map token ids to numbers")
+        changes["logit_bias"] = {int(token): added for token, added in said.logit_bias.items()}
+    if said.structured_outputs is not None:
+        changes["structured_outputs"] = made(OURS, of_structured(said.structured_outputs))
+    if not (said.ignore_eos or defaults.ignore_eos):
+        ids = (*ids, *eos_ids)
+    return defaults.with_(**changes, max_tokens=limit, stop_token_ids=ids)
+
+
+def _ids(stop: HostArray | None, most: int) -> tuple[int, ...]:
+    if stop is None:
+        return ()
+    if stop.ndim != 1 or (stop.size and stop.dtype.kind not in "iu"):
+        raise _invalid("stop", f"must be a list of token ids; got shape {stop.shape} of {stop.dtype}")
+    _at_most("stop", len(stop), most, " in number")
+    return tuple(map(int, stop))
+
+
+def _rule(stop: HostArray | None, atol: float | None, bounds: Bounds) -> StopRule:
+    if stop is None:
+        raise _invalid("atol", "says how near a token must be to one of stop, which is missing")
+    if not stop.ndim:
+        raise _invalid("stop", "must be a list of tokens; got one number")
+    _at_most("stop", len(stop), bounds.token_ids if stop.ndim == 1 else bounds.stop, " in number")
+    tokens = tuple(stop.tolist()) if stop.ndim == 1 else tuple(stop)  # numbers can be compared: equal rules are one
+    return StopRule(tokens, atol=atol or 0.0)
+
+
+def _none(said: Parameters, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(said, name) is not None:
+            raise _no(name, why)
+
+
+def _no(name: str, why: str) -> Refused:
+    return Refused(
+        f"{name} is not supported: this model {why}. Leave it out.", param=name, code="unsupported_parameter"
+    )
+
+
+def _invalid(name: str, why: str) -> Refused:
+    return Refused(f"{name} {why}.", param=name, code="invalid_value")
+
+
+def _at_most(name: str, given: int | None, most: int, what: str = "") -> None:
+    if given is not None and given > most:
+        raise _invalid(name, f"must be at most {most}{what}; got {shown(given)}")

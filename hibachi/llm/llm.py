@@ -1,0 +1,214 @@
+"""Text in, text out: a model folder, its tokenizer and an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.discover import resolve_or_best
+from hibachi.backend.library import check_numerics
+from hibachi.common.options import spelled
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.forms import vocabulary_of
+from hibachi.engine.health import STALL_AFTER
+from hibachi.engine.ladder import LanguageModel
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.speculation.config import SpeculativeConfig
+from hibachi.errors import ConfigError
+from hibachi.llm.drafts import resolved
+from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.pooling import pooling_of
+from hibachi.llm.model.registry import arch_of, is_portable, load_model
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokenizers.own import NoTokenizer
+from hibachi.llm.tune.autotune import seconds_of, settle
+from hibachi.request import Pooling, SamplingParams
+
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+
+
+class LLM(Texts):
+    """A language model loaded from its files, with an engine that batches its requests.
+
+    model: "tiny", which ships with hibachi; a folder in Hugging Face layout; a GGUF file; or "org/name" on the Hugging
+    Face Hub, from the local cache or downloaded (extra 'hf').
+    backend: a name or a backend. None means what the variable HIBACHI_DEFAULT_BACKEND names, else the first of torch,
+    jax and numpy that imports.
+    device: in the backend's own notation.
+    dtype: to compute in; None means the checkpoint's, where hibachi's kernels or an accelerator compute it, else
+    float32.
+    max_model_len: longest sequence in tokens; None means what the model was trained for.
+    max_num_seqs: requests at once. max_num_batched_tokens: tokens of a step.
+    kv_cache_memory_bytes, cache_tokens, block_size: memory for keys and values. For the options from
+    enable_prefix_caching on, see `AutoregressiveBatchInference`.
+    deterministic: other requests in the batch never change a bit of an answer; None means wherever hibachi's kernels
+    load, and on the CPU with torch. See docs/determinism.md.
+    numerics: the name that the bits must have, else the model is refused; None means that any will do. See
+    docs/determinism.md.
+
+    autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None means none, or what the environment
+    variable HIBACHI_AUTOTUNE says. Only kernels that give the same bits are candidates, unless `kernels` is given.
+    kernels: a file. If it exists, its kernels are used; otherwise it is written with the fastest of all, so that
+    another machine can use the same. See docs/backends.md.
+    quantization: "int8": matrices in eight bits, which takes half the memory of bfloat16 and less time; "int4": in four
+    bits; "auto": in eight where that was measured to take less time on this machine; None or "none": as the dtype says,
+    and as they are if a GGUF file has them in Q4_0 or Q8_0. See docs/quantization.md.
+    gguf_unpack: matrices in Q4_0 and Q8_0 become numbers of the dtype, as all other quantized ones do, and activations
+    are not rounded.
+
+    default_params: an attribute, the SamplingParams of a request that brings none; from the model's
+    generation_config.json, or its GGUF file. As in vLLM, parameters given with a request replace all of them;
+    `llm.default_params.with_(...)` changes a few. eos_ids, rules: attributes, which tokens end a text and which may not
+    come, by the same files and the tokenizer's; they hold for every request (docs/sampling.md).
+
+    Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound,
+    BackendNotInstalled.
+    """
+
+    backend: ArrayBackend
+    path: Path
+
+    engine: AutoregressiveBatchInference
+
+    @spelled
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        backend: str | ArrayBackend | None = None,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        gguf_unpack: bool = False,
+        autotune: str | float | None = None,
+        kernels: str | Path | None = None,
+        device: Any = None,
+        deterministic: bool | None = None,
+        numerics: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 1024,
+        kv_cache_memory_bytes: int | None = None,
+        cache_tokens: int | None = None,
+        block_size: int | None = None,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str | Policy | None = None,
+        reserve_all: bool = False,
+        max_prefill_tokens: int | None = None,
+        max_num_queued_reqs: int | None = None,
+        pause_after: int | None = None,
+        restart: str | None = None,
+        stall_after: float | None = STALL_AFTER,
+        record: str | Path | None = None,
+        overlap: bool | None = None,
+        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
+    ) -> None:
+        files = open_files(locate(model), gguf_unpack=gguf_unpack)
+        self.path, self.backend = files.path, _backend(backend, device)
+        check_numerics(numerics, self.backend)  # before anything is timed or loaded
+        invariant = bool(deterministic or (deterministic is None and self.backend.keeps_promise))
+        choice = settle(
+            self.backend,
+            arch_of(files),
+            dtype,
+            stored=files.dtype,
+            deterministic=invariant,
+            rounding=quantization == "auto",
+            budget=seconds_of(autotune),
+            file=kernels,
+            portable=is_portable(files),
+        )
+        dtype = choice.dtype
+        self.backend = _quantized(
+            choice.backend, "none" if quantization == "auto" and files.blocks else quantization, dtype
+        )
+        self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        if (kept := getattr(self.model, "quantization", "none")) != "none":
+            log.info(
+                "matrices are kept in %s, and activations rounded before each product (docs/quantization.md)%s",
+                kept,
+                "" if kept == self.backend.quantization else "; gguf_unpack undoes both",
+            )
+        # Kernels of a file may have other bits, and libraries compute some models apart.
+        check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
+        tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
+        ends = self.model.eos_ids
+        if (end := tokenizer.eos_id) is not None and end not in ends and end < self.model.vocab_size:
+            ends = (*ends, end)
+        rules = files.generation.rules(self.model.vocab_size, ends)
+        speculation = resolved(
+            speculative_config,
+            choice.backend,
+            self.model.dtype,
+            lambda: vocabulary_of(tokenizer, self.model.vocab_size, ends),
+        )
+        engine = AutoregressiveBatchInference(
+            self.model,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.model.max_model_len,
+            backend=self.backend,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            cache_tokens=cache_tokens,
+            dtype=self.model.dtype,
+            deterministic=deterministic,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            reserve_all=reserve_all,
+            max_prefill_tokens=max_prefill_tokens,
+            max_num_queued_reqs=max_num_queued_reqs,
+            pause_after=pause_after,
+            restart=restart,
+            stall_after=stall_after,
+            record=record,
+            overlap=overlap,
+            speculative_config=speculation,
+        )
+        params = files.generation.params()
+        if isinstance(tokenizer, NoTokenizer):
+            params.pop("stop", None)  # there is no text to find them in
+        super().__init__(
+            engine,
+            tokenizer,
+            vocab_size=self.model.vocab_size,
+            eos_ids=ends,
+            default_params=SamplingParams(**params),
+        )
+        self.rules = rules
+
+    def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
+        return (asked, True) if asked else pooling_of(self.path)
+
+    @property
+    def deterministic(self) -> bool:
+        return self.engine.facts.deterministic
+
+    def selfcheck(self) -> int:
+        """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
+
+        Raises NotDeterministic, which names the first difference.
+        """
+        return self.engine.selfcheck()
+
+
+def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
+    if backend is None or isinstance(backend, str):
+        return resolve_or_best(backend, device=device)
+    if not isinstance(backend, ArrayBackend):
+        raise ConfigError(f"backend must be a name, an ArrayBackend or None; got {backend!r}.")
+    if device is not None:
+        raise ConfigError(f"{backend!r} has its device already; got device={device!r} as well. Leave device out.")
+    return backend
+
+
+def _quantized(backend: ArrayBackend, how: str | None, dtype: str) -> ArrayBackend:
+    if how not in (None, *QUANTIZATIONS):
+        raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None; got {how!r}.")
+    if how in (None, "none", backend.quantization) or (how == "auto" and not backend.prefers("int8", dtype)):
+        return backend
+    return backend.quantized("int8" if how == "auto" else str(how))

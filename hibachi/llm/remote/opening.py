@@ -1,0 +1,160 @@
+"""From settings to a language model that is ready: its engine, what it answers by default, and its first tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.common.phases import phase
+from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
+from hibachi.llm.holding import Holding
+from hibachi.llm.model.generation import Generation
+from hibachi.llm.own import is_own, open_model
+from hibachi.llm.remote.llm import open_remote
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokens import Tokens
+from hibachi.request import SamplingParams
+
+log: logging.Logger = logging.getLogger("hibachi.remote")
+
+
+def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens, str | None]:
+    """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source; None means of
+    one that makes no text.
+
+    settings: of `MODEL` and `ENGINE` (hibachi/llm/remote/settings.py), `engine` and `stall_after`. more: options as
+    `open_model` takes them. What can be wrong in the settings alone is found before the model is loaded.
+
+    Raises what making a model raises, and ConfigError.
+    """
+    template, generation = template_of(settings.chat_template), generation_of(settings.generation_config)
+    make = open_remote if settings.engine == "child" else open_model
+    texts = make(settings.model, **engine_options(settings), **more)
+    try:
+        if isinstance(texts, Tokens):
+            _only_tokens(settings)
+            return texts, None
+        check_template(settings.chat_template, template, texts.tokenizer)
+        if generation is not None:
+            texts.default_params = SamplingParams(**generation.params())
+            texts.rules = generation.rules(texts.vocab_size or 0, texts.eos_ids)
+        _warm(texts, template)
+    except BaseException:
+        texts.close()
+        raise
+    return texts, template
+
+
+def _only_tokens(settings: SimpleNamespace) -> None:
+    """Raises ConfigError for what only a model that makes text has."""
+    asked = {"--chat-template": settings.chat_template, "--generation-config": settings.generation_config}
+    for flag, given in asked.items():
+        if given not in (None, "auto"):
+            raise ConfigError(f"{flag} {given}: {settings.model} makes no text. Leave it out.")
+
+
+def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
+    """What settings say, as options of `open_model` and `open_remote`; what was not decided is left out."""
+    found = dict(
+        backend=settings.backend,
+        device=settings.device,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        gguf_unpack=settings.gguf_unpack or None,
+        autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
+        kernels=settings.kernels,
+        deterministic=settings.deterministic,
+        numerics=settings.numerics,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        speculative_config=settings.speculative_config,
+    )
+    return {name: value for name, value in found.items() if value is not None} | {
+        "stall_after": settings.stall_after or None
+    }
+
+
+def about(served: Holding) -> str:
+    """The engine in a few words."""
+    engine = served.engine
+    facts = engine.facts
+    library, device, *_ = facts.fingerprint.split("; ")
+    same = "deterministic" if facts.deterministic else "not deterministic"
+    where = "this process" if engine.pid is None else f"process {engine.pid}"
+    return f"{library} on {device}, {facts.dtype}, {same}; engine in {where}"
+
+
+def _warm(texts: Texts, template: str | None) -> None:
+    """The first tokens, so that no request waits for what is made once. Raises EngineError, and ConfigError."""
+    try:
+        with phase("computing the first tokens"):
+            texts.generate([[0]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    except EngineError:
+        raise
+    except HibachiError as e:  # a model of one's own may want longer prompts
+        log.warning("the model was tried with the prompt [0], and failed: %s", e)
+    getattr(texts.tokenizer, "fewest_tokens", len)("a")  # it finds out how long tokens are, once
+    if template is None and not texts.tokenizer.chat_templates:
+        return
+    more = {} if template is None else {"chat_template": template}
+    try:
+        texts.tokenizer.render_chat([{"role": "user", "content": "Hello"}], **more)
+    except InvalidRequest as e:  # it may be a template that wants more
+        log.warning("the chat template was tried with a greeting, and failed: %s", e)
+    except InvalidModelFiles as e:
+        log.warning("%s", e)
+
+
+def check_template(given: str | None, template: str | None, tokenizer: Any) -> None:
+    """Is it a template, or the name of one of the model's? given: as --chat-template says. template: see
+    `template_of`. Raises ConfigError.
+    """
+    if template is None:
+        return
+    if "{" not in template and template not in tokenizer.chat_templates:
+        known = ", ".join(tokenizer.chat_templates) or "none"
+        raise ConfigError(
+            f"--chat-template {given}: expected a file, Jinja source, or the name of one of the model's templates, of "
+            f"which there are: {known}."
+        )
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "Hello"}], chat_template=template)
+    except InvalidModelFiles as e:
+        raise ConfigError(f"--chat-template: {e}") from e
+    except InvalidRequest:
+        pass  # it may be a template that wants more
+
+
+def template_of(given: str | None) -> str | None:
+    """What a file of that name holds; else as it is: a name, or Jinja source. Raises ConfigError."""
+    if given is None or "{" in given:
+        return given
+    file = Path(given)
+    try:
+        if file.is_file():
+            return file.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--chat-template {given}: {e}.") from e
+    if "/" in given or file.suffix:
+        raise ConfigError(f"--chat-template {given}: there is no such file.")
+    return given
+
+
+def generation_of(which: str) -> Generation | None:
+    """What is recommended in place of what the model's files say, which None means. Raises ConfigError."""
+    if which == "auto":
+        return None
+    if which == "vllm":
+        return Generation({})
+    folder = Path(which).parent if Path(which).name == "generation_config.json" else Path(which)
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"--generation-config {which}: expected auto, vllm, or a folder with a generation_config.json."
+        )
+    return Generation.read(folder)

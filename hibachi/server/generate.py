@@ -1,0 +1,393 @@
+"""POST /v1/generate: tokens of any kind, an array in, tokens out as they come, for a model on any level."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hibachi.backend.array_backend import HostArray
+from hibachi.backend.infer import leaves, mapped
+from hibachi.engine.conversions import to_host
+from hibachi.engine.runners.stops import as_token
+from hibachi.engine.runners.tokentable import IDS
+from hibachi.engine.streams.merge import await_any
+from hibachi.engine.streams.stream import ItemStream
+from hibachi.errors import HibachiError, InvalidRequest, ModelError, NonFiniteOutput, PromptTooLong
+from hibachi.llm.dialects.errors import Refused, as_refused, body_of
+from hibachi.llm.dialects.forms import said_by
+from hibachi.llm.dialects.openai import answers
+from hibachi.llm.dialects.openai.writing import reason_of
+from hibachi.llm.dialects.tokens.accept import Accept, media_type, refused
+from hibachi.llm.dialects.tokens.arrays import DTYPES
+from hibachi.llm.dialects.tokens.bodies import (
+    BYTES,
+    JSON,
+    MSGPACK,
+    MSGPACKS,
+    NPY,
+    TYPES,
+    Given,
+    Parameters,
+    TokensBody,
+    is_json,
+)
+from hibachi.llm.dialects.tokens.parse import AskedTokens, asked_of, check_room
+from hibachi.llm.dialects.tokens.writing import (
+    NDJSON,
+    SSE,
+    STREAMS,
+    TOKENS,
+    WHOLE,
+    Came,
+    End,
+    Form,
+    Opening,
+    Output,
+    Scores,
+    TokenWriter,
+    Whole,
+    about,
+)
+from hibachi.llm.texts import Texts
+from hibachi.llm.tokens import Tokens
+from hibachi.request import SamplingParams, StopRule
+from hibachi.server.openapi import BINARY, Error
+from hibachi.server.record import Generated, Record
+from hibachi.server.routes import About, Route, example_array
+from hibachi.server.served import Served
+from hibachi.server.web.comments import Comments
+from hibachi.server.web.exchange import Exchange
+
+MOST_WHOLE = 1 << 28  # bytes of tokens of an answer that is no stream
+EACH = 2e-4  # seconds for each open request, within which what comes of a stream goes out together: events cost time
+LATEST = 0.05  # seconds at most
+INLINE = 1 << 16  # bytes of a body that are read on the event loop
+ASIDE = 1 << 16  # bytes of tokens, from which on an answer is written in a thread
+_ONE = SamplingParams(max_tokens=1)
+
+
+async def generate(served: Served, x: Exchange) -> None:
+    """Generate tokens of any kind, or compute one output: an array or bytes in, arrays or bytes out."""
+    facts, what = served.what.engine.facts, served.what
+    kind = _taken(x, facts.reads)
+    accept = Accept(x.headers.get(b"accept"))
+    raw = await served.body(x, json=False)
+    if is_json(kind):
+        await served.weigh(raw)
+    elif kind in MSGPACKS:
+        await served.weigh(raw, packed=True)
+    size = len(raw) if len(raw) > INLINE else 0
+    given = await served.arrays.run(size, partial(Given, raw, kind, x.query), x.tenant)
+    name, dtype = served.check_name(given.said.model), None if facts.token is None else facts.token[1]
+    asked = asked_of(
+        given.said,
+        await served.arrays.run(size, partial(given.stop, dtype), x.tenant),
+        feedforward=facts.feedforward,
+        defaults=None if facts.vocab_size is None else what.default_params,
+        seeded=facts.seeded,
+        codebooks=facts.codebooks,
+        eos_ids=what.eos_ids if isinstance(what, Texts) else (),
+        bounds=served.bounds,
+    )
+    dtypes = {name: one.dtype for name, one in facts.inputs.items()}
+    inputs = await served.arrays.run(size, partial(given.inputs, dtypes), x.tenant)
+    form = _form(accept, given.said.stream, facts.writes, given.own)
+    if not given.own:
+        prompt = await served.arrays.run(size, partial(given.prompt, dtype), x.tenant)
+    elif facts.reads:
+        prompt = await served.convert(partial(what.engine.read, raw, kind), x.tenant)
+    else:
+        raise _unsupported(kind)
+    try:
+        await _answer(served, x, given.said, prompt, inputs, asked, accept, form, name)
+    except InvalidRequest as e:
+        raise _of_prompt(e) from e
+
+
+async def _answer(
+    served: Served,
+    x: Exchange,
+    said: Parameters,
+    prompt: HostArray,
+    inputs: dict[str, HostArray | None] | None,
+    asked: AskedTokens,
+    accept: Accept,
+    form: str | None,
+    name: str,
+) -> None:
+    facts = served.what.engine.facts
+    n = 1 if facts.feedforward or not prompt.ndim else len(prompt)
+    check_room(n, said.max_tokens, facts.limits.max_model_len)
+    token = facts.token or (prompt.shape[1:], prompt.dtype.name)
+    if not facts.arrays:
+        token = IDS.shape, IDS.dtype.name
+    if asked.stop is not None:
+        _check_stop(asked.stop, token)
+    kind, base64 = None if facts.feedforward else token, said.encoding == "base64"
+    writer = TokenWriter(name, kind, base64=base64, id=said.request_id or x.id)
+    params = (asked.params or _ONE).with_(max_tokens=asked.limit)
+    await served.check_form(asked.params, x.tenant)
+    with (
+        said_by(None),
+        served.record(x, params, [range(n)]) as record,
+        served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant, x.part)) as stream,
+    ):
+        record.text, record.stream = Generated(stream), said.stream
+        answer = _Answer(served, x, writer, asked, stream, record, n)
+        try:
+            streamed = said.stream and form is not None
+            work = answer.stream(STREAMS[str(form)]) if streamed else answer.whole(accept, form)
+            await x.while_here(work, stream.close)
+        except (ModelError, NonFiniteOutput) as e:
+            if x.begun or prompt.dtype.kind != "f" or np.isfinite(prompt).all():
+                raise
+            raise Refused(
+                "The prompt holds NaN or infinity, and the model failed on it. Send finite numbers.",
+                param="prompt",
+                code="not_finite",
+            ) from e
+        finally:
+            stream.close()
+
+
+class _Answer:
+    """The answer to a request. n: tokens of the prompt."""
+
+    def __init__(
+        self,
+        served: Served,
+        x: Exchange,
+        writer: TokenWriter,
+        asked: AskedTokens,
+        stream: ItemStream[Any],
+        record: Record,
+        n: int,
+    ) -> None:
+        self._served, self._x, self._writer, self._asked = served, x, writer, asked
+        self._stream, self._record, self._prompt = stream, record, n
+        self._host = served.what.host if isinstance(served.what, Tokens) else to_host
+        self._loop = asyncio.get_running_loop()
+        self._looked = 0.0  # for tokens, by the loop's clock
+        self._came = 0
+        self._over = False
+
+    async def stream(self, form: Form) -> None:
+        """Send events; each has all tokens that have come since the last."""
+        x, writer = self._x, self._writer
+        comments = Comments(x, form.kind, form.comment)
+        opened, events = False, b""
+        try:
+            while not self._over:
+                tokens = await self._some()
+                await comments.settled()
+                if not opened:
+                    if not x.begun:
+                        await x.begin(200, form.kind)
+                    opened, events = True, form.event(writer.opening(form))
+                if len(tokens):
+                    write = partial(self._event, tokens, form, self._scores(len(tokens)))
+                    slow = tokens.nbytes >= ASIDE and writer.lists(form)
+                    events += await self._served.arrays.aside(write, x.tenant) if slow else write()
+                if self._over:
+                    events += form.event(self._end())
+                sent, events = events, b""
+                await x.write(sent, more=not self._over)
+        except HibachiError as e:
+            await comments.settled()
+            if not x.begun:  # then it has a status of its own
+                raise
+            self._record.failed(e)
+            told = as_refused(_of_prompt(e) if isinstance(e, InvalidRequest) else e)
+            x.blame(told, e)
+            await x.write(events + form.event(body_of(told)), more=False)
+        finally:
+            comments.stop()
+
+    def _event(self, tokens: HostArray, form: Form, scores: Scores | None) -> bytes:
+        return form.event(self._writer.came(tokens, form, scores))
+
+    async def whole(self, accept: Accept, form: str | None) -> None:
+        """Send one answer. form: of WHOLE; None means what the model's own `write` makes."""
+        if self._served.what.engine.facts.feedforward:
+            end, (found, size) = None, await self._output()
+        else:
+            found, size = await self._tokens()
+            end = self._end()
+        more = None if end is None else about(end)
+        if form is None:
+            data, kind = await self._served.convert(partial(self._written, found), self._x.tenant)
+            if accept.quality(media_type(kind.encode("latin-1"))):
+                await self._x.answer(data, kind.encode("latin-1"), 200, more)
+                return
+            form = accept.best(WHOLE)
+            if form is None:
+                raise refused((media_type(kind.encode("latin-1")), *WHOLE))
+        write = (
+            partial(self._writer.output, found, form)
+            if end is None
+            else partial(self._writer.whole, found, form, end, self._scores(len(found), 0))
+        )
+        data = write() if size < ASIDE else await self._served.arrays.aside(write, self._x.tenant)
+        await self._x.answer(data, form.encode(), 200, more if form == NPY else None)
+
+    async def _tokens(self) -> tuple[HostArray, int]:
+        """All tokens [n, *token], and their bytes."""
+        parts, size = list[HostArray](), 0
+        while not self._over:
+            tokens = await self._some()
+            parts.append(tokens)
+            size += tokens.nbytes
+            if size > MOST_WHOLE:
+                raise Refused(
+                    f"The answer is larger than {MOST_WHOLE} bytes. Ask for a stream, or for fewer tokens.",
+                    param="max_tokens",
+                    code="answer_too_large",
+                )
+        if len(parts) == 1:
+            return parts[0], size
+        join = partial(np.concatenate, parts)
+        return join() if size < ASIDE else await self._served.arrays.aside(join, self._x.tenant), size
+
+    async def _output(self) -> tuple[Any, int]:
+        """The one output of a feed-forward model, an array, or several in a list, tuple or dict, and its bytes."""
+        items = await self._stream.acollect()
+        self._record.got(len(items))
+        if len(items) != 1:
+            reason_of(self._stream.finish_reason)
+            raise ModelError("A feed-forward model must return one output for each input; got none.")
+        found = self._host(items[0])
+        return found, sum(array.nbytes for array in leaves(found))
+
+    def _written(self, made: Any) -> tuple[bytes, str]:
+        copies = mapped(lambda _, array: array.copy(), made)  # the model may write there, and we go on with ours
+        return self._served.what.engine.write(copies)
+
+    async def _some(self) -> HostArray:
+        """The tokens that have come since the last call, [n, *token]; none at the end only. Raises what the stream
+        raises, after its tokens.
+        """
+        stream = self._stream
+        await await_any((stream,))
+        wait = self._looked + min(EACH * self._served.open_requests, LATEST) - self._loop.time()
+        if wait > 0 and stream.finish_reason is None:
+            await asyncio.sleep(wait)
+        self._looked = self._loop.time()
+        over = stream.finish_reason is not None  # read first: nothing comes after the end
+        items = stream.come()
+        if over and (not items or stream.error is None):
+            stream.check()
+            self._over = True
+        if not items:
+            return self._writer.none()
+        self._record.got(len(items))
+        self._came += len(items)
+        return self._writer.made(_joined(items, self._host))
+
+    def _scores(self, n: int, since: int | None = None) -> Scores | None:
+        if not self._asked.logprobs:
+            return None
+        since = self._came - n if since is None else since
+        return self._stream.logprobs_from(since, since + n)
+
+    def _end(self) -> End:
+        """End the answer. Raises EngineClosed for one that was cut off."""
+        stream = self._stream
+        facts = self._served.what.engine.facts
+        cached = stream.reused if facts.cached or facts.limits.copies else None
+        stopped = stream.stop_token if stream.stop_token in self._asked.ids else None
+        return End(reason_of(stream.finish_reason), stopped, answers.usage(self._prompt, self._came, cached))
+
+
+def _joined(items: list[Any], host: Any) -> HostArray:
+    if isinstance(items[0], int):
+        return np.asarray(items, IDS.dtype)
+    if len(items) == 1:
+        one: HostArray = host(items[0])
+        return one[None]
+    tokens = [host(item) for item in items]
+    if not tokens[0].ndim or not tokens[0].shape[0]:
+        return np.stack(tokens)
+    # As `stack`, which costs twice as much.
+    return np.concatenate(tokens).reshape(len(tokens), *tokens[0].shape)
+
+
+def _of_prompt(error: InvalidRequest) -> Refused:
+    """Name the faulty field where the engine refuses a request: the one that the error begins with, else the prompt."""
+    refused = as_refused(error)
+    if not isinstance(error, PromptTooLong):
+        name = str(error).partition(" ")[0].partition("[")[0]
+        refused.param = name if name in Parameters.__struct_fields__ else "prompt"
+        refused.code = refused.code or "invalid_value"
+    return refused
+
+
+def _check_stop(stop: StopRule, kind: tuple[tuple[int, ...], str]) -> None:
+    """Check stop tokens. kind: shape and dtype of a token. Raises Refused."""
+    try:
+        for token in stop.tokens:
+            as_token(token, kind[0], DTYPES.get(kind[1], DTYPES["float32"]), "stop token")
+    except InvalidRequest as e:
+        raise Refused(f"{e} The field stop is a list of tokens.", param="stop", code="invalid_value") from None
+
+
+def _taken(x: Exchange, reads: bool) -> str:
+    """The media type of the body. Raises Refused for an unsupported one."""
+    encoding = x.headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding != b"identity":
+        raise Refused(
+            f"Content-Encoding: {encoding[:60].decode('latin-1')} is not taken. Send the body as it is.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    kind = media_type(x.headers.get(b"content-type", b"")) or JSON
+    if not (reads or kind in TYPES or kind in MSGPACKS or kind.endswith("+json")):
+        raise _unsupported(kind)
+    return kind
+
+
+def _unsupported(kind: str) -> Refused:
+    told = " that begins as .npy does" if kind == BYTES else ""
+    return Refused(
+        f"Content-Type: expected one of {', '.join(TYPES)}{told}; got {kind[:100]}. This model reads no other.",
+        status=415,
+        code="unsupported_media_type",
+    )
+
+
+def _form(accept: Accept, stream: bool, writes: bool, own: bool) -> str | None:
+    """The form of the answer; None means what the model's own `write` makes. own: the model has read the body. Raises
+    Refused.
+    """
+    ours = tuple(STREAMS) if stream else WHOLE
+    if not stream and writes and (accept.prefers_another(ours) or (own and not accept.names(ours))):
+        return None
+    found = accept.best(ours)
+    if found is None and stream and accept.quality(JSON):
+        return SSE  # so `curl --json` asks, and OpenAI's clients, whatever they stream
+    if found is None:
+        streams = not stream and accept.best((SSE, NDJSON)) is not None
+        raise refused(ours, "; for a stream send stream=true" if streams else "")
+    return found
+
+
+def _example(served: Served) -> dict[str, Any]:
+    given = {"prompt": example_array(served)}
+    return given if served.what.engine.facts.feedforward else given | {"max_tokens": 8}
+
+
+GENERATE = About(
+    TokensBody,
+    (Whole, Output),
+    (Opening, Came, End, Error),
+    reads=dict.fromkeys((*MSGPACKS, NPY, BYTES), BINARY),
+    writes=dict.fromkeys((NPY, MSGPACK, NDJSON), BINARY),
+    query=Parameters,
+    statuses=(406,),
+    named=True,
+    asks=True,
+    example=_example,
+)
+ROUTES = (Route("POST", "/v1/generate", generate, TOKENS, about=GENERATE),)

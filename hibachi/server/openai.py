@@ -1,0 +1,240 @@
+"""The routes of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from hibachi.backend.array_backend import HostArray
+from hibachi.engine.streams.stream import Item
+from hibachi.llm.dialects.dialects import ANTHROPIC
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.messages import answers as anthropic
+from hibachi.llm.dialects.openai import answers
+from hibachi.llm.dialects.openai import parse as asking
+from hibachi.llm.dialects.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+    read,
+)
+from hibachi.llm.dialects.openai.chatwriting import ChatWriter
+from hibachi.llm.dialects.openai.conversation import conversation
+from hibachi.llm.dialects.openai.writing import CompletionWriter
+from hibachi.llm.dialects.vectors import shortened
+from hibachi.request import SamplingParams, Terms
+from hibachi.server.conversing import prepare
+from hibachi.server.openapi import Error
+from hibachi.server.record import Record, Vectors
+from hibachi.server.routes import About, Route, for_chat, for_ids, for_text, for_vectors
+from hibachi.server.served import Served
+from hibachi.server.streaming import answer_text
+from hibachi.server.web.exchange import Exchange
+
+
+class Tokenized(TypedDict):
+    """tokens: ids. token_strs: their texts."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context holds fewer
+
+
+async def models(served: Served, x: Exchange) -> None:
+    """The names that are served; in Anthropic's form for clients that send its version."""
+    if x.dialect is ANTHROPIC:
+        await x.json(anthropic.models([_as_anthropic(served, name) for name in served.names]))
+        return
+    await x.json(answers.models(served.names, *_about(served)))
+
+
+async def model(served: Served, x: Exchange) -> None:
+    """One of the names that are served, likewise."""
+    name = served.named(x.params["model"])
+    if x.dialect is ANTHROPIC:
+        await x.json(_as_anthropic(served, name))
+        return
+    await x.json(answers.model(name, *_about(served)))
+
+
+def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
+    keeps = served.responses.tag if served.responses.keeps else None
+    return served.created, served.max_model_len, served.root, served.numerics, keeps
+
+
+def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:
+    return anthropic.model(name, served.created, served.max_model_len)
+
+
+async def completions(served: Served, x: Exchange) -> None:
+    """Complete prompts: texts or token ids, one or several."""
+    await complete(served, x, await served.body(x))
+
+
+async def complete(served: Served, x: Exchange, raw: bytes) -> None:
+    """`completions` with a body that was read."""
+    body = read(CompletionBody, raw)
+    name = served.check_name(body.model)
+    asked = asking.completion(body, served.texts.default_params, served.bounds)
+    ids = await served.reading.encode(
+        asked.prompts, "prompt", x.tenant, special=asked.special, truncation=asked.truncation
+    )
+    await answer_text(served, x, CompletionWriter(asked, name, served.vocabulary, served.fingerprint), ids)
+
+
+async def chat(served: Served, x: Exchange) -> None:
+    """Answer a conversation, in the model's chat template."""
+    await converse(served, x, await served.body(x))
+
+
+async def converse(served: Served, x: Exchange, raw: bytes) -> None:
+    """`chat` with a body that was read."""
+    body = read(ChatBody, raw)
+    name = served.check_name(body.model)
+    asked, ids = await prepare(served, x, body)
+    await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.fingerprint), [ids])
+
+
+async def embeddings(served: Served, x: Exchange) -> None:
+    """A vector for each input."""
+    body = read(EmbeddingBody, await served.body(x))
+    name = served.check_name(body.model)
+    ids = await served.reading.encode(asking.embedding(body, served.bounds), "input", x.tenant)
+    packed = body.encoding_format == "base64"
+
+    def answer(vectors: Sequence[HostArray], tokens: int) -> Any:
+        return answers.embeddings(shortened(vectors, body.dimensions), name, tokens, packed=packed)
+
+    await answer_vectors(served, x, ids, Terms(), answer)
+
+
+async def answer_vectors(
+    served: Served,
+    x: Exchange,
+    ids: list[list[int]],
+    terms: Terms,
+    answer: Callable[[Sequence[HostArray], int], Any],
+) -> None:
+    """Answer with vectors. answer: makes the body from the vectors [hidden] of prompts and the number of their tokens.
+    Raises as `answer_text`.
+    """
+    for own in ids:
+        served.reading.check_length(own, None)
+    with (
+        served.record(x, SamplingParams(max_tokens=1), ids) as record,
+        served.submit_vectors(ids, served.terms(terms, x.tenant, x.part)) as items,
+    ):
+        await answer_items(x, record, items, lambda vectors: answer(vectors, sum(map(len, ids))))
+
+
+async def answer_items(
+    x: Exchange, record: Record, items: list[Item[Any]], answer: Callable[[Sequence[Any]], Any]
+) -> None:
+    """Answer with items. answer: makes the body from the results of what was queued."""
+    record.text = work = Vectors(items)
+
+    async def whole() -> None:
+        await x.json(answer([await item for item in items]))
+
+    try:
+        await x.while_here(whole(), work.close)
+    finally:
+        work.close()
+
+
+async def cut(served: Served, x: Exchange, raw: bytes) -> None:
+    """POST /tokenize: token ids of a text, or of a conversation."""
+    body = read(TokenizeBody, raw)
+    served.check_name(body.model)
+    if body.messages is not None and body.prompt is None:
+        variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
+        variables |= asking.tools_shown(body.tools)
+        open_end = asking.goes_on(body.continue_final_message, body.add_generation_prompt)
+        messages = conversation(body.messages, served.bounds.messages)
+        ids = await served.reading.render(messages, variables, x.tenant, open_end=open_end)
+    elif body.prompt is not None and body.messages is None:
+        served.texts.prompts.check_size(body.prompt)
+        [ids] = await served.reading.tokens([body.prompt], body.add_special_tokens, x.tenant)
+    else:
+        raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
+    told: Tokenized = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        if len(ids) > (most := max(served.max_model_len, MOST_SHOWN)):
+            raise Refused(f"There are {len(ids)} tokens; at most {most} are shown.", param="return_token_strs")
+        told["token_strs"] = [served.vocabulary(i)[0] for i in ids]
+    await x.json(told)
+
+
+async def detokenize(served: Served, x: Exchange) -> None:
+    """The text of token ids."""
+    body = read(DetokenizeBody, await served.body(x))
+    served.check_name(body.model)
+    if len(body.tokens) > (most := max(served.max_model_len, MOST_SHOWN)):
+        raise Refused(f"tokens has {len(body.tokens)} entries; at most {most} are served.", param="tokens")
+    served.reading.check_ids(body.tokens, "tokens")
+    told: Detokenized = {"prompt": served.vocabulary.text(body.tokens)}
+    await x.json(told)
+
+
+TEXT = "It is a truth universally acknowledged"
+MESSAGES = [{"role": "user", "content": "How do you do?"}]
+
+
+def _prompt(served: Served) -> str | list[int]:
+    return TEXT if for_text(served) else [1, 2, 3]
+
+
+COMPLETION = About(
+    CompletionBody,
+    answers.CompletionAnswer,
+    (answers.CompletionAnswer, Error),
+    named=True,
+    example=lambda served: {"prompt": _prompt(served), "max_tokens": 8},
+    useful=for_ids,
+)
+CHAT = About(
+    ChatBody,
+    answers.ChatAnswer[answers.ChatChoice],
+    (answers.ChatAnswer[answers.ChatPiece], Error),
+    named=True,
+    example=lambda served: {"messages": MESSAGES, "max_tokens": 8},
+    useful=for_chat,
+)
+MODELS = About(answer=(answers.Models, anthropic.AnthropicModels), dialects=(ANTHROPIC,))
+MODEL = About(answer=(answers.Model, anthropic.AnthropicModel), dialects=(ANTHROPIC,), named=True)
+ROUTES = (
+    Route("GET", "/v1/models", models, about=MODELS),
+    Route("GET", "/v1/models/{model:path}", model, about=MODEL),
+    Route("POST", "/v1/completions", completions, about=COMPLETION),
+    Route("POST", "/v1/chat/completions", chat, about=CHAT),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        about=About(
+            EmbeddingBody,
+            answers.Embeddings,
+            named=True,
+            example=lambda served: {"input": _prompt(served)},
+            useful=for_vectors,
+        ),
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        detokenize,
+        about=About(
+            DetokenizeBody, Detokenized, named=True, example=lambda served: {"tokens": [1, 2, 3]}, useful=for_text
+        ),
+    ),
+)

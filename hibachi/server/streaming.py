@@ -1,0 +1,172 @@
+"""Submits requests for text and sends their answers: whole, or as chunks with the steps that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from hibachi.errors import HibachiError
+from hibachi.llm.dialects.errors import as_refused
+from hibachi.llm.dialects.forms import said_by
+from hibachi.llm.dialects.openai.answers import encode
+from hibachi.llm.dialects.openai.writing import Writer
+from hibachi.llm.textstream import TextChoice, TextStream
+from hibachi.server.record import Record
+from hibachi.server.served import Served
+from hibachi.server.web.comments import Comments
+from hibachi.server.web.exchange import JSON, SSE, Exchange
+
+Headers = Callable[[Record], dict[str, str]]
+LONG = 1 << 12  # tokens and log-probabilities of an answer, of which others wait for a few milliseconds
+BYTES = 8  # of a body that is repeated, which take as long as one of these
+
+
+async def answer_text(
+    served: Served, x: Exchange, writer: Writer, ids: list[list[int]], *, headers: Headers | None = None
+) -> None:
+    """Submit a request for text and send its answer.
+
+    ids: of each prompt. headers: further ones, of an answer that is whole, or of a stream that begins. Raises Refused,
+    and what the engine raises, as long as nothing was sent.
+    """
+    asked = writer.asked
+    for own in ids:
+        served.reading.check_length(own, asked.limit)
+    if asked.prediction and served.texts.engine.facts.speculates:
+        asked.predicted = await served.reading.predicted(asked.prediction, x.tenant)
+    await served.check_form(asked.params, x.tenant, asked.form)
+    with (
+        said_by(asked.form),
+        served.record(x, asked.params, ids) as record,
+        served.submit(
+            ids, asked.params, served.terms(asked.terms, x.tenant, x.part), asked.predicted, asked.shown
+        ) as writer.streams,
+    ):
+        writer.ids = ids
+        text = _one(writer.streams, asked.params.n)
+        record.text, record.stream = text, asked.stream
+        try:
+            work = (
+                _stream(served, x, writer, text, record, headers)
+                if asked.stream
+                else _whole(served, x, writer, text, record, headers)
+            )
+            await x.while_here(work, text.close)
+        finally:
+            text.close()
+
+
+async def _whole(
+    served: Served, x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None
+) -> None:
+    while pieces := await text.come(each=writer.each):
+        record.came(pieces)
+        writer.came(pieces)
+    if writer.beside:
+        data = await _made(served, _of_prompts(writer) + _new(writer), lambda: encode(writer.whole()))
+    else:
+        whole = writer.whole()
+        data = await _made(served, _again(x, writer), lambda: encode(whole))
+    await x.answer(data, JSON, 200, None if headers is None else headers(record))
+
+
+async def _made(served: Served, size: int, make: Callable[[], bytes]) -> bytes:
+    """What `make()` returns; beside the event loop, if it is long. size: as that of LONG."""
+    return await served.apart(make) if size > LONG else make()
+
+
+def _again(x: Exchange, writer: Writer) -> int:
+    """How long what a writer repeats is, as that of LONG: the request, and all that was said."""
+    return x.size // BYTES + _new(writer)
+
+
+def _of_prompts(writer: Writer) -> int:
+    """Tokens and log-probabilities of the prompts that an answer has."""
+    asked = writer.asked
+    if not asked.echo and asked.params.prompt_logprobs is None:
+        return 0
+    each = sum(map(len, writer.ids)) * (1 + (asked.params.prompt_logprobs or 0))
+    return each * asked.params.n if asked.echo else each
+
+
+def _new(writer: Writer) -> int:
+    """Tokens and log-probabilities of the continuations."""
+    new = sum(len(choice.token_ids) for stream in writer.streams for choice in stream.choices)
+    return new * (1 + (writer.asked.params.logprobs or 0))
+
+
+async def _stream(
+    served: Served, x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None
+) -> None:
+    more = None if headers is None else headers(record)
+    comments, dialect = Comments(x, comment=writer.waiting, more=more), writer.dialect
+    first: bytes | None = None  # events before all text, until they are sent; None means nothing has come
+    chunks: list[Any] = []
+    open_ = {c.index: c for c in text.choices}
+    try:
+        while True:
+            pieces = await text.come(each=writer.each)
+            record.came(pieces)
+            await comments.settled()
+            if first is None:
+                if not x.begun:
+                    await x.begin(200, SSE, more)
+                first = await _opening(served, x, writer)
+            chunks += [writer.piece(p) for p in pieces]
+            ends = [writer.end(c) for c in _over(open_)]
+            chunks += ends
+            if not pieces:
+                break
+            size = _again(x, writer) if ends and writer.repeats else 0
+            await x.write(first + await _made(served, size, partial(_events, writer, chunks)))
+            first, chunks = b"", []
+        chunks += [writer.end(c) for c in open_.values()]
+        if writer.asked.usage:
+            chunks.append(writer.last())
+    except HibachiError as e:
+        await comments.settled()
+        if not x.begun:  # then it has a status of its own
+            raise
+        record.failed(e)
+        refused = as_refused(e)
+        x.blame(refused, e)
+        chunks.append(writer.failed(refused, x.id))  # with what came before it and was not sent
+    finally:
+        comments.stop()
+    size = _again(x, writer) if chunks and writer.repeats else 0
+    events = await _made(served, size, partial(_events, writer, chunks))
+    await x.write((first or b"") + events + dialect.end, more=False)
+
+
+async def _opening(served: Served, x: Exchange, writer: Writer) -> bytes:
+    """The events before all text."""
+    if writer.beside:
+        return await _made(served, _of_prompts(writer), lambda: _events(writer, writer.opening()))
+    return await _made(served, x.size // BYTES, partial(_events, writer, writer.opening()))
+
+
+def _events(writer: Writer, chunks: Iterable[Any]) -> bytes:
+    """The events, without those that a writer keeps for its next one, which are None. A chunk may be several."""
+    each = (part for chunk in chunks for part in (chunk if isinstance(chunk, list) else [chunk]))
+    return b"".join([writer.frame(chunk) for chunk in each if chunk is not None])
+
+
+def _over(open_: dict[int, TextChoice]) -> list[TextChoice]:
+    """The streams that have ended and were read to their end; they are no longer open."""
+    over = [c for c in open_.values() if c.over]
+    for choice in over:
+        del open_[choice.index]
+    return over
+
+
+def _one(streams: list[TextStream], n: int) -> TextStream:
+    """All continuations of all prompts as one stream, numbered as OpenAI does."""
+    if len(streams) == 1:
+        return streams[0]
+    choices = []
+    for p, stream in enumerate(streams):
+        for choice in stream.choices:
+            choice.index += p * n
+            choices.append(choice)
+    return TextStream("", [], choices, len(choices))

@@ -1,0 +1,73 @@
+"""Puts the beginning of prompts into the cache before requests come with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.openai.answers import Warmed
+from hibachi.llm.dialects.openai.bodies import WarmBody, read
+from hibachi.llm.dialects.openai.conversation import conversation
+from hibachi.llm.dialects.openai.parse import Asked, terms_of, tools_shown
+from hibachi.llm.dialects.openai.writing import Writer
+from hibachi.prefix import warmed
+from hibachi.request import SamplingParams
+from hibachi.server.routes import About, Route, for_text
+from hibachi.server.served import Served
+from hibachi.server.streaming import answer_text
+from hibachi.server.web.exchange import Exchange
+
+
+class WarmWriter(Writer):
+    """chars: of the text. block: tokens of one of the cache."""
+
+    prefix = "warm"
+    chars: int
+    block: int
+
+    def whole(self) -> Any:
+        self._done()  # raises the error of one that failed
+        (ids,), used = self.ids, self.usage()
+        found = asdict(warmed(len(ids), used.cached, self.block))
+        return Warmed(chars=self.chars, id=self.id, model=self.name, usage=used, **found)
+
+
+async def warm(served: Served, x: Exchange) -> None:
+    """Put a text, or a conversation, into the cache."""
+    body = read(WarmBody, await served.body(x))
+    name = served.check_name(body.model)
+    if not body.text and body.messages is None:
+        raise Refused("Send text (or messages): it is missing.", param="text", code="missing_required_parameter")
+    if body.text and body.messages is not None:
+        raise Refused("Send either text or messages.", param="messages", code="invalid_value")
+    facts, reading = served.texts.engine.facts, served.reading
+    if not facts.cached:
+        raise Refused("This model keeps no cache, so there is nothing to warm.", code="unsupported")
+    special, text = body.add_special_tokens, body.text or ""
+    if body.messages is not None:
+        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        variables["add_generation_prompt"] = body.add_generation_prompt
+        variables |= tools_shown(body.tools)
+        if body.documents:
+            variables["documents"] = body.documents
+        text = await reading.prompt_text(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        special = bool(special)
+    ids = await reading.encode([text], "text", x.tenant, special=special is not False)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    asked = Asked(params, terms_of(body), False, False, False, False, unwritten=True)
+    writer = WarmWriter(asked, name, served.vocabulary)
+    writer.chars, writer.block = len(text), facts.limits.block_size
+    await answer_text(served, x, writer, ids)
+
+
+def _useful(served: Served) -> bool:
+    return for_text(served) and served.what.engine.facts.cached
+
+
+def _text(served: Served) -> Any:
+    return {"text": "You are a helpful assistant."}
+
+
+_ABOUT = About(WarmBody, Warmed, named=True, asks=True, example=_text, useful=_useful)
+ROUTES = (Route("POST", "/v1/warm", warm, about=_ABOUT),)

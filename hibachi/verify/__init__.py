@@ -1,5 +1,0 @@
-"""Finds where a model is not safe to batch, and names the reason: behind `hibachi verify`."""
-
-from hibachi.verify.report import Report as Report
-from hibachi.verify.report import verify as verify
-from hibachi.verify.subject import Subject as Subject
