@@ -31,6 +31,7 @@ PAGES = [
 ]
 LINKED = [*PAGES, *(ROOT / name for name in ("benchmarks/README.md", "benchmarks/RESULTS.md", "deploy/README.md"))]
 GROUPS = ("backends", "kernels", "models", "policies", "router_policies", "guides", "drafters")  # of entry points
+LOGGERS = ("serve",)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -236,7 +237,7 @@ def test_the_files_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_names_that_a_page_uses_are_public(page):
     for name in re.findall(r"\bhibachi\.([A-Za-z]\w*)", page.read_text()):
-        group = name in GROUPS
+        group = name in GROUPS + LOGGERS
         assert hasattr(hibachi, name) or group or importlib.util.find_spec(f"hibachi.{name}"), name
 
 
