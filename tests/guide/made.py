@@ -12,7 +12,7 @@ from hibachi.engine.guide.protocol import Grammar, Guide, GuideFailed, Vocabular
 from hibachi.llm.tokenizers import Tokenizer
 from hibachi.structured import StructuredOutputs
 
-TINY = Path(hibachi.__file__).parent / "data" / "tiny"
+TINY = Path(hibachi.__file__).parent / "llm" / "data" / "tiny"
 
 
 @cache

@@ -23,7 +23,7 @@ from .venvs import CLIENTS, environment, run, strangers, strangers_for_node
 
 pytestmark = pytest.mark.install
 
-FOLDER = Path(hibachi.__file__).parent / "data" / "tiny"
+FOLDER = Path(hibachi.__file__).parent / "llm" / "data" / "tiny"
 PROMPT = "It is a truth universally acknowledged"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
 MOOD = {

@@ -257,7 +257,7 @@ def test_what_the_paged_engine_cannot_run_runs_with_its_own_cache(folder_of, kin
 
 
 def test_texts_and_forms_of_a_model_with_its_own_cache(tmp_path):
-    shipped = ROOT / "hibachi" / "data" / "tiny"
+    shipped = ROOT / "hibachi" / "llm" / "data" / "tiny"
     listing.tiny("bamba", vocab_size=json.loads((shipped / "config.json").read_text())["vocab_size"]).save_pretrained(
         tmp_path
     )

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Raw
 import hibachi
 from hibachi.llm.tokenizers import Tokenizer
 
-SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
+SHIPPED = Path(hibachi.__file__).parent / "llm" / "data" / "tiny"
 DATA = Path(__file__).parents[2] / "data"
 
 CORPUS = ["the cat sat on the mat. 😀 naïve café 你好 👩‍👩‍👧 the end", "a b ab abc 😀😀 aab bab"] * 4
