@@ -15,7 +15,7 @@ import hibachi
 from hibachi.llm.tokenizers import Detokenizer, Tokenizer
 from hibachi.llm.tokenizers.pieces import AnyText
 
-TINY = Path(hibachi.__file__).parent / "data" / "tiny"
+TINY = Path(hibachi.__file__).parent / "llm" / "data" / "tiny"
 STREAMS, LENGTH = 256, 40
 STOP = ("\n\nUser:", "</answer>")
 

@@ -31,7 +31,7 @@ from hibachi.structured import StructuredOutputs
 
 ROOT = Path(__file__).parents[1]
 OWN = ROOT / "tests" / "guide" / "schemas"
-TINY = Path(hibachi.__file__).parent / "data" / "tiny"
+TINY = Path(hibachi.__file__).parent / "llm" / "data" / "tiny"
 ORDERS = 64  # orders of properties that are tried
 
 

@@ -28,7 +28,7 @@ os.environ.setdefault("HIBACHI_DEFAULT_BACKEND", "numpy")
 # Threads that have nothing to do sleep instead of spinning, which costs the cores that others test on.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
+SHIPPED = Path(hibachi.__file__).parent / "llm" / "data" / "tiny"
 
 
 def pytest_collection_modifyitems(items):
