@@ -122,8 +122,8 @@ def test_a_block_sees_no_name_of_another(tmp_path):
 
 
 def test_the_example_of_the_readme_does_the_same_on_every_backend():
-    page = ROOT / "README.md"
-    printed = [run_alone(source, page) for source, _ in list(programs(page))[:3]]
+    sources = [(s, page) for page in (ROOT / "README.md", ROOT / "docs/models.md") for s, _ in programs(page)]
+    printed = [run_alone(source, page) for source, page in sources if "NextNote" in source]
     assert printed[0]
     assert printed == printed[:1] * 3
 
@@ -149,7 +149,7 @@ def test_a_page_says_what_its_programs_need_to_be_installed(page):
 
 def test_the_pages_have_the_examples_that_they_should():
     count = {page_id(page): len(list(programs(page))) for page in PAGES}
-    assert count["README.md"] == 5  # NumPy, PyTorch, JAX, a language model, a model to be served
+    assert count["README.md"] == 3  # a class of one's own, a language model, a model to be served
     assert count["docs/models.md"] >= 10
     assert count["docs/backends.md"] >= 3
 
