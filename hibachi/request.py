@@ -93,23 +93,45 @@ MOST_SECONDS = 100 * 365.25 * 24 * 3600.0  # a century
 MOST_RUNS = 2**14  # sequences of one request
 
 
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A number of `SamplingParams` that changes how probable tokens are. fits: is it in the range that `expected` says?
+    integer: expected is one. draws: it is of the draw, so that greedy requests ignore it, and codebooks may
+    differ in it. clipped: to positive numbers whose inverse is finite in float32.
+    """
+
+    name: str
+    fits: Callable[[Any], bool]
+    expected: str
+    integer: bool = False
+    draws: bool = True
+    clipped: bool = False
+
+
+FILTERS: tuple[Filter, ...] = (
+    Filter("temperature", lambda x: x >= 0, "a finite number >= 0 (0 is greedy)", clipped=True),
+    Filter("top_k", lambda x: x >= -1, "an integer >= -1 (0 or -1: no limit)", integer=True),
+    Filter("top_p", lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    Filter("min_p", lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+    Filter("typical_p", lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    Filter("repetition_penalty", lambda x: x > 0, "a finite number > 0 (1: none)", draws=False, clipped=True),
+    Filter("presence_penalty", lambda x: -2 <= x <= 2, "a number in [-2, 2]", draws=False),
+    Filter("frequency_penalty", lambda x: -2 <= x <= 2, "a number in [-2, 2]", draws=False),
+)
+DRAWN: tuple[str, ...] = tuple(f.name for f in FILTERS if f.draws)
+"""Parameters of the draw, in the order in which `hibachi.engine.sampling.draw.How` has them."""
+
+
 def _filters(p: SamplingParams) -> None:
-    t, k = p.temperature, p.top_k
-    _check(_is_real(t) and t >= 0, "temperature", "a finite number >= 0 (0 is greedy)", t)
-    _check(_is_int(k) and k >= -1, "top_k", "an integer >= -1 (0 or -1: no limit)", k)
-    _check(_is_real(p.top_p) and 0 < p.top_p <= 1, "top_p", "a number in (0, 1]", p.top_p)
-    _check(_is_real(p.min_p) and 0 <= p.min_p <= 1, "min_p", "a number in [0, 1]", p.min_p)
-    _check(_is_real(p.typical_p) and 0 < p.typical_p <= 1, "typical_p", "a number in (0, 1]", p.typical_p)
-    x = p.repetition_penalty
-    _check(_is_real(x) and x > 0, "repetition_penalty", "a finite number > 0 (1: none)", x)
-    for name in ("presence_penalty", "frequency_penalty"):
-        x = getattr(p, name)
-        _check(_is_real(x) and -2 <= x <= 2, name, "a number in [-2, 2]", x)
-    _clip_ints(p, "top_k")
-    for name in ("temperature", "repetition_penalty"):
-        x = getattr(p, name)
-        if x and not 1 / MOST_FLOAT <= x <= MOST_FLOAT:
-            object.__setattr__(p, name, min(max(x, 1 / MOST_FLOAT), MOST_FLOAT))
+    for f in FILTERS:
+        x = getattr(p, f.name)
+        _check((_is_int if f.integer else _is_real)(x) and f.fits(x), f.name, f.expected, x)
+    for f in FILTERS:
+        x = getattr(p, f.name)
+        if f.integer:
+            _clip_ints(p, f.name)
+        elif f.clipped and x and not 1 / MOST_FLOAT <= x <= MOST_FLOAT:
+            object.__setattr__(p, f.name, min(max(x, 1 / MOST_FLOAT), MOST_FLOAT))
 
 
 def _seed(p: SamplingParams) -> None:
@@ -186,15 +208,15 @@ def _processors(p: SamplingParams) -> None:
 
 
 def _codebooks(p: SamplingParams) -> None:
-    given, known = p.codebooks, _FILTERS[:5]
+    given = p.codebooks
     found = []
     for i, each in enumerate(_tuple(given)):
         try:
             changes = dict(each)
         except Exception:  # no mapping, or one of the caller's own class
             changes = None
-        fine = changes is not None and all(name in known for name in changes)
-        _check(fine, "codebooks", f"one mapping for each codebook, with some of {', '.join(known)}", given)
+        fine = changes is not None and all(name in DRAWN for name in changes)
+        _check(fine, "codebooks", f"one mapping for each codebook, with some of {', '.join(DRAWN)}", given)
         assert changes is not None
         try:
             bare = SamplingParams(**changes)
@@ -228,9 +250,8 @@ def _set_ids(p: SamplingParams, name: str) -> None:
 
 
 # Functions that check and normalize fields of SamplingParams, in this order.
-_FILTERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")
 _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
-    _filters: (*_FILTERS, "frequency_penalty"),
+    _filters: tuple(f.name for f in FILTERS),
     _seed: ("seed",),
     _lengths: ("max_tokens", "min_tokens"),
     _scores: ("logprobs", "prompt_logprobs"),

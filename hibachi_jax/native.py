@@ -24,7 +24,7 @@ from hibachi.backend.kernels.library import NUMERICS, Library, library
 from hibachi.backend.kernels.memory import Slabs
 from hibachi.backend.kernels.threads import most_threads
 from hibachi.backend.layout import Paged, State, StepInputs
-from hibachi.backend.native import CODES, LANES, TOP_K, Int4Backend, Int8Backend, OwnLayout, unpacked
+from hibachi.backend.native import CODES, LANES, Int4Backend, Int8Backend, OwnLayout, unpacked
 from hibachi.backend.packing import BITS, INTO, Rows, as_stored, pack
 from hibachi.backend.program import ACTIVATIONS
 from hibachi.backend.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
@@ -327,7 +327,7 @@ class NativeJaxBackend(JaxBackend):
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
         for t in how:
             expect("draw", x, parameter=(t, (len(x),)))
-        kept = (t.astype(jnp.int32 if i == TOP_K else jnp.float32) for i, t in enumerate(how))
+        kept = (t.astype(jnp.int32 if jnp.isdtype(t.dtype, "integral") else jnp.float32) for t in how)
         return _of_rows("draw", jnp.int32, x.astype(jnp.float32), *kept)
 
     @override

@@ -36,7 +36,6 @@ from hibachi.errors import UnsupportedOperation
 LANES = 16  # as in registers.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
 LARGE = 2**25  # bytes: more than this the C library gets anew from the system each time, and gives back at once
-TOP_K = 1  # its place among the parameters of a draw, as in `How`
 
 _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
 
@@ -322,7 +321,8 @@ class NativeBackend(NativeLayers):
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
         x = self.row_major(self.float32(x))
         token, most = self.empty((len(x),), self.xp.int32), self.empty((len(x),), self.xp.float32)
-        kept = [self.index(t) if i == TOP_K else self.row_major(self.float32(t)) for i, t in enumerate(how)]
+        integers = [self.xp.isdtype(t.dtype, "integral") for t in how]
+        kept = [self.index(t) if i else self.row_major(self.float32(t)) for t, i in zip(how, integers, strict=True)]
         for t in kept:
             expect("draw", x, parameter=(t, (len(x),)))
         self._run.draw(

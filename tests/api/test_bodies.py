@@ -43,7 +43,15 @@ from hibachi.llm.dialects.openai.bodies import (
 )
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
 
-NAMES = ("openai.bodies", "forms", "messages.bodies", "responses.bodies", "responses.items", "tgi.bodies", "tokens.bodies")
+NAMES = (
+    "openai.bodies",
+    "forms",
+    "messages.bodies",
+    "responses.bodies",
+    "responses.items",
+    "tgi.bodies",
+    "tokens.bodies",
+)
 SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
 OPTIONS = StreamOptions(include_usage=True, continuous_usage_stats=True, include_obfuscation=False)
 # What is read of JSON texts; and JSON texts that are of another type, with where in the field, and what was found.

@@ -21,7 +21,7 @@ from hibachi.engine.sampling import draw as sampling
 from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named, probabilities
 from hibachi.engine.sampling.uniforms import uniforms
 from hibachi.errors import HibachiError, InvalidRequest
-from hibachi.request import SamplingParams
+from hibachi.request import FILTERS, SamplingParams
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 # How a row is drawn: one of these, and two flags. The near ones are right for most rows; the others go one further.
@@ -58,10 +58,8 @@ class RowSampler:
         self.backend, self.vocab_size, self.shape = backend, vocab_size, (vocab_size,)
         self._edits = RowEdits(backend, rows, vocab_size, table)
         self._path = np.zeros(rows, np.int32)
-        self._temperature = np.zeros(rows, np.float32)
-        self._top_k = np.zeros(rows, np.int32)
-        self._top_p, self._typical_p = np.ones(rows, np.float32), np.ones(rows, np.float32)
-        self._min_p = np.zeros(rows, np.float32)
+        self._filters = {f.name: np.zeros(rows, np.int32 if f.integer else np.float32) for f in FILTERS if f.draws}
+        self._temperature = self._filters["temperature"]
         self._seed = np.zeros(rows, np.uint64)
         self._asked = np.zeros(rows, bool)  # wants log-probabilities
         self._asks = False  # does a row?
@@ -76,9 +74,10 @@ class RowSampler:
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
         """How a row is drawn from now on, without changes to its logits."""
         self._path[row] = path_of(params, self.vocab_size)
-        self._temperature[row], self._seed[row] = params.temperature, seed
-        self._top_k[row], self._top_p[row] = min(max(params.top_k, 0), self.vocab_size), params.top_p
-        self._min_p[row], self._typical_p[row] = params.min_p, params.typical_p
+        self._seed[row] = seed
+        for name, column in self._filters.items():
+            column[row] = getattr(params, name)
+        self._filters["top_k"][row] = min(max(params.top_k, 0), self.vocab_size)
 
     def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
         """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n]."""
@@ -254,14 +253,8 @@ class RowSampler:
         return tokens, ok
 
     def _how(self, rows: Any, positions: Any, m: int) -> sampling.How:
-        columns = sampling.How(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            typical_p=self._typical_p[rows],
-            u=uniforms(self._seed[rows], positions),
-        )
+        columns = [column[rows] for column in self._filters.values()]
+        columns.append(uniforms(self._seed[rows], positions))
         return sampling.How(*(self.backend.put(_longer(c, m)) for c in columns))
 
     def rows(self, logits: Array, at: Any) -> Array:

@@ -18,7 +18,7 @@ _quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")  # rows t
 
 
 class How(NamedTuple):
-    """How each row is drawn, arrays [n]; all float32 but top_k, which is int32.
+    """How each row is drawn, arrays [n]: `hibachi.request.DRAWN`, and u; all float32 but top_k, which is int32.
 
     The logits are divided by the temperature. Then filters leave the most likely tokens, each among those that the
     one before it left: of at least the share min_p of the most likely one's probability (0 means all); the top_k most

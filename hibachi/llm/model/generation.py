@@ -12,21 +12,16 @@ import numpy as np
 
 from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.llm.model.fields import Config, is_int, read_json
-from hibachi.request import SamplingParams
+from hibachi.request import DRAWN, SamplingParams
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
 _FIELDS = {  # name in the file -> field of SamplingParams
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
+    **{name: name for name in DRAWN},
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
     "stop_strings": "stop",
 }
-_RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 _GGUF = {  # entry of a GGUF file -> name in generation_config.json
     "general.sampling.temp": "temperature",
@@ -135,7 +130,7 @@ class Generation:
         if sample is not None and not isinstance(sample, bool):
             raise self._wrong("do_sample", "must be true, false or null", sample)
         if sample is False:
-            given = {name: value for name, value in given.items() if name not in _RANDOM}
+            given = {name: value for name, value in given.items() if name not in DRAWN}
             given["temperature"] = 0.0
         for name, value in given.items():
             try:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from hibachi.llm.model.files import ModelFiles
+from hibachi.request import DRAWN
 
 USUAL = {"temperature": 0.7, "top_p": 0.9}
 """Sampling for a conversation with a model that has no recommendation."""
@@ -24,14 +25,13 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "llama-3": {"temperature": 0.6, "top_p": 0.9},
     "gemma-3": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
 }
-_GIVEN = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 def chat_sampling(files: ModelFiles) -> dict[str, Any]:
     """Fields of SamplingParams for a conversation: what its files say of sampling, else what is known of a model of
     this name, else `USUAL`. Raises InvalidModelFiles for what the files say and cannot be used."""
     given = files.generation.params()
-    if any(name in given for name in _GIVEN):
+    if any(name in given for name in DRAWN):
         return given
     return next((known for part, known in _KNOWN.items() if _has(files, part)), USUAL) | given
 

@@ -22,9 +22,7 @@ from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.columns import Asking, Columns
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.offline.tasks.watched import Watching, judged, why_not
-from hibachi.request import SamplingParams
-
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "codebooks")
+from hibachi.request import DRAWN, SamplingParams
 
 
 class _OwnWork(Watching[Tokens]):
@@ -114,7 +112,7 @@ class TokenWork(_OwnWork):
         Field("error", "text"),
     )
 
-    params = ("max_tokens", "seed", *DRAWN)
+    params = ("max_tokens", "seed", *DRAWN, "codebooks")
     feedforward = False
 
     def taken(self, facts: Facts) -> Sequence[str]:

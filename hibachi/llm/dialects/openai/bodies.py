@@ -18,6 +18,7 @@ from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.expected import choices, same
 from hibachi.llm.dialects.forms import Backend, Format, Schema, Structured
 from hibachi.llm.dialects.json_limits import at_once
+from hibachi.request import SamplingParams
 
 T = TypeVar("T")
 Anything = Any | UnsetType
@@ -74,7 +75,39 @@ class Prediction(Struct, forbid_unknown_fields=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class _Ignored(Struct, kw_only=True):
+class Sampling(Struct, kw_only=True):
+    """Fields of every request for tokens: of `SamplingParams` and `Terms` by the same names, and three more."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    num_speculative_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    request_id: str | None = None
+
+
+def same_fields(body: type[Struct], *but: str) -> tuple[str, ...]:
+    """Fields of a body that `SamplingParams` has by the same name, without those that are converted first."""
+    known = SamplingParams.__dataclass_fields__.keys() - {*but}
+    return tuple(name for name in body.__struct_fields__ if name in known)
+
+
+class _Ignored(Sampling, kw_only=True):
     user: Anything = UNSET
     store: Anything = UNSET
     metadata: Anything = UNSET
@@ -86,42 +119,21 @@ class _Ignored(Struct, kw_only=True):
     session_id: Anything = UNSET
 
 
-class _Generation(_Ignored, kw_only=True):
+class Generation(_Ignored, kw_only=True):
     """Fields of both kinds of completion. Those that OpenAI does not have are vLLM's, by the same names."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     best_of: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
-    queue_timeout: float | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    request_id: str | None = None
     skip_special_tokens: bool | None = None
-    num_speculative_tokens: int | None = None
     prediction: Prediction | None = None
     spaces_between_special_tokens: bool | None = None  # the tokenizers put no spaces there, whatever it says
     truncate_prompt_tokens: int | None = None
@@ -154,7 +166,7 @@ class _Generation(_Ignored, kw_only=True):
     repetition_detection: Anything = UNSET
 
 
-class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(Generation, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. At most one field says what form the answer must have: response_format,
     structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
     """
@@ -167,7 +179,7 @@ class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     suffix: Anything = UNSET
 
 
-class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(Generation, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. At most one field says what form the answer must have: response_format,
     structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
     """

@@ -16,7 +16,7 @@ from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.tools import Toolbox
 from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.forms import form_of
-from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, Generation, same_fields
 from hibachi.llm.dialects.openai.conversation import by_name, check_values, conversation
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.request import SamplingParams, Terms
@@ -54,28 +54,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "ec_transfer_params": ({}, "Nothing is moved between servers"),
 }
 """Fields of vLLM's that may only have this value or null, and why."""
-_SAME = (  # fields of SamplingParams by the same name
-    "temperature",
-    "top_p",
-    "n",
-    "best_of",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
-    "stop",
-    "skip_special_tokens",
-    "num_speculative_tokens",
-)
+_SAME = same_fields(Generation, "max_tokens", "logit_bias", "structured_outputs")
 
 
 @dataclass(slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from hibachi.backend.array_backend import HostArray
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.forms import Structured
-from hibachi.llm.dialects.openai.bodies import read, refused_by
+from hibachi.llm.dialects.openai.bodies import Sampling, read, refused_by
 from hibachi.llm.dialects.tokens.arrays import MAGIC, of_json, of_msgpack, of_npy
 
 Pairs = Sequence[tuple[str, str]]
@@ -22,38 +22,16 @@ TYPES = (JSON, MSGPACK, NPY, BYTES)
 PAGE = "docs/serving-tokens.md"
 
 
-class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
+class Parameters(Sampling, kw_only=True, forbid_unknown_fields=True):
     """What stands in a query, or beside the prompt."""
 
-    model: str | None = None
-    max_tokens: int | None = None
     stream: bool = False
     encoding: Literal["list", "base64"] = "list"
     stop: Raw = _NOTHING
     atol: float | None = None
     include_stop: bool | None = None
-    seed: int | None = None
-    timeout: float | None = None
-    queue_timeout: float | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    # Where the model gives logits.
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     logprobs: int | None = None
     structured_outputs: Structured | None = None
-    num_speculative_tokens: int | None = None
     # Where its tokens have several codebooks; where the model declares inputs.
     codebooks: list[dict[str, int | float]] | None = None
     inputs: dict[str, Raw] | None = None

@@ -10,27 +10,14 @@ from hibachi.backend.array_backend import HostArray
 from hibachi.errors import InvalidRequest, PromptTooLong, shown
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.forms import OURS, made, of_structured
-from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.llm.dialects.openai.bodies import Bounds, same_fields
 from hibachi.llm.dialects.openai.parse import request_id, terms_of
 from hibachi.llm.dialects.tokens.bodies import Parameters
 from hibachi.request import SamplingParams, StopRule, Terms
 
-_SAME = (  # fields of SamplingParams by the same name
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "allowed_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
-    "num_speculative_tokens",
-)
-_SAMPLING = ("seed", "logit_bias", "codebooks", "structured_outputs", *_SAME)
+_CONVERTED = ("seed", "logit_bias", "codebooks", "structured_outputs")
+_SAME = same_fields(Parameters, *_CONVERTED, "max_tokens", "stop", "include_stop")
+_SAMPLING = (*_CONVERTED, *_SAME)
 _GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
 
 
