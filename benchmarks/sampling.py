@@ -23,6 +23,7 @@ from hibachi.engine.runners.tokentable import History, TokenTable
 from hibachi.engine.sampling.draw import sample
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
+from hibachi.request import Request
 
 CONTEXT = 512  # tokens of each row, which the penalties look at
 CASES = {
@@ -58,7 +59,7 @@ def steps(backend: ArrayBackend, logits: Any, params: dict[str, Any]) -> Callabl
         table.fill(row, History(tokens))
         seq = Seq(CONTEXT // 2, None, row=row)
         prompt = tokens[: CONTEXT // 2]
-        jobs.append(Job(seq, Channel(), prompt, params=SamplingParams(seed=row, **params), seed=row))
+        jobs.append(Job(seq, Channel(), Request(prompt, SamplingParams(seed=row, **params)), seed=row))
         sampler.admit(jobs[-1])
     every, positions = np.arange(rows), np.full(rows, CONTEXT)
     return lambda: sampler.draw(logits, jobs, every, positions)
@@ -72,7 +73,7 @@ def full_sort(backend: ArrayBackend, logits: Any, params: dict[str, Any]) -> Cal
     table = TokenTable(rows, (), np.dtype(np.int32))
     sampler = RowSampler(backend, rows, logits.shape[1], table)
     for row in range(rows):
-        job = Job(Seq(1, None, row=row), Channel(), np.zeros(1, np.int32), params=SamplingParams(**params), seed=row)
+        job = Job(Seq(1, None, row=row), Channel(), Request(np.zeros(1, np.int32), SamplingParams(**params)), seed=row)
         sampler.admit(job)
     how = sampler._how(np.arange(rows), np.ones(rows, int), rows)
     draw = backend.compile(lambda x, how: sample(backend, x, how, typical="typical_p" in params))

@@ -275,9 +275,9 @@ There are two ways, and the first that gives the model's own answers is taken:
 - **Paged**: its layers run unmodified, over hibachi's batching and paged cache. Attention masks are read and must be
   causal, perhaps with a window. An attention option that hibachi does not know rules this out. And two short prompts,
   in chunks and mixed with decoding, are compared with the model's own forward pass.
-- **With its own cache** ([how](models-caches.md#between-1-and-2-a-cache-of-the-models-own)): where the paged engine cannot run
-  it, which the log says, with the reason. Requests share calls as far as a trial at the start finds that they may.
-  Two short prompts are compared with the model's own forward pass here, too.
+- **With its own cache** ([how](models-caches.md#between-1-and-2-a-cache-of-the-models-own)): where the paged engine
+  cannot run it, which the log says, with the reason. Requests share calls as far as a trial at the start finds that
+  they may. Two short prompts are compared with the model's own forward pass here, too.
 
 A model that would not compute the same in either way is refused when it is loaded, with both reasons.
 

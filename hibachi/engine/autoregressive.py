@@ -392,6 +392,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             size, prompts = getattr(self.model, "embed_size", None), self._ready(embeds).prompts
             given = prompts.host(embeds) if isinstance(prompts, HostPrompts) else embeds
             embeds = embeddings(given, prompt, size, type(self.model).__name__)
+            request = replace(request, embeds=embeds)
             prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
         built = self._ready(prompt)
         host, kind, n = built.prompts.taken(prompt)
@@ -412,24 +413,14 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         job = Job(
             seq,
             channel or Channel(self._pause_after),
-            host,
+            request,
+            stop=built.prompts.stop(kind, request.stop_rule, params),
+            seed=seed & (2**64 - 1),
             kind=kind,
             padding=fitted.padding,
-            stop=built.prompts.stop(kind, request.stop_rule, params),
-            include_stop=request.include_stop is not False,
-            params=params,
-            seed=seed & (2**64 - 1),
-            bad_words=request.bad_words,
-            banned_first=request.banned_first,
-            embeds=embeds,
-            pooling=request.pooling,
-            unit=request.unit,
-            kept=request.kept,
-            inputs=dict(request.inputs) if request.inputs else None,
             prediction=None if request.prediction is None else Prediction(request.prediction),
         )
         if begun is not None:
-            job.kv = begun.kv
             job.history.append(np.array([begun.token], kind.dtype))
         if request.grammar is not None:
             guides = self.forms.guides
@@ -445,7 +436,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     def reader(self, job: Job) -> Callable[[Any], Any]:
         """The function that converts an item of a request's channel to an item of its stream."""
-        if job.pooling is not None:
+        if job.request.pooling is not None:
             assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
         of_batch = self.facts.arrays and not isinstance(self._backend, NineBackend)

@@ -602,7 +602,7 @@ class Engine:
             alive[alive] = committed.alive
         for part in outcome.parts:
             self._deliver(plan, part, alive)
-        for seq in [s for s in committed.finished if s.owner.kept is not None]:
+        for seq in [s for s in committed.finished if s.owner.request.kept is not None]:
             self._keep(seq, plan)
         for seq in committed.finished:
             if seq.owner is not None:  # else its keys and values could not be copied
@@ -614,7 +614,7 @@ class Engine:
         """Copy the keys and values of a request that finished in this step, before its blocks get another owner."""
         i, job = plan.seqs.index(seq), seq.owner
         try:
-            job.kept += self.runner.keys_and_values(int(plan.rows[i]), int(plan.end[i]))
+            job.request.kept.extend(self.runner.keys_and_values(int(plan.rows[i]), int(plan.end[i])))
         except BaseException as e:
             self._give_up(job, e)
 
@@ -647,7 +647,7 @@ class Engine:
             if stop:
                 if values is not None and type(values[j]) is int:
                     job.channel.stop_token = values[j]
-                if not job.include_stop:
+                if job.request.include_stop is False:
                     if values is not None and j in part.logprobs:
                         job.channel.stop_logprob = part.logprobs[j][values[j]]
                     continue

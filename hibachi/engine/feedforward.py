@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -144,7 +145,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         seq = Seq(1, 1, priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
-        return Job(seq, channel or Channel(), given, kind=kind)
+        return Job(seq, channel or Channel(), replace(request, prompt=given), kind=kind)
 
     def submit(self, ready: Job) -> ItemStream[T]:
         """See `BatchEngine`."""

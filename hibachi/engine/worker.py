@@ -25,7 +25,7 @@ from hibachi.engine.stats import Stats
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.closeable import CLOSE_WITHIN
 from hibachi.errors import EngineClosed, EngineError, EngineFailed, HibachiError
-from hibachi.request import Finish
+from hibachi.request import Finish, Request
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 MOST_PATIENCE = 3600.0  # longest sleep of the thread in seconds; longer ones overflow some clocks
@@ -116,7 +116,7 @@ class Worker:
                 return
             done: Channel[Any] = Channel()
             done.thread = self._thread.ident
-            self._inbox.put((self.engine.drop_prefixes, Job(Seq(0, None, finish=Finish.STOP), done, None)))
+            self._inbox.put((self.engine.drop_prefixes, Job(Seq(0, None, finish=Finish.STOP), done, Request(None))))
         done.wait_end()
         if done.finish is not Finish.STOP:
             raise done.error or _closed()

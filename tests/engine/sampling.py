@@ -9,6 +9,7 @@ from hibachi.engine.runners.stops import Stopper
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
+from hibachi.request import Request
 
 
 class Row:
@@ -32,11 +33,9 @@ class Rows:
             job = Job(
                 Seq(len(row.prompt), None, row=i),
                 Channel(),
-                np.array(row.prompt, np.int32),
+                Request(np.array(row.prompt, np.int32), row.params, bad_words=row.bad_words),
                 stop=Stopper(StopRule(row.stop_tokens), (), np.int32) if row.stop_tokens else None,
-                params=row.params,
                 seed=row.seed,
-                bad_words=row.bad_words,
             )
             self.table.fill(i, job.history)
             self.sampler.admit(job)

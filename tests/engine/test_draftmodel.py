@@ -13,6 +13,7 @@ from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.speculation.draft_runner import DraftModel
 from hibachi.engine.streams.channel import Channel
+from hibachi.request import Request
 from hibachi.testing.toys import SumPaged, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -161,7 +162,7 @@ class Rows:
     def seq(self, row, blocks, length, **params):
         params = SamplingParams(**{"temperature": 0} | params)
         seq = Seq(length, None, row=row, blocks=list(blocks), length=length)
-        seq.owner = Job(seq, Channel(None), None, params=params)
+        seq.owner = Job(seq, Channel(None), Request(None, params))
         return seq
 
     def ask(self, *asked, most=3):

@@ -386,7 +386,7 @@ def test_of_an_input_per_position_no_more_is_kept_than_a_request_can_have(serve)
     engine = serve(Told(), max_model_len=30)
     request = Request(PROMPTS[0], inputs=given(0, np.broadcast_to(np.int32(10), (10**12,))))
     job = engine.check(request)
-    assert job.inputs["hours"].shape == (30,)
+    assert job.request.inputs["hours"].shape == (30,)
     assert len(rows(engine.submit(job))) == 28
 
 

@@ -118,15 +118,15 @@ class CachedRunner(BaseRunner):
         job: Job = seq.owner
         super().admit(seq)
         call = self.main
-        if job.pooling is not None:
+        if job.request.pooling is not None:
             if self._vectors is None:
                 head = Pooled(self.backend, self.limits.budget, type(self.model).__name__)
                 self._vectors = Call(head, self.model, self.backend, self.memory)
             call = self._vectors
         self.inputs.admit(job, call.head.admit(job))
-        if job.kv is not None:  # each time that it gets a row: it has other blocks then, or they were lost
+        if job.request.begun is not None:  # each time that it gets a row: it has other blocks then, or they were lost
             with self.tally:
-                self.memory.write(seq.blocks, job.kv)
+                self.memory.write(seq.blocks, job.request.begun.kv)
 
     @override
     def fitting(self, proposals: int) -> int:
@@ -161,7 +161,7 @@ class CachedRunner(BaseRunner):
         found: dict[tuple[bool, Kind | None, bool], list[int]] = {}
         for i in idx.tolist():
             job: Job = plan.seqs[i].owner
-            found.setdefault((job.pooling is not None, job.kind, bool(scored[i])), []).append(i)
+            found.setdefault((job.request.pooling is not None, job.kind, bool(scored[i])), []).append(i)
         calls = {False: self.main, True: self._vectors or self.main}
         return [(np.array(some), calls[key[0]]) for key, some in sorted(found.items(), key=lambda f: f[0][0])]
 

@@ -188,9 +188,10 @@ class Beside:
     def given(self, row: int, name: str) -> HostArray:
         """What a row's request gave for an input; an example where it gave nothing, as in trials."""
         job = self._jobs.get(row)
-        if job is None or not job.inputs:
+        if job is None or not job.request.inputs:
             return example(self.declared.inputs[name])
-        return job.inputs[name]
+        given: HostArray = job.request.inputs[name]  # as it was checked
+        return given
 
     def inputs(self, rows: Any, each: Any, positions: Any, names: frozenset[str] | None = None) -> dict[str, HostArray]:
         """Inputs of fixed shape: per request [B, *shape] for `rows` [B], per position [T, *shape] for tokens at

@@ -191,7 +191,7 @@ class Pooled:
     def admit(self, job: Job) -> int:
         self._sums[job] = {}
         before_last = job.seq.prompt_len - 1
-        return {"mean": before_last, "cls": min(1, before_last), "last": 0}[job.pooling or "last"]
+        return {"mean": before_last, "cls": min(1, before_last), "last": 0}[job.request.pooling or "last"]
 
     def most_outputs(self) -> int:
         return self._budget
@@ -207,7 +207,7 @@ class Pooled:
         bad = ~np.isfinite(vectors).all(axis=1)
         rounded = vectors.astype(np.float32)
         for i, job in enumerate(jobs):
-            if job.unit:
+            if job.request.unit:
                 rounded[i] = unit(rounded[i])
         batch = self._backend.put(rounded)
         self._backend.settle([batch])
@@ -227,7 +227,7 @@ class Pooled:
 
     def _pooled(self, job: Job, last: Any) -> Any:
         sums = self._sums[job]
-        if job.pooling == "mean":
+        if job.request.pooling == "mean":
             return sum(sums.values(), last) / job.seq.prompt_len
         return sums[0] if sums else last
 

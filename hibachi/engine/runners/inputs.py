@@ -60,7 +60,7 @@ class Inputs:
         self._beside.admit(job)
         self.look(row, unscored)
         self.embeds.pop(row, None)
-        if job.embeds is not None:
+        if job.request.embeds is not None:
             self.embeds[row] = job
 
     def look(self, row: int, unscored: int) -> None:
@@ -183,7 +183,7 @@ class Inputs:
     def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:
         """The same with the embeddings of prompts that are given as embeddings, if this step computes some of them."""
         jobs = [(i, self.embeds.get(row)) for i, row in enumerate(rows.tolist())]
-        mine = [(i, job.embeds) for i, job in jobs if job is not None and job.embeds is not None]
+        mine = [(i, job.request.embeds) for i, job in jobs if job is not None and job.request.embeds is not None]
         mine = [(i, e) for i, e in mine if start[i] < len(e)]
         if not mine:
             return x

@@ -16,33 +16,26 @@ from hibachi.engine.runners.tokentable import History, Kind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
 from hibachi.errors import InvalidRequest, text_of
-from hibachi.request import Pooling, SamplingParams
+from hibachi.request import Request, SamplingParams
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
-    """The engine's record of a request, beside the scheduler's `Seq`."""
+    """What the engine adds to a request, beside the scheduler's `Seq`.
+
+    request: as it was checked. Its prompt is a host array [n, *tok], or a feed-forward input.
+    """
 
     seq: Seq
     channel: Channel[Any]
-    prompt: Any  # host array [n, *tok]; a feed-forward input
+    request: Request
     stop: Any = None  # a `Stopper`, or the runner's own kind of stop rule
-    include_stop: bool = True
-    params: SamplingParams | None = None
     seed: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that may not occur
-    banned_first: tuple[int, ...] = ()  # token ids that may not come first
-    embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
     kind: Kind | None = None  # of its tokens; of feed-forward, of its input
     padding: Any = None  # the padding token of its kind: on the host [*tok], native [1, *tok]
     known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
-    pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None means tokens
-    unit: bool = False  # and of length 1
-    kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
-    kept: list[Any] | None = None  # see `Request`
-    inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
     prediction: Any = None  # of its output, a `hibachi.engine.speculation.prediction.Prediction`
     draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
     sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
@@ -53,14 +46,14 @@ class Job:
     @property
     def sampling(self) -> SamplingParams:
         """The parameters of a request that is sampled."""
-        assert self.params is not None
-        return self.params
+        assert self.request.params is not None
+        return self.request.params
 
     @property
     def history(self) -> History:
         """The tokens that its row of the table does not hold: when it gets a row, all of them."""
         if self.known is None:
-            self.known = History(self.prompt)
+            self.known = History(self.request.prompt)
         assert isinstance(self.known, History)
         return self.known
 
@@ -97,7 +90,7 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
                 native = backend.copy(batch) if everyone else backend.take(batch, backend.put(mine))
             out[mine] |= _ask(rule.where, native, len(members), backend)
     if positions is not None and out.any():
-        least = [job.seq.prompt_len + (job.params.min_tokens if job.params else 0) for job in jobs]
+        least = [job.seq.prompt_len + (job.request.params.min_tokens if job.request.params else 0) for job in jobs]
         out &= np.asarray(positions) + 1 >= np.array(least)
     return out
 

@@ -92,7 +92,7 @@ class NineRunner(BaseRunner):
         job: Job = seq.owner
         self._kinds.add(job.kind)
         if job.known is None:
-            one = self._ops.unsqueeze(job.prompt, BATCH_DIM)
+            one = self._ops.unsqueeze(job.request.prompt, BATCH_DIM)
             job.known = Kept(one, [job], [seq.prompt_len]), 0
 
     def run(self, plan: StepPlan) -> Outcome:
@@ -222,7 +222,7 @@ class NineFeedforwardRunner(BaseRunner):
     def _call(self, plan: StepPlan, idx: Any) -> Part:
         ops, n = self._ops, len(idx)
         with self.backend.guard():
-            x = ops.cat([ops.unsqueeze(job.prompt, BATCH_DIM) for job in jobs_of(plan, idx)], BATCH_DIM)
+            x = ops.cat([ops.unsqueeze(job.request.prompt, BATCH_DIM) for job in jobs_of(plan, idx)], BATCH_DIM)
             self.tally.call(n, n)
             with self.tally, self.theirs:
                 out = self.wait(self._model.forward(x))

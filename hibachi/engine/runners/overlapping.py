@@ -32,7 +32,7 @@ class OverlappingRunner(CachedRunner):
         head, inputs = self.main.head, self.inputs
         if not isinstance(head, Sampled) or self.memory.states or inputs.shapes.sizes or inputs.embeds:
             return False
-        if self._vectors is not None and any(seq.owner.pooling is not None for seq in plan.seqs):
+        if self._vectors is not None and any(seq.owner.request.pooling is not None for seq in plan.seqs):
             return False
         if inputs.score(plan.rows, plan.start):
             return False

@@ -101,13 +101,14 @@ class RowEdits:
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
+        bad_words, banned_first = job.request.bad_words, job.request.banned_first
         self._guided[row] = job.guided is not None
         self._looks[row] = bool(job.guided or params.logits_processors) or penalised(params)
-        self._looks[row] |= any(len(word) > 1 for word in job.bad_words)
+        self._looks[row] |= any(len(word) > 1 for word in bad_words)
         self._always[row] = bool(
-            params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
+            params.logit_bias or bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
-        least = max(params.min_tokens if self._stop_tokens(job) else 0, bool(job.banned_first))
+        least = max(params.min_tokens if self._stop_tokens(job) else 0, bool(banned_first))
         self._until[row] = min(start + least, MOST_INT) if least else 0
         self.some = bool(self._always.any() or self._guided.any() or self._until.any())
         job.changes = None
@@ -118,12 +119,12 @@ class RowEdits:
             changes.kept = masks.packed(params.allowed_token_ids, self.vocab_size)
         for token, value in dict(params.logit_bias).items():
             changes.bias.add(token, value)
-        for token in (*(word[-1] for word in job.bad_words), *job.banned_first, *self._stop_tokens(job)):
+        for token in (*(word[-1] for word in bad_words), *banned_first, *self._stop_tokens(job)):
             changes.bias.add(token, 0)
         self._factor[row] = params.repetition_penalty
         self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
-        if params.repetition_penalty != 1 and job.embeds is None:
-            for token in np.unique(job.prompt).tolist():
+        if params.repetition_penalty != 1 and job.request.embeds is None:
+            for token in np.unique(job.request.prompt).tolist():
                 changes.counts.add(token, 0)
         job.changes = changes
 
@@ -211,11 +212,11 @@ class RowEdits:
         """Set tokens that may not come at this position to -inf. bias, ids [W]: the row's list."""
         row, start = job.seq.row, job.seq.prompt_len
         banned = self._stop_tokens(job) if position < start + job.sampling.min_tokens else []
-        banned += job.banned_first if position == start else ()
-        if job.bad_words:
-            longest = max(map(len, job.bad_words))
+        banned += job.request.banned_first if position == start else ()
+        if job.request.bad_words:
+            longest = max(map(len, job.request.bad_words))
             output = tuple(self.table.read(row, max(start, position + 1 - longest), position).tolist())
-            banned = [*banned, *(w[-1] for w in job.bad_words if len(w) == 1 or output[1 - len(w) :] == w[:-1])]
+            banned = [*banned, *(w[-1] for w in job.request.bad_words if len(w) == 1 or output[1 - len(w) :] == w[:-1])]
         if banned:
             bias[np.isin(ids, banned)] = -np.inf  # everywhere: a list is padded with its first token
 

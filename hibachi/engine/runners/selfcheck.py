@@ -30,7 +30,7 @@ from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
 from hibachi.errors import NotDeterministic
-from hibachi.request import SamplingParams
+from hibachi.request import Request, SamplingParams
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 R = TypeVar("R")
@@ -209,8 +209,9 @@ class _Probe:
         runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", tally, self._memory)
         runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
-            params = SamplingParams()
-            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n], kind=kind, params=params, seed=i)
+            job = Job(
+                Seq(n, len(text) - n, tenant=i), Channel(), Request(text[:n], SamplingParams()), kind=kind, seed=i
+            )
             job.seq.owner = job
             scheduler.add(job.seq)
         while True:

@@ -316,7 +316,7 @@ class FeedforwardRunner(BaseRunner):
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
-        batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
+        batch = np.stack([j.request.prompt for j in jobs_of(plan, idx)])
         shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
         self.tally.call(len(idx), len(idx), shapes)
 

@@ -202,7 +202,7 @@ class DraftModel:
     def _enter(self, seq: Seq, tokens: Tokens) -> _Past:
         """A request has got a row: what its blocks hold of it already."""
         job: Job = seq.owner
-        past = self._pasts[seq] = _Past(length=len(tokens), bad=job.embeds is not None)
+        past = self._pasts[seq] = _Past(length=len(tokens), bad=job.request.embeds is not None)
         self._held[seq.row] = seq, seq.length
         row, params = seq.row, job.sampling
         self._sampler.set(row, params, job.seed)

@@ -77,8 +77,8 @@ class Drafting:
             if known - table.computed.item(at) != 1:
                 continue
             most = min(self._k, table.end.item(at) - known - 1)
-            if job.params is not None and job.params.num_speculative_tokens is not None:
-                most = min(most, job.params.num_speculative_tokens)
+            if job.request.params is not None and job.request.params.num_speculative_tokens is not None:
+                most = min(most, job.request.params.num_speculative_tokens)
             if most > 0:
                 rows.append(Row(seq, job, most, known))
         return rows

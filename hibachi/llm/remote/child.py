@@ -289,7 +289,7 @@ class Child:
             job = self._engine.check(_unpacked(contents), channel)
             if (read := self._engine.reader(job)) in (native_row, output_row):
                 channel.read = None
-            elif job.pooling is not None:
+            elif job.request.pooling is not None:
                 channel.read = read
             elif self._engine.facts.arrays:
                 channel.read = sendable
