@@ -16,7 +16,6 @@ if (
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import NoReturn as _NoReturn
 
 if _TYPE_CHECKING:
     from hibachi.backend.array_backend import ArrayBackend as ArrayBackend
@@ -183,30 +182,15 @@ _PLACES = {
     "register_model": "hibachi.llm.model.registry",
 }
 
-_RENAMED = {"available": "available_backends", "load": "load_backend"}
-
 __all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> object:
-    if (new := _RENAMED.get(name)) is not None:
-        return _old(name, new)
     if (place := _PLACES.get(name)) is None:
         raise AttributeError(f"module 'hibachi' has no attribute {name!r}")
     found: object = getattr(_import_module(place), name)
     globals()[name] = found
     return found
-
-
-def _old(name: str, new: str) -> object:
-    """A function that says its new name: `from hibachi import` shows no message of an AttributeError."""
-
-    def told(*_: object, **__: object) -> _NoReturn:
-        from hibachi.errors import ConfigError
-
-        raise ConfigError(f"hibachi.{name} is called hibachi.{new} now.")
-
-    return told
 
 
 def __dir__() -> list[str]:

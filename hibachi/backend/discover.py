@@ -7,11 +7,10 @@ import logging
 import os
 import sys
 from functools import partial
-from importlib.metadata import EntryPoint
 from typing import Any
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.common.installed import entry_points
+from hibachi.common.installed import by_name
 from hibachi.common.named import object_named
 from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError, HibachiError
 
@@ -22,13 +21,9 @@ BEST = ("torch", "jax", "numpy")  # for a model from files, the fastest first
 log: logging.Logger = logging.getLogger("hibachi.tensor")
 
 
-def _found() -> dict[str, EntryPoint]:
-    return {e.name: e for e in entry_points(group=GROUP)}
-
-
 def _class(name: str) -> Any:
     try:
-        return _found()[name].load()
+        return by_name(GROUP)[name].load()
     except ModuleNotFoundError as e:
         raise BackendNotInstalled(
             f"Backend {name!r} needs the module {e.name!r}, which is not installed. "
@@ -38,7 +33,7 @@ def _class(name: str) -> Any:
 
 def known() -> list[str]:
     """Names of all registered backends, installed or not."""
-    return sorted(_found())
+    return list(by_name(GROUP))
 
 
 def load_backend(name: str, *, device: Any = None) -> ArrayBackend:
@@ -47,7 +42,7 @@ def load_backend(name: str, *, device: Any = None) -> ArrayBackend:
     Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing, ConfigError if
     it does not start, for example on a device that is not there.
     """
-    if name not in _found():
+    if name not in by_name(GROUP):
         raise BackendNotFound(
             f"No backend is called {name!r}. Known: {', '.join(known()) or 'none'}. "
             f"A package adds one by an entry point in the group {GROUP!r}."
@@ -120,7 +115,7 @@ def resolve_or_best(name: str | None, *, device: Any = None) -> ArrayBackend:
 
 def why_missing(name: str) -> str | None:
     """Why a backend does not load, or None if it does."""
-    if name not in _found():
+    if name not in by_name(GROUP):
         return "no installed package registers it"
     try:
         _class(name)
@@ -156,7 +151,7 @@ def resolve(spec: str, *, device: Any = None) -> ArrayBackend:
 
     Raises like `load_backend`.
     """
-    if spec in _found():
+    if spec in by_name(GROUP):
         return load_backend(spec, device=device)
     found, named = _object(spec)
     if named:
@@ -168,7 +163,7 @@ def resolve(spec: str, *, device: Any = None) -> ArrayBackend:
 
 def resolve_any(spec: str) -> Any:
     """Like `resolve`, but an object by name may be anything, such as one with the nine operations only."""
-    if spec not in _found() and ":" in spec:
+    if spec not in by_name(GROUP) and ":" in spec:
         found, _ = _object(spec)
         return _made(spec, found, None) if callable(found) else found
     return resolve(spec)

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from hibachi.common.installed import version
-from hibachi.common.options import UNITS, meant, renamed
+from hibachi.common.options import meant
 from hibachi.common.phases import INTERRUPTED, showing_phases
 from hibachi.errors import HibachiError, printable
 
@@ -34,7 +34,7 @@ BROKEN_PIPE = 141  # as shells report a program whose reader closed the pipe
 
 
 class Parser(argparse.ArgumentParser):
-    """For a command line that cannot be read, an option that was renamed is told first."""
+    """An unknown option is answered with the one that was probably meant."""
 
     _words: Sequence[str] = ()
 
@@ -44,12 +44,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        known, helpful = _names(self._actions), _names(shown)
+        known = _names(self._actions)
         if message.startswith("unrecognized arguments"):
             wrong = [name for word in self._words if (name := _name(word)) and name not in known]
-            if wrong and (near := meant(wrong[0], helpful, flags=True)):
+            if wrong and (near := meant(wrong[0], _names(shown), flags=True)):
                 message = f"{message} ({near})"
-        super().error(_renamed(self._words, known) or message)
+        super().error(message)
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -107,14 +107,6 @@ def _name(word: str) -> str:
 
 def _names(actions: Iterable[argparse.Action]) -> set[str]:
     return {name for action in actions for option in action.option_strings if (name := _name(option))}
-
-
-def _renamed(words: Sequence[str], known: Iterable[str]) -> str | None:
-    """The message for the first option that was renamed, if there is one. known: the options, with underscores."""
-    for word in words:
-        if (name := _name(word)) and name not in known and (new := renamed(name, known)) is not None:
-            return f"{word.partition('=')[0]} is called --{new.replace('_', '-')} now{UNITS.get(name, '')}"
-    return None
 
 
 def _explain(e: BaseException) -> int:

@@ -13,7 +13,6 @@ import argparse
 import os
 
 from hibachi.cli.settings import settings_arguments
-from hibachi.common.options import renamed
 from hibachi.common.settings.kinds import SWITCH
 from hibachi.errors import ConfigError
 from hibachi.llm.model.extras import need
@@ -57,9 +56,6 @@ def run(args: argparse.Namespace) -> int:
     theirs = {flag.key: value for flag in FLAGS if (value := getattr(args, flag.dest, None)) is not None}
     settings = settle(flags, os.environ, args.config, theirs)
     if theirs and settings.tgi is None:
-        for flag in (flag for flag in FLAGS if flag.key in theirs):  # the launcher's word was ours once
-            if (new := renamed(flag.key, vars(args))) is not None:
-                args.parser.error(f"{flag.flag} is called --{new.replace('_', '-')} now")
         names = ", ".join(flag.flag for flag in FLAGS if flag.key in theirs)
         args.parser.error(f"unrecognized arguments: {names} (of text-generation-launcher; --compat tgi takes them)")
     for package in _PACKAGES:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
+
+from hibachi.errors import ConfigError, MissingExtra, text_of
 
 
 def version(package: str = "hibachi") -> str:
@@ -24,6 +27,30 @@ def version(package: str = "hibachi") -> str:
 def entry_points(*, group: str) -> metadata.EntryPoints:
     found: metadata.EntryPoints = _all(tuple((place, _changed(place)) for place in sys.path)).select(group=group)
     return found
+
+
+def by_name(group: str) -> dict[str, metadata.EntryPoint]:
+    """The entry points of a group by their names, in the order of these."""
+    return {point.name: point for point in sorted(entry_points(group=group), key=lambda point: point.name)}
+
+
+def plugin(group: str, name: str, ours: Mapping[str, Any], what: str, unknown: str) -> Any:
+    """What a name stands for: one of ours, else the object of an entry point of the group.
+
+    what: the thing that is looked for, as errors begin with it. unknown: the error for a name that nobody has, in which
+    {known} stands for all names. Raises ConfigError, and MissingExtra for one that lacks a package of its own.
+    """
+    if name in ours:
+        return ours[name]
+    others = by_name(group)
+    if name not in others:
+        raise ConfigError(unknown.replace("{known}", ", ".join(dict.fromkeys([*ours, *others]))))
+    try:
+        return others[name].load()
+    except ImportError as e:
+        raise MissingExtra(f"{what} needs what is not installed: {text_of(e)}") from e
+    except Exception as e:
+        raise ConfigError(f"{what} cannot be loaded: {text_of(e)}") from e
 
 
 @lru_cache(maxsize=1)

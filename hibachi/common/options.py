@@ -1,4 +1,4 @@
-"""Names of options: a misspelt one is answered with the nearest name, an old one with its new name."""
+"""Names of options: a misspelt one is answered with the nearest name."""
 
 from __future__ import annotations
 
@@ -14,32 +14,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 SAMPLED: set[str] = set()  # the fields of SamplingParams, which adds them itself
 
-# The names of vLLM, which came later than these did. Flags, variables and keys of TOML files are the same with dashes.
-RENAMED: dict[str, str] = {
-    "max_batch_size": "max_num_seqs",
-    "max_num_seqs": "max_batch_size",  # of a feed-forward model
-    "rows": "max_num_seqs",
-    "max_batch_tokens": "max_num_batched_tokens",
-    "budget": "max_num_batched_tokens",
-    "prefill": "max_prefill_tokens",
-    "cache_bytes": "kv_cache_memory_bytes",
-    "cache_mib": "kv_cache_memory_bytes",
-    "blocks": "num_blocks",
-    "prefix_cache": "enable_prefix_caching",
-    "no_prefix_cache": "no_enable_prefix_caching",
-    "policy": "scheduling_policy",
-    "max_waiting": "max_num_queued_reqs",
-    "max_queued": "max_num_queued_reqs",
-    "max_len": "max_model_len",
-    "max_new_tokens": "max_tokens",
-    "stop": "stop_rule",
-    "cors": "allowed_origins",
-}
-
 
 # Names of transformers and vLLM: the one that is in their place here, if there is one, and what is to be known of it.
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "max_length": ("max_tokens", "It counts new tokens only."),
+    "max_new_tokens": ("max_tokens", ""),
     "stop_strings": ("stop", ""),
     "num_return_sequences": ("n", ""),
     "do_sample": ("temperature", "0 is greedy, and all others sample."),
@@ -47,13 +26,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "guidance_scale": ("", "a model may compute both rows and mix their logits itself."),
     "gpu_memory_utilization": ("kv_cache_memory_bytes", "It takes the bytes of the cache, not a share of the memory."),
 }
-UNITS = {"cache_mib": ", in bytes: 4096M for what was 4096"}  # where a number means something else by the new name
-
-
-def renamed(name: str, known: Iterable[str]) -> str | None:
-    """The new name of an option that was renamed, if it is one of `known`."""
-    new = RENAMED.get(name)
-    return new if new is not None and new in known else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -136,8 +108,6 @@ def check_options(what: str, options: Any, known: Iterable[str], error: type[Hib
 
 
 def _told(what: str, name: str, known: Iterable[str]) -> str:
-    if (new := renamed(name, known)) is not None:
-        return f"{what} has no option {name!r} any more: it is called {new!r} now."
     if name in SAMPLED:
         return f"{what} has no option {name!r}: it is a field of the parameters. Pass SamplingParams({name}=...)."
     return f"{what} has no option {name!r}; " + (meant(name, known) or f"expected one of {', '.join(known)}.")

@@ -523,8 +523,6 @@ def check_takes(model: Any, name: str, *arguments: str) -> None:
 def limit_of(model: Any) -> int | None:
     """Most tokens of a request, as the model says it; None means that it does not."""
     own: int | None = getattr(model, "max_model_len", None)
-    if own is None and isinstance(getattr(model, "max_len", None), int):
-        log.warning("%s.max_len is not read: the attribute is called max_model_len now", type(model).__name__)
     return own
 
 

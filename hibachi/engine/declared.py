@@ -4,14 +4,11 @@ so it holds however the model is run.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
 from hibachi.errors import ConfigError, InvalidRequest, text_of
 from hibachi.request import SamplingParams, StopRule, as_params, as_rule
-
-log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 def own_tokens(model: Any) -> dict[str, Any]:
@@ -26,9 +23,6 @@ def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
     Raises ConfigError.
     """
     ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop_rule", None)
-    old = getattr(model, "stop", None)
-    if stop is None and old is not None and not callable(old):  # a method of such a name ends something else
-        log.warning("%s.stop is not read: the attribute is called stop_rule now", type(model).__name__)
     try:
         found = None if stop is None and ids is None else as_rule(stop)
         return found and replace(found, tokens=(*found.tokens, *(() if ids is None else ids)))

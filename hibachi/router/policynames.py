@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hibachi.common.installed import entry_points
-from hibachi.errors import ConfigError
+from hibachi.common.installed import plugin
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.policies import (
     LeastConnection,
@@ -27,12 +26,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_of(name: str) -> Policy:
-    """A new one. Raises ConfigError."""
-    if name in POLICIES:
-        return POLICIES[name]()
-    found = {point.name: point for point in entry_points(group="hibachi.router_policies")}
-    if name not in found:
-        known = ", ".join([*POLICIES, *sorted(found)])
-        raise ConfigError(f"--policy {name}: expected one of {known}.")
-    made: Policy = found[name].load()()
+    """A new one. Raises ConfigError, and MissingExtra for one that lacks a package of its own."""
+    what = f"--policy {name}"
+    made: Policy = plugin("hibachi.router_policies", name, POLICIES, what, f"{what}: expected one of {{known}}.")()
     return made

@@ -75,10 +75,9 @@ def test_version_is_that_of_the_package(run):
         ("generate stray", "hibachi generate: error: unrecognized arguments: stray"),
         ("generate --max 3", "unrecognized arguments: --max 3"),  # no abbreviations: they break with the next option
         ("generate --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
-        ("generate --max-new-tokens 3", "--max-new-tokens is called --max-tokens now"),
+        ("generate --max-new-tokens 3", "--max-new-tokens 3 (did you mean --max-tokens?)"),
         ("serve tiny --gpu-memory-utilization 0.5", "did you mean --kv-cache-memory-bytes? It takes the bytes"),
-        ("sim --policy=fair", "--policy is called --scheduling-policy now"),
-        ("serve tiny --max-batch-size 3", "--max-batch-size is called --max-num-seqs now"),
+        ("serve tiny --max-batch-size 3", "unrecognized arguments: --max-batch-size (of text-generation-launcher"),
         ("doctor stray", "hibachi doctor: error: unrecognized arguments: stray"),
         ("demo --tokens many", "argument --tokens: invalid int value: 'many'"),
     ],

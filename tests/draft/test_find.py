@@ -32,7 +32,7 @@ def installed(monkeypatch):
     names = {"again": "Again", "raises": "raises", "none": "makes_none", "lost": "nowhere"}
     found = {name: f"{__name__}:{of}" for name, of in names.items()} | {"away": "hibachi_is_not_here:x"}
     points = metadata.EntryPoints(metadata.EntryPoint(n, v, find.GROUP) for n, v in found.items())
-    monkeypatch.setattr(find, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr("hibachi.common.installed.entry_points", lambda group: points.select(group=group))
 
 
 def test_an_installed_one_is_made_for_a_vocabulary(installed):

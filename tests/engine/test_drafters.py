@@ -87,7 +87,7 @@ def test_a_drafter_saves_steps_from_a_thread_of_its_own(patient):
 
 def test_an_installed_one_is_made_for_each_engine(patient, monkeypatch):
     made = []
-    monkeypatch.setattr(find, "entry_points", lambda group: [Point(made)])
+    monkeypatch.setattr("hibachi.common.installed.entry_points", lambda group: [Point(made)])
     for n in (1, 2):
         with engine("right") as e:
             assert answers(e) == WANT

@@ -23,7 +23,7 @@ def of_others(vocabulary):
 def test_llguidance_serves_unless_the_variable_names_another(monkeypatch):
     monkeypatch.delenv(find.VARIABLE, raising=False)
     assert isinstance(find.guides_for(made.tiny()), LlguidanceGuides)
-    monkeypatch.setattr(find, "entry_points", points(other=f"{__name__}:of_others"))
+    monkeypatch.setattr("hibachi.common.installed.entry_points", points(other=f"{__name__}:of_others"))
     monkeypatch.setenv(find.VARIABLE, "other")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     assert find.guides_for(made.tiny()) == ("theirs", made.tiny())
@@ -32,7 +32,7 @@ def test_llguidance_serves_unless_the_variable_names_another(monkeypatch):
 
 
 def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(monkeypatch):
-    monkeypatch.setattr(find, "entry_points", points(other="nowhere:x"))
+    monkeypatch.setattr("hibachi.common.installed.entry_points", points(other="nowhere:x"))
     monkeypatch.setenv(find.VARIABLE, "xgrammar")
     with pytest.raises(ConfigError, match="HIBACHI_GUIDES must be one of llguidance, other; got 'xgrammar'"):
         find.guides_for(made.tiny())
@@ -49,7 +49,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 
 def test_ours_is_an_entry_point_as_others_are():
     tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((made.TINY.parents[2] / "pyproject.toml").read_text())
+    project = tomllib.loads((made.TINY.parents[3] / "pyproject.toml").read_text())
     name, place = next(iter(project["project"]["entry-points"][find.GROUP].items()))
     assert name == find.OWN and place == f"{LlguidanceGuides.__module__}:{LlguidanceGuides.__name__}"
 

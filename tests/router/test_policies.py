@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.router import policynames
 from hibachi.router.policies import (
     Ask,
     LeastConnection,
@@ -120,7 +119,7 @@ def test_sticky_keeps_to_its_server_while_that_takes_any():
 def test_policies_have_names_and_others_may_be_installed(monkeypatch):
     assert {type(policy_of(name)) for name in POLICIES} == set(POLICIES.values())
     theirs = EntryPoint("theirs", "hibachi.router.policies:RoundRobin", "hibachi.router_policies")
-    monkeypatch.setattr(policynames, "entry_points", lambda group: [theirs])
+    monkeypatch.setattr("hibachi.common.installed.entry_points", lambda group: [theirs])
     assert isinstance(policy_of("theirs"), RoundRobin)
     with pytest.raises(ConfigError, match=r"--policy other: expected one of least-connection, .*, theirs"):
         policy_of("other")

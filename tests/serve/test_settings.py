@@ -212,8 +212,6 @@ def test_errors_name_the_variable_or_the_file(tmp_path):
         ("restart = 1", r"serve.toml: restart: expected true or false; got 1"),
         ("served-model-name = [1]", r"serve.toml: served-model-name: expected texts"),
         ("prot = 1", r"serve.toml: there is no setting prot\. Did you mean port\?"),
-        ("max-batch-size = 3", r"serve.toml: max-batch-size is called max-num-seqs now\."),
-        ("max_waiting = 3", r"serve.toml: max_waiting is called max-num-queued-reqs now\."),
         ("[server]\nport = 1", r"serve.toml: there is no setting server"),
         ("port =", r"serve.toml: expected TOML; "),
     ):
@@ -228,8 +226,6 @@ def test_an_empty_variable_is_none_and_a_misspelled_one_is_told_of():
         assert found == [meant] * 5
     [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_VARIANT": "none", "HIBACHI_PORT": "1", "PATH": ""})
     assert line == "HIBACHI_APIKEY is not a setting; HIBACHI_API_KEY is"
-    [line] = misspelled({"HIBACHI_MAX_BATCH_SIZE": "3"})
-    assert line == "HIBACHI_MAX_BATCH_SIZE has no effect here: its name is HIBACHI_MAX_NUM_SEQS"
 
 
 def test_no_error_shows_a_key(tmp_path):

@@ -71,8 +71,8 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch):
 
 
 def test_a_backend_that_no_package_registers_is_named(monkeypatch):
-    found = discover._found()
-    monkeypatch.setattr(discover, "_found", lambda: {"numpy": found["numpy"]})
+    found = discover.by_name(discover.GROUP)
+    monkeypatch.setattr(discover, "by_name", lambda group: {"numpy": found["numpy"]})
     best, why = best_and_why()
     assert best == "numpy" and "not torch: no installed package registers it; not jax: no installed package" in why
 

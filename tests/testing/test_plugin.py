@@ -64,7 +64,7 @@ def test_an_unknown_backend_is_an_error_that_names_the_known_ones(conformance):
 
 
 def test_no_backend_at_all_is_an_error_and_not_a_green_run(conformance):
-    hidden = "import sys, hibachi.backend.discover as d; d.entry_points = lambda **_: []; "
+    hidden = "import sys, hibachi.common.installed as d; d.entry_points = lambda **_: []; "
     run = "import pytest; from hibachi.testing.run import pytest_words; sys.exit(pytest.main(pytest_words([])))"
     status, said = conformance(program=("-c", hidden + run))
     assert status not in (0, 5)

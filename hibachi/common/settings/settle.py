@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hibachi.common.options import nearest, renamed
+from hibachi.common.options import nearest
 from hibachi.common.settings.kinds import PREFIX, SWITCH, Setting
 from hibachi.errors import ConfigError
 
@@ -69,8 +69,6 @@ def _from_file(
         if key in tables:
             continue
         if key not in settings:
-            if (new := renamed(key, settings)) is not None:
-                raise ConfigError(f"{file}: {name} is called {settings[new].name} now.")
             near = nearest(key, settings)
             hint = f" Did you mean {settings[near].name}?" if near else f" `hibachi {command} --help` lists them."
             raise ConfigError(f"{file}: there is no setting {name}.{hint}")
@@ -104,9 +102,7 @@ def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     for name in environment:
         if not name.startswith(PREFIX) or name in known:
             continue
-        if (new := renamed(name.removeprefix(PREFIX).lower(), settings)) is not None:
-            found.append(f"{name} has no effect here: its name is {settings[new].variable}")
-        elif near := difflib.get_close_matches(name, known, 1, 0.9):
+        if near := difflib.get_close_matches(name, known, 1, 0.9):
             found.append(f"{name} is not a setting; {near[0]} is")
     return found
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hibachi.common.installed import entry_points
+from hibachi.common.installed import plugin
 from hibachi.engine.scheduler.policy import Fair, Fcfs, Policy, Priority, Shares, WaitingServed
 from hibachi.errors import ConfigError
 
 GROUP = "hibachi.policies"
 SHIPPED: dict[str, Callable[[], Policy]] = {
+    "fair": Fair,
     "fcfs": Fcfs,
     "priority": Priority,
-    "fair": Fair,
     "shares": Shares,
     "waiting-served": WaitingServed,
 }
@@ -28,14 +28,8 @@ def policy_of(given: Any) -> Policy:
     if given is None:
         return Priority()
     if isinstance(given, str):
-        found = SHIPPED.get(given)
-        if found is None:
-            others = {e.name: e for e in entry_points(group=GROUP)}
-            if given not in others:
-                known = ", ".join(sorted({*SHIPPED, *others}))
-                raise ConfigError(f"No policy is called {given!r}: expected one of {known}, or a policy object.")
-            found = others[given].load()
-        given = found()
+        unknown = f"No policy is called {given!r}: expected one of {{known}}, or a policy object."
+        given = plugin(GROUP, given, SHIPPED, f"The policy {given!r}", unknown)()
     missing = [name for name in _METHODS if not callable(getattr(given, name, None))]
     if missing or isinstance(given, type):
         raise ConfigError(

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hibachi.common.installed import entry_points
+from hibachi.common.installed import by_name, plugin
 from hibachi.engine.speculation.protocol import Drafter
-from hibachi.errors import ConfigError, MissingExtra, shown, text_of
+from hibachi.errors import ConfigError, shown, text_of
 
 GROUP = "hibachi.drafters"
 
 
 def installed() -> list[str]:
     """The names of those that are installed."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    return list(by_name(GROUP))
 
 
 def drafter_of(given: str | Drafter, vocab_size: int) -> Drafter:
@@ -26,18 +26,13 @@ def drafter_of(given: str | Drafter, vocab_size: int) -> Drafter:
     """
     if not isinstance(given, str):
         return given
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    try:
-        make = found[given].load()
-    except ImportError as e:
-        raise MissingExtra(f"The drafter {given!r} needs what is not installed: {text_of(e)}") from e
-    except Exception as e:
-        raise ConfigError(f"The drafter {given!r} cannot be loaded: {text_of(e)}") from e
+    what = f"The drafter {given!r}"
+    make = plugin(GROUP, given, {}, what, f"{what} is not installed; there are: {{known}}.")
     try:
         drafter = make(vocab_size)
     except Exception as e:
-        raise ConfigError(f"The drafter {given!r} cannot be made: {found[given].value} raised {text_of(e)}") from e
-    return check_drafter(drafter, f"The drafter {given!r}")
+        raise ConfigError(f"{what} cannot be made: {by_name(GROUP)[given].value} raised {text_of(e)}") from e
+    return check_drafter(drafter, what)
 
 
 def check_drafter(given: Any, name: str) -> Drafter:

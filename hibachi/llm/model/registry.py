@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from hibachi.backend.array_backend import Array, ArrayBackend
 from hibachi.backend.discover import resolve_or_best
-from hibachi.common.installed import entry_points
+from hibachi.common.installed import by_name
 from hibachi.engine.ladder import LanguageModel
 from hibachi.errors import ConfigError, UnknownArchitecture
 from hibachi.llm.model.arch import Arch, shapes
@@ -67,7 +67,7 @@ def register_model(architecture: str, model: Registered) -> None:
 
 def architectures() -> dict[str, str]:
     """Every architecture that can be loaded, and its origin: "hibachi", "register_model" or a package's name."""
-    installed = {e.name: e.dist.name if e.dist else "?" for e in entry_points(group=GROUP)}
+    installed = {name: e.dist.name if e.dist else "?" for name, e in by_name(GROUP).items()}
     return dict.fromkeys(_BUILT_IN, "hibachi") | installed | dict.fromkeys(_MINE, "register_model")
 
 
@@ -199,8 +199,8 @@ def _resolved(name: str) -> Family | Loader:
     """What is registered under a name, imported if need be."""
     model = _MINE.get(name)
     if model is None:
-        installed = [e for e in entry_points(group=GROUP) if e.name == name]
-        model = installed[0].value if installed else _BUILT_IN[name]
+        installed = by_name(GROUP)
+        model = installed[name].value if name in installed else _BUILT_IN[name]
     if not isinstance(model, str):
         return model
     module, _, attribute = model.partition(":")
