@@ -1,6 +1,7 @@
 """Options of engines: what is misspelt is answered in one sentence, with the nearest name."""
 
 import argparse
+import dataclasses
 import inspect
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import hibachi
 from hibachi.cli.main import parser
 from hibachi.common.options import check_variables
-from hibachi.llm.options import OPTIONS
+from hibachi.engine import config
+from hibachi.llm.options import OPTIONS, TextConfig, TextOptions
 from hibachi.llm.own import open_texts
 from hibachi.offline import settings as offline
 from hibachi.server import settings as serving
@@ -81,6 +83,22 @@ def test_every_option_is_spelled_out():
         assert inspect.Parameter.VAR_KEYWORD not in kinds
     llm = {p.name for p in inspect.signature(hibachi.LLM).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert llm == set(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "record, keywords",
+    [
+        (config.BatchConfig, config.BatchOptions),
+        (config.EngineConfig, config.EngineOptions),
+        (config.FeedforwardConfig, config.FeedforwardOptions),
+        (config.WorkerConfig, config.WorkerOptions),
+        (TextConfig, TextOptions),
+    ],
+)
+def test_the_keywords_of_an_option_are_those_of_its_record(record, keywords):
+    assert {one.name: one.type for one in dataclasses.fields(record)} == {
+        name: kind.__forward_arg__ for name, kind in keywords.__annotations__.items()
+    }
 
 
 def commands(name="", of=None):

@@ -1,5 +1,6 @@
 """What the types say to those who use them: mypy, and in `make test-all` basedpyright."""
 
+import ast
 import json
 import os
 import re
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import hibachi
 
 from .install.venvs import environment
 
@@ -39,6 +42,13 @@ def test_mypy_accepts_programs_that_are_right():
 def test_mypy_refuses_programs_that_are_not():
     found, said = by_mypy("refused.py")
     assert found == marked("refused.py"), said
+
+
+def test_what_is_public_is_named_for_type_checkers_too():
+    tree = ast.parse(Path(hibachi.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and "_TYPE_CHECKING" in ast.unparse(node.test))
+    places = {each.names[0].asname: each.module for each in block.body}
+    assert places == hibachi._PLACES
 
 
 @pytest.fixture(scope="module")

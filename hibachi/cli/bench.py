@@ -19,7 +19,7 @@ from typing import Any
 from hibachi.backend.discover import best_backend, load_backend
 from hibachi.backend.library import check_numerics
 from hibachi.cli import benchserve
-from hibachi.cli.options import model_arguments
+from hibachi.cli.options import MODEL, SETTINGS, model_arguments, model_options
 from hibachi.common.installed import version
 from hibachi.common.named import is_named
 from hibachi.common.phases import phase
@@ -315,9 +315,8 @@ def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
         if args.numerics is not None:
             check_numerics(args.numerics, load_backend(args.backend or best_backend(), device=args.device))
         options = {name: _value(value) for name, value in args.option}
-        for option in ("device", "deterministic", "numerics", "quantization", "autotune"):
-            if getattr(args, option) is not None:
-                options[option] = getattr(args, option)
+        given = {key: getattr(args, key) for key in MODEL if key not in ("backend", "dtype", "max_model_len")}
+        options |= {key: value for key, value in given.items() if value != SETTINGS[key].default}
         options |= {} if args.profile is None else {"profile": True}
         out.append(EngineSetup(OURS, str(path), backend=args.backend or best_backend(), options=options, **common))
     for each, name in zip(args.peer, names, strict=True):
@@ -368,8 +367,10 @@ def growing(args: argparse.Namespace) -> int:
         Path(args.out).open("ab").close()
     longest = describe(locate(args.model)).context
     limit = args.max_model_len or min(max(args.contexts) + 16, longest or max(args.contexts) + 16)
-    sizes = {"max_model_len": limit, "max_num_seqs": max(args.rows)}
-    with LLM(args.model, kv_cache_memory_bytes=args.kv_cache_memory_bytes, **sizes, **_options(args)) as llm:
+    options = model_options(args)
+    options["max_model_len"], options["max_num_seqs"] = limit, max(args.rows)
+    options["kv_cache_memory_bytes"] = args.kv_cache_memory_bytes
+    with LLM(args.model, **options) as llm:
         backend = llm.backend.versions()
         print(f"{args.model} in {llm.model.dtype} on {llm.backend.fingerprint()}")
         print("\n   rows  context     a step   tokens/s")
@@ -387,13 +388,6 @@ def growing(args: argparse.Namespace) -> int:
     if args.plot:
         plot_growth(points, found, f"{Path(args.model).name} on {backend['library']}", args.plot)
     return 0
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: getattr(args, name)
-        for name in ("backend", "device", "dtype", "deterministic", "numerics", "quantization", "autotune")
-    }
 
 
 def _engine(llm: LLM) -> AutoregressiveBatchInference:
@@ -447,7 +441,7 @@ def fit(args: argparse.Namespace) -> int:
         backend = {"library": args.backend or "its own", "device": "default"}
     else:
         with phase(f"opening {args.model}"):
-            llm = LLM(args.model, max_model_len=args.max_model_len, **_options(args), **sizes)
+            llm = LLM(args.model, **model_options(args), **sizes)
         with llm:
             samples = fitting.measure(_engine(llm), _vocabulary(llm), **load)
             backend = llm.backend.versions()

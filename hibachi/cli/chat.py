@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.cli.chattools import MOST_TURNS, Functions, results
-from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
+from hibachi.cli.options import MODEL, SETTINGS, model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.cli.thoughts import Shown
 from hibachi.errors import ConfigError, InvalidRequest, PromptTooLong, printable
 from hibachi.llm.chatformat.format import Reasoned, Said
@@ -36,14 +36,15 @@ FETCHED = ".smollm2"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model_arguments(parser, default=None)
+    add(
+        "--model",
+        metavar="MODEL",
+        help=f"{SETTINGS['model'].help} (default: what `make chat` fetched)",
+    )
+    model_arguments(parser, MODEL)
     add("--system", metavar="TEXT", help="system message to begin with")
     add("--tools", metavar="FILE.py", help="let the model call the functions of a file")
-    add(
-        "--chat-template",
-        metavar="T",
-        help="chat template: a file, the name of one of the model's, or Jinja source (default: the model's)",
-    )
+    model_arguments(parser, ["chat_template"])
     sampling_arguments(parser, max_tokens=512, temperature="what is known to suit it, or 0.7, with --top-p 0.9")
 
 

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 
-from hibachi.cli.options import BACKEND, deterministic_argument
+from hibachi.cli.options import model_arguments
 from hibachi.common.phases import is_live, phase
 from hibachi.common.progress import FRAME, Screen
 from hibachi.engine.streams.merge import merge
@@ -41,8 +41,7 @@ PROMPTS = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
-    deterministic_argument(parser)
+    model_arguments(parser, ["backend", "deterministic"])
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens of each text (default: 96)")
     parser.add_argument("--plain", action="store_true", help="write plain lines, as when the output is piped")
 

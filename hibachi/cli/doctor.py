@@ -12,7 +12,7 @@ import time
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.discover import best_and_why, best_backend, known, load_backend, why_missing
 from hibachi.backend.library import check_numerics
-from hibachi.cli.options import deterministic_argument, numerics_argument
+from hibachi.cli.options import model_arguments
 from hibachi.common.installed import version
 from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
@@ -20,7 +20,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import level_told
 from hibachi.engine.speculation.choose import cannot_speculate
 from hibachi.errors import ConfigError, NotDeterministic, UnsupportedOperation
-from hibachi.llm.llm import LLM, QUANTIZATIONS
+from hibachi.llm.llm import LLM
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import arch_of
 from hibachi.llm.own import is_own, open_own
@@ -53,14 +53,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "show which kernels a model gets, and their times on its shapes; of a model of your own (file.py:Class), "
     add("--model", metavar="MODEL", help=f"{about}its level and what an engine finds of it")
-    add("--backend", metavar="NAME", help="backend for --model (default: the first of torch, jax, numpy that imports)")
-    add("--device", metavar="NAME", help="device for --model (default: the backend's)")
-    add("--dtype", metavar="NAME", help="dtype for --model (default: the checkpoint's)")
+    model_arguments(parser, ["backend", "device", "dtype"])
     add("--autotune", metavar="S", default="full", help="seconds to measure for --model (default: full, 20 seconds)")
     add("--kernels", metavar="FILE", help="time kernels of any bits for --model, and write the fastest to a file")
-    add("--quantization", choices=QUANTIZATIONS, help="quantization for --model; auto: int8 is a candidate")
-    deterministic_argument(parser)
-    numerics_argument(parser)
+    model_arguments(parser, ["quantization", "deterministic", "numerics"])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,15 +14,16 @@ hibachi run-batch -i batch.jsonl -o out.jsonl --url http://127.0.0.1:8000
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from hibachi.cli.rowsview import RowsView
 from hibachi.cli.settings import settings_arguments
@@ -36,6 +37,7 @@ from hibachi.offline.tasks.choose import TASKS
 from hibachi.offline.tasks.columns import Columns, value_of
 from hibachi.offline.whole import part_of
 
+T = TypeVar("T")
 KEY = "HIBACHI_API_KEY"
 SOME_FAILED, LOST, INTERRUPTED, TERMINATED = 3, 1, 130, 143
 
@@ -46,6 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "-i",
         "--input",
+        dest="inputs",
         nargs="+",
         required=True,
         metavar="IN",
@@ -68,7 +71,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="take every N-th row from the I-th: 1/4, 2/4, 3/4, 4/4",
     )
     add("--errors", metavar="FILE", help="write rows that failed as JSON Lines; they are in OUT as well")
-    add("--result-prefix", default="", metavar="P", help="prefix of the names of result columns")
+    add("--result-prefix", dest="prefix", default="", metavar="P", help="prefix of the names of result columns")
     add = parser.add_argument_group("what rows say").add_argument
     add(
         "--task",
@@ -79,16 +82,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--openai", action=argparse.BooleanOptionalAction, help="read OpenAI's batch lines (default: if they look so)")
     add(
         "--served-model-name",
+        dest="served_names",
+        default=[],
         nargs="+",
         action="extend",
         metavar="NAME",
         help="names by which such lines may call the model",
     )
-    add("--prompt-column", metavar="C", help="column of texts or token ids (default: prompt, else text)")
-    add("--messages-column", metavar="C", help="column of conversations, for the model's chat template")
-    add("--tokens-column", metavar="C", help="column of token ids, or of lists of your own model's tokens")
+    add("--prompt-column", dest="prompt", metavar="C", help="column of texts or token ids (default: prompt, else text)")
+    add(
+        "--messages-column",
+        dest="messages",
+        metavar="C",
+        help="column of conversations, for the model's chat template",
+    )
+    add(
+        "--tokens-column",
+        dest="tokens",
+        metavar="C",
+        help="column of token ids, or of lists of your own model's tokens",
+    )
     add(
         "--feature-columns",
+        dest="features",
         type=_names,
         default=(),
         metavar="C,C",
@@ -187,8 +203,8 @@ def _check_places(args: argparse.Namespace) -> None:
         return
     written = [Path(os.path.realpath(name)) for name in (args.output, args.errors) if name and name != PIPE]
     others = {str(path) for each in written for path in (each, part_of(each))}
-    others |= {f"{os.path.realpath(args.output)}.journal", *map(os.path.realpath, args.input)}
-    names = [name for name in args.input if name != PIPE]
+    others |= {f"{os.path.realpath(args.output)}.journal", *map(os.path.realpath, args.inputs)}
+    names = [name for name in args.inputs if name != PIPE]
     inputs = [path for path in (expand(names) if names else ()) if os.path.realpath(path) not in others]
     for file in files:
         own = os.path.exists(file) and os.path.isfile(file) and is_told(file)
@@ -215,47 +231,21 @@ def _batch(args: argparse.Namespace) -> Batch:
     flags = {key: value for key in SETTINGS if (value := getattr(args, key)) is not None}
     params: dict[str, Any] = {name: value_of(name, value) for name, value in args.param}
     params |= {n: v for n in ("max_tokens", "temperature") if (v := getattr(args, n)) is not None}
-    columns = Columns(
-        prompt=args.prompt_column,
-        messages=args.messages_column,
-        tokens=args.tokens_column,
-        features=args.feature_columns,
-        template=args.template,
-        system=args.system,
-        chat=args.chat,
-        params=params,
-        param_columns=dict(args.param_column),
-    )
-    return Batch(
-        inputs=args.input,
-        output=args.output,
+    columns = _made(Columns, args, params=params, param_columns=dict(args.param_column))
+    return _made(
+        Batch,
+        args,
         settings=settle(flags, os.environ, args.config),
-        url=args.url,
-        url_model=args.url_model,
-        api_key=args.api_key or os.environ.get(KEY),
-        concurrency=args.concurrency,
-        request_timeout=args.request_timeout,
-        task=args.task,
         columns=columns,
-        openai=args.openai,
-        served_names=args.served_model_name or (),
-        format=args.format,
-        delimiter=args.delimiter,
-        encoding=args.encoding,
-        limit=args.limit,
-        shard=args.shard,
-        seed=args.seed,
-        prefix=args.result_prefix,
-        token_ids=args.token_ids,
-        overwrite=args.overwrite,
-        retry_errors=args.retry_errors,
-        accept_changes=args.accept_changes,
-        validate=args.validate,
-        fail_fast=args.fail_fast,
-        verify_weights=args.verify_weights,
-        errors=args.errors,
+        api_key=args.api_key or os.environ.get(KEY),
         beside=[name for name in (args.report, args.plot) if name],
     )
+
+
+def _made(record: Callable[..., T], args: argparse.Namespace, **more: Any) -> T:
+    """A record whose fields are arguments by the same names, and more."""
+    given = {name: value for name, value in vars(args).items() if name in inspect.signature(record).parameters}
+    return record(**given | more)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

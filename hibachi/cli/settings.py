@@ -1,22 +1,44 @@
-"""The settings of a server as flags."""
+"""Settings as flags: of commands that settle them, and of those that take some and read them at once."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
-from hibachi.common.settings.kinds import SWITCH
+from hibachi.common.settings.kinds import SWITCH, Kind, Setting
 from hibachi.common.settings.settle import Groups
 
 
 def settings_arguments(parser: argparse.ArgumentParser, groups: Groups) -> None:
+    """Flags whose texts `hibachi.common.settings.settle` reads, with those of files and variables."""
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     for title, settings in groups.items():
         group = parser.add_argument_group(title)
         for s in settings:
-            kind, text = s.kind, f"{s.help} (default: {s.default_text})".replace("%", "%%")
-            if kind is SWITCH:
-                group.add_argument(s.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-            elif kind.many:
-                group.add_argument(s.flag, nargs="+", action="extend", metavar=kind.metavar, help=text)
-            else:
-                group.add_argument(s.flag, metavar=kind.metavar, help=text)
+            _add(group, s, default=None)
+
+
+def setting_argument(parser: argparse.ArgumentParser, s: Setting) -> None:
+    """One flag, whose value argparse reads."""
+    default = None if s.default is None else s.kind.read(s.default)
+    _add(parser, s, default=default, **({} if s.kind is SWITCH else {"type": _reader(s.kind)}))
+
+
+def _add(parser: Any, s: Setting, **more: Any) -> None:
+    kind, text = s.kind, f"{s.help} (default: {s.default_text})".replace("%", "%%")
+    if kind is SWITCH:
+        more |= {"action": argparse.BooleanOptionalAction}
+    else:
+        more |= {"metavar": kind.metavar} | ({"nargs": "+", "action": "extend"} if kind.many else {})
+    parser.add_argument(s.flag, help=text, **more)
+
+
+def _reader(kind: Kind) -> Callable[[str], Any]:
+    def read(given: str) -> Any:
+        try:
+            return kind.read(given)
+        except (ValueError, LookupError):
+            raise argparse.ArgumentTypeError(f"expected {kind.expected}; got {given!r}") from None
+
+    return read

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -139,22 +139,10 @@ def run(args: argparse.Namespace) -> int:
     guesses = None
     if args.speculate is not None:
         guesses = Guesses(args.speculate, 0.8 if args.right is None else args.right, seed=args.seed)
+    given = {one.name: vars(args)[one.name] for one in fields(Setup) if one.name in args}
+    given |= {"guesses": guesses, "window": WINDOW if args.window is None else args.window}
     setups = [
-        Setup(
-            scheduling_policy=policy,
-            max_num_seqs=rows,
-            num_blocks=blocks,
-            block_size=args.block_size,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_model_len=args.max_model_len,
-            max_num_queued_reqs=args.max_num_queued_reqs,
-            max_prefill_tokens=args.max_prefill_tokens,
-            reserve_all=args.reserve_all,
-            enable_prefix_caching=args.enable_prefix_caching,
-            order=args.order,
-            window=WINDOW if args.window is None else args.window,
-            guesses=guesses,
-        )
+        Setup(**given | {"scheduling_policy": policy, "max_num_seqs": rows, "num_blocks": blocks})
         for policy, rows, blocks in product(policies, args.max_num_seqs, args.num_blocks)
     ]
     for setup in setups:

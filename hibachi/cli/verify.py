@@ -21,7 +21,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.discover import resolve_or_best
-from hibachi.cli.options import BACKEND
+from hibachi.cli.options import model_arguments
 from hibachi.common.named import is_named, object_named
 from hibachi.common.phases import phase
 from hibachi.errors import ConfigError, HibachiError
@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="model to judge: pkg:Class, file.py:Class, a folder, a file, or tiny",
     )
-    add("--backend", metavar="NAME", help=f"{BACKEND[:-1]}; for your own class: its own, else numpy)")
+    model_arguments(parser, ["backend"])
     add(
         "--deterministic",
         action="store_true",

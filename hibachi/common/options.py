@@ -84,6 +84,23 @@ def spelled(init: F, error: type[HibachiError] = ConfigError) -> F:
     return cast(F, awaited if inspect.iscoroutinefunction(init) else checked)
 
 
+def takes(config: type) -> Callable[[F], F]:
+    """Decorator for functions that take the fields of a dataclass as keywords, `**options`: its signature, which help()
+    shows, has each of them, those of its base classes last; an unknown one is answered as by `spelled`.
+    """
+
+    def decorate(init: F) -> F:
+        own = inspect.signature(init)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        fields = inspect.signature(config).parameters
+        inmost = [fields[name] for cls in config.__mro__ for name in inspect.get_annotations(cls)]
+        made: Any = init
+        made.__signature__ = own.replace(parameters=[*named, *inmost])
+        return spelled(init)
+
+    return decorate
+
+
 _OVER_HTTP = {
     "chat_template_kwargs": "it takes variables of the template as options of their own, such as enable_thinking=False",
     "include_reasoning": "an answer has its reasoning beside its text",

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, overload
 
 import numpy as np
@@ -18,8 +17,7 @@ from typing_extensions import TypeVar, Unpack
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.infer import backend_of, prompt_backend, training
 from hibachi.backend.nine import NineBackend
-from hibachi.backend.protocol import Backend
-from hibachi.common.options import spelled
+from hibachi.common.options import spelled, takes
 from hibachi.engine import ladder
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
@@ -28,7 +26,7 @@ from hibachi.engine.build import (
     NO_LIMIT,
     UNSTATED,
     Built,
-    Plan,
+    EngineSpec,
     build,
     eos_ids_of,
     has_hidden,
@@ -38,11 +36,10 @@ from hibachi.engine.build import (
     limit_of,
     returns_ids,
 )
+from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
 from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guide.protocol import Vocabulary
-from hibachi.engine.health import STALL_AFTER
-from hibachi.engine.options import BatchOptions
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
 from hibachi.engine.runners.cached import CachedRunner
@@ -51,11 +48,10 @@ from hibachi.engine.runners.owncache.runner import OwnCacheRunner
 from hibachi.engine.runners.selfcheck import selfcheck
 from hibachi.engine.runners.uncached import WholeRunner
 from hibachi.engine.scheduler.policies import policy_of
-from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.speculation import choose as speculation
 from hibachi.engine.speculation import draft_models as draftmodels
-from hibachi.engine.speculation.config import SpeculativeConfig, as_config
+from hibachi.engine.speculation.config import as_config
 from hibachi.engine.speculation.prediction import Prediction
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
@@ -147,48 +143,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self: AutoregressiveBatchInference[T, Any], model: ladder.CachedModel[T], **options: Unpack[BatchOptions]
     ) -> None: ...
 
-    @spelled
-    def __init__(
-        self,
-        model: ladder.Model[T],
-        *,
-        stop_token: Any = None,
-        padding_token: Any = None,
-        token: Any = None,
-        stop_rule: Any = None,
-        max_num_seqs: int = 16,
-        max_model_len: int | None = None,
-        backend: str | Backend[Any] | None = None,
-        max_num_batched_tokens: int = 1024,
-        block_size: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        cache_tokens: int | None = None,
-        dtype: str | None = None,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str | Policy | None = None,
-        reserve_all: bool = False,
-        max_prefill_tokens: int | None = None,
-        deterministic: bool | None = None,
-        max_num_queued_reqs: int | None = None,
-        pause_after: int | None = None,
-        restart: str | None = None,
-        stall_after: float | None = STALL_AFTER,
-        record: str | Path | None = None,
-        overlap: bool | None = None,
-        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            max_num_seqs,
-            max_num_queued_reqs=max_num_queued_reqs,
-            pause_after=pause_after,
-            restart=restart,
-            stall_after=stall_after,
-            record=record,
-            overlap=overlap,
-        )
+    @takes(BatchConfig)
+    def __init__(self, model: ladder.Model[T], **options: Unpack[BatchOptions]) -> None:
+        config = BatchConfig(**options)
+        super().__init__(model, config.max_num_seqs, config, overlap=config.overlap)
         self.model = model
-        self._speculation = as_config(speculative_config)
+        self._speculation = as_config(config.speculative_config)
         self._level = level_of(model)
         log.info("%s: %s", type(model).__name__, level_told(model))
         if layers := training(model):
@@ -197,50 +157,37 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 type(model).__name__,
                 ", ".join(layers),
             )
-        given = {"token": token, "stop_token": stop_token, "padding_token": padding_token}
-        tokens = own_tokens(model) | {name: one for name, one in given.items() if one is not None}
-        if stop_rule is None:
+        tokens = own_tokens(model)
+        tokens |= {name: one for name in tokens if (one := getattr(config, name)) is not None}
+        if (stop_rule := config.stop_rule) is None:
             stop_rule = own_stop(model, eos=not self._level or getattr(model, "vocab_size", None) is None)
-        limit = max_model_len if max_model_len is not None else limit_of(model)
+        limit = limit_of(model) if config.max_model_len is None else config.max_model_len
         if limit is None and tokens["stop_token"] is None and stop_rule is None:
             raise ConfigError(
                 "Every request must end somewhere: expected max_model_len= (or stop_token=, or stop_rule=, or one of "
                 "these as an attribute of the model); got none. Pass max_model_len=N, most tokens of a request."
             )
-        _check_least(
-            1,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=1 if block_size is None else block_size,
-            cache_tokens=1 if cache_tokens is None else cache_tokens,
-            max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
-        )
-        _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
+        at_least(2, "")("max_model_len", limit)
         if self._speculation is not None and self._speculation.model is not None:
             self._speculation = draftmodels.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
         if limit is None and (self._level == 2 or has_own_cache(model)):
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
-        self._plan = Plan(
-            model=model,
-            level=self._level,
-            rows=max_num_seqs,
-            longest=self.max_model_len,
-            budget=max(max_num_batched_tokens, max_num_seqs),
-            prefill=max_prefill_tokens,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            cache_tokens=cache_tokens,
-            dtype=_own_dtype(model) if dtype is None else dtype,
-            enable_prefix_caching=enable_prefix_caching,
-            reserve_all=reserve_all,
-            draft=draftmodels.share(self._speculation),
+        self._spec = EngineSpec(
+            model,
+            self._level,
+            config,
+            self.max_model_len,
+            _own_dtype(model) if config.dtype is None else config.dtype,
+            draftmodels.share(self._speculation),
         )
-        self._policy = policy_of(scheduling_policy)
-        self._params = None if self._plan.vocab_size is None else own_params(model)  # of a request without any
+        self._policy = policy_of(config.scheduling_policy)
+        self._params = None if self._spec.vocab_size is None else own_params(model)  # of a request without any
         self._tokens = {**tokens, "stop": stop_rule}
-        self._backend = backend_of(backend, model, *tokens.values())
-        self._promise = Promise(self._decide(deterministic), asked=bool(deterministic), config=self._speculation)
+        self._backend = backend_of(config.backend, model, *tokens.values())
+        self._promise = Promise(
+            self._decide(config.deterministic), asked=bool(config.deterministic), config=self._speculation
+        )
         self._built: Built | None = None
         if returns_ids(model):
             self.forms.vocabulary = partial(_vocabulary, model)
@@ -412,7 +359,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
-            channel or Channel(self._pause_after),
+            channel or Channel(self._spec.config.pause_after),
             request,
             stop=built.prompts.stop(kind, request.stop_rule, params),
             seed=seed & (2**64 - 1),
@@ -462,7 +409,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 return self._built
             self._check_open()
             built = build(
-                self._plan, backend, self._policy, self._tokens, self._promise.check, self._promise.deterministic
+                self._spec, backend, self._policy, self._tokens, self._promise.check, self._promise.deterministic
             )
             self._worker = self._serve(built.scheduler, built.runner)
             engine, config = self._worker.engine, self._speculation
@@ -490,12 +437,6 @@ def _digest(inputs: Mapping[str, HostArray]) -> bytes:
         found.update(repr((name, array.shape)).encode())
         found.update(array.tobytes())
     return found.digest()
-
-
-def _check_least(least: int, **values: Any) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
 
 
 def _host_row(backend: ArrayBackend, item: Any) -> HostArray:

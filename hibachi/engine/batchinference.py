@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from hibachi.backend.array_backend import HostArray
+from hibachi.engine.config import WorkerConfig
 from hibachi.engine.conversions import Conversions
 from hibachi.engine.engine import Engine
 from hibachi.engine.forms import Forms
-from hibachi.engine.health import STALL_AFTER, Health
+from hibachi.engine.health import Health
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.runners.runner import Runner
@@ -23,51 +23,17 @@ from hibachi.engine.stats import Stats
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.engine.streams.loops import in_thread
 from hibachi.engine.worker import Worker
-from hibachi.errors import ConfigError, EngineClosed
+from hibachi.errors import EngineClosed
 
 
 class BatchInference(Closing):
     """Base class of the batchers. Owns a `Worker`, which starts with the first request.
 
-    max_num_queued_reqs: requests that may wait besides the running ones; beyond, `run` raises QueueFull. None means any
-    number.
-    pause_after: unread items of a stream; beyond, its request pauses until half of them are read. None means any
-    number.
-    restart: "on_failure": if the device is lost, make a new cache and compute all requests again, up to three times
-    without a successful step in between. If the engine's own loop fails, its requests raise EngineFailed, and a new
-    loop serves new ones, up to three times without a token in between. "never" (None): all streams raise EngineFailed,
-    and so does every later call.
-    stall_after: seconds without a step, while work waits, after which `health` and the log report a stall; None means
-    never.
-    record: a file for all plans of the scheduler, for `hibachi.engine.recording.replay.replay`. None means only the
-    last plans are kept, in memory.
-    overlap: begin a step before the tokens of the last one are read; None means where the backend is asynchronous
-    (CUDA).
+    config: of the worker and its engine. overlap: as in `AutoregressiveBatchInference`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        max_num_seqs: int,
-        *,
-        max_num_queued_reqs: int | None = None,
-        pause_after: int | None = None,
-        restart: str | None = None,
-        stall_after: float | None = STALL_AFTER,
-        record: str | Path | None = None,
-        overlap: bool | None = None,
-    ) -> None:
-        for name, value, least in (("max_num_queued_reqs", max_num_queued_reqs, 0), ("pause_after", pause_after, 1)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ConfigError(f"{name} must be an integer >= {least} (or None: no limit); got {value!r}.")
-        if restart not in (None, "never", "on_failure"):
-            raise ConfigError(f'restart must be "never" (or None) or "on_failure"; got {restart!r}.')
-        if stall_after is not None and not (isinstance(stall_after, (int, float)) and stall_after > 0):
-            raise ConfigError(f"stall_after must be a number of seconds > 0 (or None: never); got {stall_after!r}.")
-        self.max_num_seqs = max_num_seqs
-        self._max_queued, self._pause_after = max_num_queued_reqs, pause_after
-        self._restart, self._stall_after, self._record = restart == "on_failure", stall_after, record
-        self._overlap = overlap
+    def __init__(self, model: Any, max_num_seqs: int, config: WorkerConfig, *, overlap: bool | None = None) -> None:
+        self.max_num_seqs, self._config, self._overlap = max_num_seqs, config, overlap
         self._building = threading.RLock()
         self._worker: Worker | None = None
         self._closed = False
@@ -113,8 +79,10 @@ class BatchInference(Closing):
 
     def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
         """Start a worker. The caller holds `_building`, has checked that the batcher is open, and keeps the worker."""
-        engine = Engine(scheduler, runner, restart=self._restart, record=self._record, overlap=self._overlap)
-        return Worker(engine, max_num_queued_reqs=self._max_queued, stall_after=self._stall_after)
+        config = self._config
+        restart = config.restart == "on_failure"
+        engine = Engine(scheduler, runner, restart=restart, record=config.record, overlap=self._overlap)
+        return Worker(engine, max_num_queued_reqs=config.max_num_queued_reqs, stall_after=config.stall_after)
 
     def cancel(self, job: Job) -> None:
         """Cancel a request. It is a method so that open streams keep their engine alive."""

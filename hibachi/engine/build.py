@@ -19,6 +19,7 @@ from hibachi.backend.library import Library
 from hibachi.backend.nine import NineBackend
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.config import EngineConfig
 from hibachi.engine.conversions import said_by
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
 from hibachi.engine.runners.cached import CachedRunner
@@ -62,24 +63,27 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The settings of an engine, as given to `AutoregressiveBatchInference`. level: of the model, see `level_of`.
-    draft: None means there is no draft model.
+class EngineSpec:
+    """What an engine is built from. level: of the model, see `level_of`. longest: tokens of a request, whoever says so.
+    dtype: of the cache. draft: None means there is no draft model.
     """
 
     model: Any
     level: int
-    rows: int
-    longest: int  # tokens of a request
-    budget: int  # tokens of a step
-    prefill: int | None
-    block_size: int | None
-    kv_cache_memory_bytes: int | None
-    cache_tokens: int | None
+    config: EngineConfig
+    longest: int
     dtype: str
-    enable_prefix_caching: bool
-    reserve_all: bool
     draft: Share | None = None
+
+    @property
+    def rows(self) -> int:
+        """Requests that run at once."""
+        return self.config.max_num_seqs
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a step: at least one for each row."""
+        return max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
 
     @property
     def vocab_size(self) -> int | None:
@@ -114,7 +118,7 @@ def _key(raw: bytes, kind: Kind) -> Hashable:
 
 
 def build(
-    plan: Plan,
+    spec: EngineSpec,
     backend: ArrayBackend | NineBackend,
     policy: Policy,
     tokens: dict[str, Any],
@@ -127,101 +131,108 @@ def build(
     runner and says whether it is deterministic. Raises ConfigError, and what `check` raises.
     """
     if isinstance(backend, NineBackend):
-        return _nine(plan, backend, policy, tokens, deterministic)
-    vocab = plan.vocab_size
-    prompts = HostPrompts(backend, vocab_size=vocab, codebooks=plan.codebooks, **tokens)
-    tables = Tables(plan.rows, prompts.kind)
-    sampler = None if vocab is None else _sampler(backend, plan, vocab, tables)
-    beside = _beside(plan, backend)
+        return _nine(spec, backend, policy, tokens, deterministic)
+    vocab = spec.vocab_size
+    prompts = HostPrompts(backend, vocab_size=vocab, codebooks=spec.codebooks, **tokens)
+    tables = Tables(spec.rows, prompts.kind)
+    sampler = None if vocab is None else _sampler(backend, spec, vocab, tables)
+    beside = _beside(spec, backend)
     runner: Runner
     remarks: list[str] = []
     size = 0
-    if plan.level == 2:
-        if (knows := beside.declared.knows) and plan.enable_prefix_caching:
+    if spec.level == 2:
+        if (knows := beside.declared.knows) and spec.config.enable_prefix_caching:
             remarks.append(f"no prefix is shared, as what it caches may depend on {' and '.join(sorted(knows))}")
-            log.info("%s: %s", type(plan.model).__name__, remarks[-1])
-            plan = replace(plan, enable_prefix_caching=False)
-        if plan.draft is not None:
-            main = position_bytes(plan.model.cache_spec(), plan.dtype)
-            remarks.append(f"a token takes {main} bytes of the cache, and {plan.draft.position} of the draft model's")
-        size = plan.block_size or backend.block_size
-        scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
-        runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype, beside)
+            log.info("%s: %s", type(spec.model).__name__, remarks[-1])
+            spec = replace(spec, config=replace(spec.config, enable_prefix_caching=False))
+        if spec.draft is not None:
+            main = position_bytes(spec.model.cache_spec(), spec.dtype)
+            remarks.append(f"a token takes {main} bytes of the cache, and {spec.draft.position} of the draft model's")
+        size = spec.config.block_size or backend.block_size
+        scheduler = Scheduler(_cached_limits(spec, backend, size), policy, partial(_generated_key, tables, size))
+        runner = cached = cached_runner(spec.model, backend, scheduler, tables, sampler, spec.dtype, beside)
         deterministic = check(cached)
-    elif has_own_cache(plan.model):
-        examples = _examples(plan.model, prompts, vocab)
+    elif has_own_cache(spec.model):
+        examples = _examples(spec.model, prompts, vocab)
         kind = prompts.kind
         assert kind is not None  # of all: these examples have fixed it
-        tally, name = Tally(), type(plan.model).__name__
+        tally, name = Tally(), type(spec.model).__name__
         head = Tokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
         runner = own = OwnCacheRunner(
-            plan.model, backend, tables, plan.rows, head, kind, tally, examples, beside, plan.longest
+            spec.model, backend, tables, spec.rows, head, kind, tally, examples, beside, spec.longest
         )
-        limits = _own_limits(plan, backend, own.layout.position_bytes)
+        limits = _own_limits(spec, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)
         deterministic, remarks = own.deterministic, own.remarks
-        if plan.enable_prefix_caching and own.try_copies():
+        if spec.config.enable_prefix_caching and own.try_copies():
             limits, size = replace(limits, copies=True), limits.block_size
         scheduler = Scheduler(limits, policy, partial(_generated_key, tables, size) if size else None)
         own.adopt(scheduler)
     else:
-        scheduler = Scheduler(_whole_limits(plan), policy)
+        scheduler = Scheduler(_whole_limits(spec), policy)
         remarks.append(WHOLE_SEQUENCES)
         runner = whole = WholeRunner(
-            plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, backend), deterministic, beside
+            spec.model,
+            backend,
+            tables,
+            spec.rows,
+            sampler,
+            _grouping(spec, tokens, backend),
+            deterministic,
+            beside,
         )
-        if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(plan.model.logits):
-            kind = kind_of_ids(plan.codebooks)
-            whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(kind).padding)
+        if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(spec.model.logits):
+            kind = kind_of_ids(spec.codebooks)
+            whole.try_calls(_examples(spec.model, prompts, vocab), prompts.fitted(kind).padding)
         deterministic = whole.deterministic
-    facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
+    facts = _facts(spec, scheduler, backend, bool(deterministic), prompts.kind)
     facts = replace(facts, remarks=tuple(remarks), inputs=beside.declared.inputs)
-    return Built(facts, scheduler, runner, prompts, size if plan.enable_prefix_caching else 0)
+    return Built(facts, scheduler, runner, prompts, size if spec.config.enable_prefix_caching else 0)
 
 
-def _beside(plan: Plan, backend: ArrayBackend) -> Beside:
-    declared = kept_by(backend, declared_by(plan.model), type(plan.model).__name__)
-    if plan.level == 2:
-        check_taken(plan.model, declared, fields=True)
-    elif has_own_cache(plan.model):
-        check_taken(plan.model, declared, "step", "encode")
+def _beside(spec: EngineSpec, backend: ArrayBackend) -> Beside:
+    declared = kept_by(backend, declared_by(spec.model), type(spec.model).__name__)
+    if spec.level == 2:
+        check_taken(spec.model, declared, fields=True)
+    elif has_own_cache(spec.model):
+        check_taken(spec.model, declared, "step", "encode")
     else:
-        check_taken(plan.model, declared, "logits" if plan.level else "forward")
-    return Beside(declared, plan.rows)
+        check_taken(spec.model, declared, "logits" if spec.level else "forward")
+    return Beside(declared, spec.rows)
 
 
 def _nine(
-    plan: Plan, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool | None
+    spec: EngineSpec, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool | None
 ) -> Built:
     """Build for a backend that has the nine operations only."""
-    if plan.level:
+    if spec.level:
         raise ConfigError(
-            f"A model with {'`step`' if plan.level == 2 else '`logits`'} (level {plan.level}) needs a "
+            f"A model with {'`step`' if spec.level == 2 else '`logits`'} (level {spec.level}) needs a "
             f"hibachi.ArrayBackend; {backend.name} has the nine operations only, which serve `forward` (level 0) and "
             f"feed-forward. Inherit from hibachi.ArrayBackend, which derives the rest from an array-API namespace."
         )
-    if declared_by(plan.model):
+    if declared_by(spec.model):
         raise ConfigError(
             f"`draws` and `inputs` need a hibachi.ArrayBackend, which takes arrays from the host; {backend.name} has "
             f"the nine operations only. Inherit from hibachi.ArrayBackend, or leave them out."
         )
-    prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(plan), policy)
-    grouping = _grouping(plan, tokens, backend)
+    prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(spec), policy)
+    grouping = _grouping(spec, tokens, backend)
     if deterministic:  # tokens that cannot be compared cannot be shared
-        grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(plan.model))
-    runner = NineRunner(plan.model, backend, grouping)
-    facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
+        grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(spec.model))
+    runner = NineRunner(spec.model, backend, grouping)
+    facts = _facts(spec, scheduler, backend, bool(deterministic), prompts.kind)
     return Built(facts, scheduler, runner, prompts, 0)
 
 
-def _whole_limits(plan: Plan) -> Limits:
-    return Limits(plan.rows, NO_LIMIT, NO_LIMIT, plan.longest, prefill=plan.prefill)
+def _whole_limits(spec: EngineSpec) -> Limits:
+    return Limits(spec.rows, NO_LIMIT, NO_LIMIT, spec.longest, prefill=spec.config.max_prefill_tokens)
 
 
-def _grouping(plan: Plan, tokens: dict[str, Any], backend: Library) -> Grouping:
+def _grouping(spec: EngineSpec, tokens: dict[str, Any], backend: Library) -> Grouping:
     shapes, padded = backend.shapes, tokens["padding_token"] is not None
-    return Grouping(padded=padded, longest=plan.longest, bucket=shapes.length if shapes.compiled else bucket)
+    return Grouping(padded=padded, longest=spec.longest, bucket=shapes.length if shapes.compiled else bucket)
 
 
 def _examples(model: Any, prompts: HostPrompts, vocab: int | None) -> list[HostArray]:
@@ -249,28 +260,28 @@ def _examples(model: Any, prompts: HostPrompts, vocab: int | None) -> list[HostA
     return [random.integers(0, vocab, (128, *shape)).astype(np.int32) for _ in range(128)]
 
 
-def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bool, kind: Kind | None) -> Facts:
+def _facts(spec: EngineSpec, scheduler: Scheduler, backend: Library, deterministic: bool, kind: Kind | None) -> Facts:
     return Facts(
-        vocab_size=plan.vocab_size,
+        vocab_size=spec.vocab_size,
         limits=scheduler.limits,
-        cached=plan.level == 2,
-        embed_size=getattr(plan.model, "embed_size", None),
-        has_hidden=has_hidden(plan.model),
+        cached=spec.level == 2,
+        embed_size=getattr(spec.model, "embed_size", None),
+        has_hidden=has_hidden(spec.model),
         deterministic=deterministic,
         fingerprint=backend.fingerprint(),
-        dtype=plan.dtype,
-        model=type(plan.model).__name__,
-        numerics=f"{backend.numerics} {plan.dtype}"
-        if backend.numerics and getattr(plan.model, "portable", False)
+        dtype=spec.dtype,
+        model=type(spec.model).__name__,
+        numerics=f"{backend.numerics} {spec.dtype}"
+        if backend.numerics and getattr(spec.model, "portable", False)
         else None,
-        layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
+        layers=tuple(spec.model.cache_spec()) if spec.level == 2 else (),
         token=None if kind is None else (kind.shape, str(kind.dtype)),
-        quantization=getattr(plan.model, "quantization", getattr(backend, "quantization", "none")),
-        eos_ids=eos_ids_of(plan.model, plan.vocab_size, plan.codebooks),
-        codebooks=plan.codebooks,
-        seeded=(declared := declared_by(plan.model)).seeded,
+        quantization=getattr(spec.model, "quantization", getattr(backend, "quantization", "none")),
+        eos_ids=eos_ids_of(spec.model, spec.vocab_size, spec.codebooks),
+        codebooks=spec.codebooks,
+        seeded=(declared := declared_by(spec.model)).seeded,
         inputs=declared.inputs,
-        **said_by(plan.model),
+        **said_by(spec.model),
     )
 
 
@@ -289,11 +300,11 @@ def returns_ids(model: Any) -> bool:
     return bool(level_of(model)) and getattr(model, "vocab_size", None) is not None and codebooks_of(model) is None
 
 
-def _sampler(backend: ArrayBackend, plan: Plan, vocab: int, tables: Tables) -> RowSampler | FrameSampler:
-    table, name = tables.of(kind_of_ids(plan.codebooks)), type(plan.model).__name__
-    if plan.codebooks is None:
-        return RowSampler(backend, plan.rows, vocab, table, name)
-    return FrameSampler(backend, plan.rows, vocab, plan.codebooks, table, name)
+def _sampler(backend: ArrayBackend, spec: EngineSpec, vocab: int, tables: Tables) -> RowSampler | FrameSampler:
+    table, name = tables.of(kind_of_ids(spec.codebooks)), type(spec.model).__name__
+    if spec.codebooks is None:
+        return RowSampler(backend, spec.rows, vocab, table, name)
+    return FrameSampler(backend, spec.rows, vocab, spec.codebooks, table, name)
 
 
 def eos_ids_of(model: Any, vocab: int | None, codebooks: int | None = None) -> tuple[int, ...]:
@@ -353,57 +364,57 @@ def _shapes_of_same_bits(runner: CachedRunner, rows: int) -> CallShapes:
     return replace(shapes, sizes=sizes, pieces=(1, *pieces))
 
 
-def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
+def _cached_limits(spec: EngineSpec, backend: ArrayBackend, size: int) -> Limits:
     """Limits with blocks for a full batch of the longest requests, if memory allows; at least for one. size: of a
     block.
     """
-    spec = plan.model.cache_spec()
-    position = position_bytes(spec, plan.dtype)
-    blocks = _blocks(plan, backend, position, size) if position else 0
-    states = plan.enable_prefix_caching and any(isinstance(s, State) for s in spec)
+    layers = spec.model.cache_spec()
+    position = position_bytes(layers, spec.dtype)
+    blocks = _blocks(spec, backend, position, size) if position else 0
+    states = spec.config.enable_prefix_caching and any(isinstance(s, State) for s in layers)
     return replace(
-        _limits(plan, blocks, size),
-        checkpoints=CHECKPOINTS * plan.rows if states else 0,
+        _limits(spec, blocks, size),
+        checkpoints=CHECKPOINTS * spec.rows if states else 0,
         checkpoint_every=max(1, CHECKPOINT_TOKENS // size),
     )
 
 
-def _own_limits(plan: Plan, backend: ArrayBackend, position: int) -> Limits:
+def _own_limits(spec: EngineSpec, backend: ArrayBackend, position: int) -> Limits:
     """Limits for a model with a cache of its own, in which a position takes `position` bytes."""
-    size = plan.block_size or backend.block_size
-    return _limits(plan, _blocks(plan, backend, max(1, position), size), size)
+    size = spec.config.block_size or backend.block_size
+    return _limits(spec, _blocks(spec, backend, max(1, position), size), size)
 
 
-def _limits(plan: Plan, blocks: int, size: int) -> Limits:
+def _limits(spec: EngineSpec, blocks: int, size: int) -> Limits:
     return Limits(
-        plan.rows,
-        plan.budget,
-        plan.budget,
-        plan.longest,
+        spec.rows,
+        spec.budget,
+        spec.budget,
+        spec.longest,
         blocks,
         size,
-        prefill=plan.prefill,
-        reserve_all=plan.reserve_all,
+        prefill=spec.config.max_prefill_tokens,
+        reserve_all=spec.config.reserve_all,
     )
 
 
-def _blocks(plan: Plan, backend: ArrayBackend, position: int, size: int) -> int:
+def _blocks(spec: EngineSpec, backend: ArrayBackend, position: int, size: int) -> int:
     """Blocks for a full batch of the longest requests, if memory allows; at least for one. position: bytes of one;
     size: positions of a block.
     """
-    allowed, more = plan.kv_cache_memory_bytes, 0
-    if plan.draft is not None:
-        position += plan.draft.position
-        more = plan.rows * -(-plan.draft.more // size) * size * plan.draft.position
+    allowed, more = spec.config.kv_cache_memory_bytes, 0
+    if spec.draft is not None:
+        position += spec.draft.position
+        more = spec.rows * -(-spec.draft.more // size) * size * spec.draft.position
     if allowed is None:
-        memory, one = backend.memory(), position * (plan.longest + size) + more
+        memory, one = backend.memory(), position * (spec.longest + size) + more
         allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
         if memory is None and one <= _physical_memory():
             allowed = max(allowed, one)
     allowed -= more
-    blocks = min(plan.rows * -(-plan.longest // size), allowed // (position * size)) + 1
-    if plan.cache_tokens is not None:
-        blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
+    blocks = min(spec.rows * -(-spec.longest // size), allowed // (position * size)) + 1
+    if spec.config.cache_tokens is not None:
+        blocks = min(blocks, -(-spec.config.cache_tokens // size) + 1)
     if blocks < 2:
         raise ConfigError(
             f"A cache block needs {position * size} bytes"

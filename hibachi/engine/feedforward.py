@@ -6,23 +6,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic
 
 import numpy as np
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.infer import backend_of, prompt_backend
 from hibachi.backend.nine import NineBackend
-from hibachi.backend.protocol import Backend
-from hibachi.common.options import spelled
+from hibachi.common.options import takes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import check_takes
+from hibachi.engine.config import FeedforwardConfig, FeedforwardOptions
 from hibachi.engine.conversions import output_row, said_by
 from hibachi.engine.declared import own_tokens
-from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.ladder import Feedforward
 from hibachi.engine.prompts import NinePrompts, dtype_of
 from hibachi.engine.runners.job import Job
@@ -53,36 +51,17 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     max_num_queued_reqs, restart, stall_after, record: see `AutoregressiveBatchInference`.
     """
 
-    @spelled
-    def __init__(
-        self,
-        model: Feedforward[T],
-        *,
-        max_batch_size: int = 16,
-        backend: str | Backend[Any] | None = None,
-        token: Any = None,
-        max_num_queued_reqs: int | None = None,
-        restart: str | None = None,
-        stall_after: float | None = STALL_AFTER,
-        record: str | Path | None = None,
-    ) -> None:
+    @takes(FeedforwardConfig)
+    def __init__(self, model: Feedforward[T], **options: Unpack[FeedforwardOptions]) -> None:
+        config = FeedforwardConfig(**options)
         if not callable(getattr(model, "forward", None)):
             raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
         check_takes(model, "forward", "x")
-        if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
-            raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
-        super().__init__(
-            model,
-            max_batch_size,
-            max_num_queued_reqs=max_num_queued_reqs,
-            restart=restart,
-            stall_after=stall_after,
-            record=record,
-        )
+        super().__init__(model, config.max_batch_size, config)
         self.model = model
-        token = own_tokens(model)["token"] if token is None else token
+        token = own_tokens(model)["token"] if config.token is None else config.token
         self._token = None if token is None else np.asarray(token)
-        self._backend = backend_of(backend, model)
+        self._backend = backend_of(config.backend, model)
         if self._token is not None and isinstance(self._backend, ArrayBackend):
             self._token = self._token.astype(dtype_of(token, self._token, self._backend))
         self._facts: Facts | None = None

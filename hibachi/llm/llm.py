@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.discover import resolve_or_best
 from hibachi.backend.library import check_numerics
-from hibachi.common.options import spelled
+from hibachi.common.options import takes
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.forms import vocabulary_of
-from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.ladder import LanguageModel
-from hibachi.engine.scheduler.policy import Policy
-from hibachi.engine.speculation.config import SpeculativeConfig
 from hibachi.errors import ConfigError
 from hibachi.llm.drafts import resolved
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.pooling import pooling_of
 from hibachi.llm.model.registry import arch_of, is_portable, load_model
+from hibachi.llm.options import TextConfig, TextOptions
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.own import NoTokenizer
 from hibachi.llm.tune.autotune import seconds_of, settle
@@ -75,58 +73,33 @@ class LLM(Texts):
 
     engine: AutoregressiveBatchInference
 
-    @spelled
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        backend: str | ArrayBackend | None = None,
-        dtype: str | None = None,
-        quantization: str | None = None,
-        gguf_unpack: bool = False,
-        autotune: str | float | None = None,
-        kernels: str | Path | None = None,
-        device: Any = None,
-        deterministic: bool | None = None,
-        numerics: str | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 1024,
-        kv_cache_memory_bytes: int | None = None,
-        cache_tokens: int | None = None,
-        block_size: int | None = None,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str | Policy | None = None,
-        reserve_all: bool = False,
-        max_prefill_tokens: int | None = None,
-        max_num_queued_reqs: int | None = None,
-        pause_after: int | None = None,
-        restart: str | None = None,
-        stall_after: float | None = STALL_AFTER,
-        record: str | Path | None = None,
-        overlap: bool | None = None,
-        speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None,
-    ) -> None:
-        files = open_files(locate(model), gguf_unpack=gguf_unpack)
-        self.path, self.backend = files.path, _backend(backend, device)
-        check_numerics(numerics, self.backend)  # before anything is timed or loaded
-        invariant = bool(deterministic or (deterministic is None and self.backend.keeps_promise))
+    @takes(TextConfig)
+    def __init__(self, model: str | Path, **options: Unpack[TextOptions]) -> None:
+        config = TextConfig(**options)
+        files = open_files(locate(model), gguf_unpack=config.gguf_unpack)
+        self.path, self.backend = files.path, _backend(config.backend, config.device)
+        check_numerics(config.numerics, self.backend)  # before anything is timed or loaded
+        invariant = config.deterministic
+        if invariant is None:
+            invariant = self.backend.keeps_promise
         choice = settle(
             self.backend,
             arch_of(files),
-            dtype,
+            config.dtype,
             stored=files.dtype,
-            deterministic=invariant,
-            rounding=quantization == "auto",
-            budget=seconds_of(autotune),
-            file=kernels,
+            deterministic=bool(invariant),
+            rounding=config.quantization == "auto",
+            budget=seconds_of(config.autotune),
+            file=config.kernels,
             portable=is_portable(files),
         )
         dtype = choice.dtype
         self.backend = _quantized(
-            choice.backend, "none" if quantization == "auto" and files.blocks else quantization, dtype
+            choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
-        self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        self.model: LanguageModel[Any] = load_model(
+            files, self.backend, dtype=dtype, max_model_len=config.max_model_len
+        )
         if (kept := getattr(self.model, "quantization", "none")) != "none":
             log.info(
                 "matrices are kept in %s, and activations rounded before each product (docs/quantization.md)%s",
@@ -134,40 +107,25 @@ class LLM(Texts):
                 "" if kept == self.backend.quantization else "; gguf_unpack undoes both",
             )
         # Kernels of a file may have other bits, and libraries compute some models apart.
-        check_numerics(numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
+        check_numerics(config.numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         ends = self.model.eos_ids
         if (end := tokenizer.eos_id) is not None and end not in ends and end < self.model.vocab_size:
             ends = (*ends, end)
         rules = files.generation.rules(self.model.vocab_size, ends)
         speculation = resolved(
-            speculative_config,
+            config.speculative_config,
             choice.backend,
             self.model.dtype,
             lambda: vocabulary_of(tokenizer, self.model.vocab_size, ends),
         )
+        known = replace(config, max_model_len=self.model.max_model_len, speculative_config=speculation)
         engine = AutoregressiveBatchInference(
             self.model,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.model.max_model_len,
             backend=self.backend,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            cache_tokens=cache_tokens,
             dtype=self.model.dtype,
-            deterministic=deterministic,
-            enable_prefix_caching=enable_prefix_caching,
-            scheduling_policy=scheduling_policy,
-            reserve_all=reserve_all,
-            max_prefill_tokens=max_prefill_tokens,
-            max_num_queued_reqs=max_num_queued_reqs,
-            pause_after=pause_after,
-            restart=restart,
-            stall_after=stall_after,
-            record=record,
-            overlap=overlap,
-            speculative_config=speculation,
+            deterministic=config.deterministic,
+            **known.engine_options(),
         )
         params = files.generation.params()
         if isinstance(tokenizer, NoTokenizer):

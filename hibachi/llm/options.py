@@ -1,16 +1,38 @@
-"""Options of an engine for texts, whatever the model, in this process or another."""
+"""Options of an engine for texts, whatever the model, in this process or another; see `hibachi.engine.config`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.engine.options import EngineOptions
+from hibachi.engine.config import EngineConfig, EngineOptions
 
 
-class ModelOptions(TypedDict, total=False):
-    """Options of `LLM`. A user's own model takes `backend`, `dtype` and `deterministic` only."""
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(EngineConfig):
+    """All options of `LLM`. Of those below, a user's own model takes `backend`, `dtype` and `deterministic` only."""
+
+    backend: str | ArrayBackend | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    gguf_unpack: bool = False
+    autotune: str | float | None = None
+    kernels: str | Path | None = None
+    device: Any = None
+    deterministic: bool | None = None
+    numerics: str | None = None
+
+    def engine_options(self) -> EngineOptions:
+        """Those of the engine."""
+        options: Any = {one.name: getattr(self, one.name) for one in fields(EngineConfig)}
+        found: EngineOptions = options
+        return found
+
+
+class TextOptions(EngineOptions, total=False):
+    """`TextConfig` as keyword arguments."""
 
     backend: str | ArrayBackend | None
     dtype: str | None
@@ -23,8 +45,4 @@ class ModelOptions(TypedDict, total=False):
     numerics: str | None
 
 
-class TextOptions(EngineOptions, ModelOptions, total=False):
-    """All options of `LLM` and its engine."""
-
-
-OPTIONS = [*ModelOptions.__annotations__, *EngineOptions.__annotations__]
+OPTIONS = [one.name for one in fields(TextConfig)]

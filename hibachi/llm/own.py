@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from functools import partial
 from typing import Any, Unpack
 
@@ -14,10 +15,10 @@ from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import UNSTATED, codebooks_of, level_of, limit_of, returns_ids
+from hibachi.engine.config import EngineConfig, WorkerConfig
 from hibachi.engine.declared import own_params
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.forms import own_vocabulary
-from hibachi.engine.options import EngineOptions
 from hibachi.engine.runners.extra_inputs import example
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
 from hibachi.llm.drafts import resolved
@@ -31,7 +32,7 @@ from hibachi.request import Request
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 _OF_FILES = ("device", "quantization", "gguf_unpack", "autotune", "kernels", "numerics")
-_FORWARD = ("max_num_queued_reqs", "restart", "stall_after", "record")  # options that have a meaning there, too
+_ENGINE, _WORKER = ({one.name for one in fields(config)} for config in (EngineConfig, WorkerConfig))
 
 
 def open_model(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
@@ -137,7 +138,7 @@ def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInferen
 
 
 def _engine(made: Any, options: TextOptions, *, max_model_len: int | None) -> AutoregressiveBatchInference[Any, Any]:
-    others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
+    others: Any = {name: value for name, value in options.items() if name in _ENGINE}
     others |= {"max_model_len": max_model_len, "deterministic": options.get("deterministic")}
     library = _library(made, options)
     others["speculative_config"] = resolved(
@@ -150,7 +151,7 @@ def _engine(made: Any, options: TextOptions, *, max_model_len: int | None) -> Au
 
 
 def _forward_engine(made: Any, options: TextOptions) -> FeedforwardBatchInference[Any]:
-    others: Any = {name: value for name, value in options.items() if name in _FORWARD}
+    others: Any = {name: value for name, value in options.items() if name in _WORKER}
     if "max_num_seqs" in options:
         others["max_batch_size"] = options["max_num_seqs"]
     return FeedforwardBatchInference(made, backend=_library(made, options), **others)

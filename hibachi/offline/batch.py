@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.offline.settings import settle
+from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks import fingerprint as told
 from hibachi.offline.tasks.choose import TASKS, Task
 from hibachi.offline.tasks.columns import Columns
@@ -47,7 +46,7 @@ class Batch:
 
     inputs: Sequence[str]
     output: str
-    settings: SimpleNamespace = field(default_factory=lambda: settle({}, {}))
+    settings: BatchSettings = field(default_factory=BatchSettings)
     url: str | None = None
     url_model: str | None = None
     api_key: str | None = field(default=None, repr=False)

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hibachi.common.phases import duration
@@ -33,6 +32,7 @@ from hibachi.offline.checks import check_columns
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
 from hibachi.offline.files.rows import BATCH
 from hibachi.offline.files.sources import Sources, expand
+from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.choose import names_of
 from hibachi.offline.tasks.lines import are_lines
 from hibachi.offline.tasks.task import Prepared, RowError, Work
@@ -203,7 +203,7 @@ class _NoEngine:
         """Nothing was begun."""
 
 
-def _unloaded(settings: SimpleNamespace) -> Texts:
+def _unloaded(settings: BatchSettings) -> Texts:
     """Texts with a tokenizer and without weights; a model of one's own is made, to see what it says of itself. Raises
     ConfigError, what reading the model's files raises, and what making one's own raises."""
     rows = settings.max_num_seqs

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from hibachi.common.settings import settle as shared
-from hibachi.common.settings.kinds import Setting, choice, seconds
-from hibachi.llm.remote.settings import CHAT, ENGINE, MODEL
+from hibachi.llm.remote.settings import ChatSettings, EngineSettings, LLMSettings, ModelSettings
 
-GROUPS: dict[str, tuple[Setting, ...]] = {
-    "model": MODEL,
-    "chats": CHAT,
-    "engine": (
-        Setting("engine", choice("child", "own"), "child", "process of the engine: its own, or this one"),
-        *ENGINE,
-        Setting(
-            "stall-after",
-            seconds(),
-            120.0,
-            "seconds without a step after which the engine counts as lost; 0 means never",
-        ),
-    ),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings(ChatSettings, LLMSettings):
+    """All of them."""
+
+
+GROUPS = shared.groups_of(model=ModelSettings, chats=ChatSettings, engine=EngineSettings)
 SETTINGS = shared.by_key(GROUPS)
 
-settle = partial(shared.settle, SETTINGS, "run-batch")
+settle = partial(shared.settle, BatchSettings, "run-batch")
 misspelled = partial(shared.misspelled, SETTINGS)

@@ -9,12 +9,12 @@ import socket
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 from hibachi.common.settings.settle import read_toml
 from hibachi.errors import ConfigError
+from hibachi.router.settings import LIMIT, RouteSettings
 from hibachi.router.upstreams import Place
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
@@ -30,10 +30,10 @@ _EXPECTED = {
 }
 
 
-def places_of(settings: SimpleNamespace, environment: Mapping[str, str]) -> list[Place]:
+def places_of(settings: RouteSettings, environment: Mapping[str, str]) -> list[Place]:
     """All that are configured, each once. Reads the file again. Raises ConfigError, which shows no key."""
     named: dict[str, Place] = {}
-    default = Place("", limit=settings.max_connections, key=settings.upstream_key or "")
+    default = Place("", limit=settings.max_connections or LIMIT, key=settings.upstream_key or "")
     tables: Any = read_toml("--config", settings.config).get("upstream", []) if settings.config is not None else []
     if not isinstance(tables, list):
         raise ConfigError(f"{settings.config}: expected [[upstream]] with url = ... below it.")

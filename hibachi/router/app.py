@@ -22,6 +22,7 @@ from hibachi.router.inspect_body import Named, model_of_path, model_of_query, se
 from hibachi.router.policies import Ask, at_home
 from hibachi.router.proxying import without_hops
 from hibachi.router.routes import STORED, TOKENS, Kind, Routes, response_of_path
+from hibachi.router.settings import RouteSettings
 from hibachi.server.web.access import tell
 from hibachi.server.web.deadlines import LEFT, Left, check_headers
 from hibachi.server.web.exchange import Exchange, Gone, Leaving
@@ -45,16 +46,12 @@ class Door:
         routes: Routes,
         tenants: Tenants,
         own: Mapping[tuple[str, str], tuple[Own, bool]],
-        *,
-        sticky: str,
-        most: int,
-        room: int,
-        arrival: float | None,
+        settings: RouteSettings,
     ) -> None:
         self._forwarder, self._routes, self._tenants, self._own = forwarder, routes, tenants, own
-        self._fleet, self._sticky = forwarder.fleet, sticky.lower().encode()
-        self._most, self._arrival = most, arrival
-        self._room = Room(room)
+        self._fleet, self._sticky = forwarder.fleet, settings.sticky_header.lower().encode()
+        self._most, self._arrival = settings.max_body_size, settings.arrival_timeout or None
+        self._room = Room(max(settings.max_body_size, settings.max_bodies_size))
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -10,7 +10,6 @@ import resource
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
@@ -26,6 +25,7 @@ from hibachi.router.metrics import PLAIN, Page
 from hibachi.router.policynames import policy_of
 from hibachi.router.queue import Lines
 from hibachi.router.routes import Routes
+from hibachi.router.settings import RouteSettings
 from hibachi.router.status import told
 from hibachi.router.upstreams import Place, Upstream
 from hibachi.server.web.access import tell_of_none
@@ -43,7 +43,7 @@ from hibachi.server.web.tenants import Tenants
 log: logging.Logger = logging.getLogger("hibachi.route")
 
 
-def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
+def route(settings: RouteSettings, remarks: Sequence[str] = ()) -> int:
     """Routes until a signal comes. Returns the exit status. Raises ConfigError for what cannot be used."""
     log_to_stderr(settings.log_level, settings.log_format)
     for remark in remarks:
@@ -72,7 +72,7 @@ def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
 
 def config_for(
     router: Router,
-    settings: SimpleNamespace,
+    settings: RouteSettings,
     certificate: Certificate | None,
     hosts: frozenset[str] | None = None,
 ) -> Config:
@@ -100,7 +100,7 @@ class Router:
     door: Door
     forwarder: Forwarder
 
-    def __init__(self, settings: SimpleNamespace, tenants: Tenants, places: Sequence[Place]) -> None:
+    def __init__(self, settings: RouteSettings, tenants: Tenants, places: Sequence[Place]) -> None:
         self._settings, self._tenants, self._places = settings, tenants, list(places)
         self.fleet = Fleet()
         self._resolving: asyncio.Task[None] | None = None
@@ -164,16 +164,7 @@ class Router:
             ("GET", "/ready"): (ready, False),
             ("GET", "/metrics"): (metrics, False),
         }
-        self.door = Door(
-            self.forwarder,
-            Routes(getattr(settings, "pass") or ()),
-            self._tenants,
-            own,
-            sticky=settings.sticky_header,
-            most=settings.max_body_size,
-            room=max(settings.max_body_size, settings.max_bodies_size),
-            arrival=settings.arrival_timeout or None,
-        )
+        self.door = Door(self.forwarder, Routes(settings.pass_ or ()), self._tenants, own, settings)
         self._checks.follow()
         if settings.resolve_interval:
             self._resolving = asyncio.ensure_future(self._resolve())
@@ -219,7 +210,7 @@ class Router:
 
 
 class RouterServer(Server):
-    def __init__(self, config: Any, router: Router, settings: SimpleNamespace) -> None:
+    def __init__(self, config: Any, router: Router, settings: RouteSettings) -> None:
         super().__init__(config, settings.drain_timeout, settings.arrival_timeout or None)
         self._router = router
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 from hibachi.engine.build import WHOLE_SEQUENCES
 from hibachi.engine.scheduler.policy import Fair, Policy, Priority, WaitingServed
 from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.llm.dialects.responses.store import Stores
 from hibachi.llm.dialects.tgi.limits import TgiLimits
+from hibachi.llm.options import TextOptions
 from hibachi.llm.remote.identity import name_of, system_fingerprint
 from hibachi.llm.remote.opening import open_settled
 from hibachi.llm.remote.settings import parsers_of
 from hibachi.server.served import Served
+from hibachi.server.settings import ServeSettings
 from hibachi.server.tgi_settings import NAME, NAMELESS
 from hibachi.server.web.keys import tenants_of
 from hibachi.server.web.tenants import Tenants
@@ -23,7 +23,7 @@ from hibachi.server.web.tenants import Tenants
 log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
-def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
+def opened(settings: ServeSettings, tenants: Tenants | None = None) -> Served:
     """The model, loaded and warmed up. Raises what making a model raises, and ConfigError."""
     tenants = tenants_of(settings) if tenants is None else tenants
     parsers = parsers_of(settings)
@@ -56,30 +56,29 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
         raise
 
 
-def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
-    """The options that serving adds to `engine_options`; undecided ones are left out."""
+def options(settings: ServeSettings, tenants: Tenants) -> TextOptions:
+    """The options that serving adds to `engine_options`."""
     several = len({name for _, name in tenants.keys}) > 1
-    found = dict(
-        scheduling_policy=settings.scheduling_policy
-        or _waiting_served(settings, several)
-        or ("shares" if several else None),
+    found = TextOptions(
         max_num_queued_reqs=settings.max_num_queued_reqs,
         pause_after=settings.pause_after or None,
         restart="on_failure" if settings.restart else None,
-        cache_tokens=None
-        if settings.tgi is None or settings.kv_cache_memory_bytes is not None
-        else settings.tgi.max_batch_total_tokens,
+        scheduling_policy=settings.scheduling_policy
+        or _waiting_served(settings, several)
+        or ("shares" if several else None),
     )
-    return {name: value for name, value in found.items() if value is not None}
+    if settings.tgi is not None and settings.kv_cache_memory_bytes is None:
+        found["cache_tokens"] = settings.tgi.max_batch_total_tokens
+    return found
 
 
-def names_of(settings: SimpleNamespace) -> tuple[str, ...]:
+def names_of(settings: ServeSettings) -> tuple[str, ...]:
     """The default names of the model."""
     own = name_of(settings.model)
     return (own,) if settings.tgi is None else tuple(dict.fromkeys((NAME, own)))
 
 
-def bounds_of(settings: SimpleNamespace, rows: int) -> Bounds:
+def bounds_of(settings: ServeSettings, rows: int) -> Bounds:
     """The bounds of requests. rows: of the batch."""
     found = Bounds(
         n=settings.max_n,
@@ -90,7 +89,7 @@ def bounds_of(settings: SimpleNamespace, rows: int) -> Bounds:
     return found if settings.tgi is None else replace(found, prompts=settings.tgi.max_client_batch_size)
 
 
-def _waiting_served(settings: SimpleNamespace, several: bool) -> Policy | None:
+def _waiting_served(settings: ServeSettings, several: bool) -> Policy | None:
     """The policy that TGI's flags ask for, if they do. several: there are several tenants."""
     gate = None if settings.tgi is None else settings.tgi.gate()
     if gate is None:

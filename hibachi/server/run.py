@@ -8,11 +8,11 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import closing
-from types import SimpleNamespace
 
 from hibachi.errors import ConfigError
 from hibachi.llm.remote.opening import about
 from hibachi.server.load_model import opened
+from hibachi.server.settings import ServeSettings
 from hibachi.server.web.address import bound
 from hibachi.server.web.certificate import certificate_of
 from hibachi.server.web.cors import origins_of
@@ -25,7 +25,7 @@ from hibachi.server.web.signals import ending
 log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
-def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
+def serve(settings: ServeSettings, remarks: Sequence[str] = ()) -> int:
     """Serve until a signal comes. Returns the exit status: 0 means an orderly end, 1 that the engine was lost.
 
     Raises ConfigError for an address or settings that cannot be used, and what making the model raises.
@@ -47,16 +47,8 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
             importing.join()
             from hibachi.server.server import server_of
 
-            server = server_of(
-                served,
-                settings.metric_names,
-                settings.drain_timeout,
-                certificate,
-                exit_on_failure=settings.exit_on_failure,
-                origins=origins,
-                hosts=hosts_for(settings, origins, public),
-                root_path=root_path,
-            )
+            hosts = hosts_for(settings, origins, public)
+            server = server_of(served, settings, certificate, origins, hosts, root_path)
             server.tidings = f"serving {', '.join(served.names)} on {url} ({about(served.what)})"
             try:
                 server.run(listeners)

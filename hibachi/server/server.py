@@ -16,6 +16,7 @@ from hibachi.errors import ConfigError
 from hibachi.server.app import application, dialect_at, tells
 from hibachi.server.metrics import metrics_for
 from hibachi.server.served import Served
+from hibachi.server.settings import ServeSettings
 from hibachi.server.web.certificate import Certificate
 from hibachi.server.web.cors import Cors
 from hibachi.server.web.deadlines import Tell
@@ -29,25 +30,21 @@ CLOSING = 1.0  # seconds at least for the engine to end, after the time of the r
 
 def server_of(
     served: Served,
-    metric_names: str,
-    patience: float,
+    settings: ServeSettings,
     certificate: Certificate | None,
-    *,
-    exit_on_failure: bool = False,
-    origins: frozenset[str] = frozenset(),
-    hosts: frozenset[str] | None = None,
-    root_path: str = "",
+    origins: frozenset[str],
+    hosts: frozenset[str] | None,
+    root_path: str,
 ) -> Server:
-    """Make the server. patience: seconds for running requests to end. exit_on_failure: exit when the engine is lost for
-    good.
+    """Make the server.
 
     origins: of web pages that may send requests. hosts: names that the server answers to besides those of loopback;
     None means any. Raises ConfigError for a root_path with which our own routes begin.
     """
-    _, routes = metrics_for(served, metric_names)
+    _, routes = metrics_for(served, settings.metric_names)
     app = surrounded(application(served, more=routes), tells(served), origins, hosts, root_path)
     config = config_of(app, served.arrival, tells(served), certificate)
-    return Server(config, served, patience, exit_on_failure)
+    return Server(config, served, settings.drain_timeout, settings.exit_on_failure)
 
 
 def surrounded(

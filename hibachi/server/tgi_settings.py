@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hibachi.common.settings.kinds import SWITCH, Kind, choice, integer, seconds, size, text
@@ -247,8 +246,8 @@ class Reading:
     remarks: list[str] = field(default_factory=list)
     revision: str | None = None
 
-    def done(self, settings: SimpleNamespace) -> TgiAsked:
-        """Check the flags against our settled settings. Raises ConfigError for contradictions."""
+    def done(self, step: int) -> TgiAsked:
+        """Check the flags against each other and the tokens of a step. Raises ConfigError for contradictions."""
         asked = TgiAsked(**self.asked)
         longest, most, total = asked.max_input_tokens, asked.max_total_tokens, asked.max_batch_total_tokens
         if longest is not None and most is not None and longest >= most:
@@ -261,7 +260,6 @@ class Reading:
                 f"max-total-tokens must be at most max-batch-total-tokens, or no such request could run; got {most} "
                 f"and {total}."
             )
-        step: int = settings.max_num_batched_tokens
         if total is not None and "max_batch_prefill_tokens" in self.where and step > total:
             raise ConfigError(
                 f"max-batch-prefill-tokens must be at most max-batch-total-tokens; got {step} and {total}."

@@ -1,6 +1,7 @@
 """What `--plan` says, against what a run then does."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -56,13 +57,13 @@ def test_of_equal_prompts_the_last_block_is_computed_again(tmp_path, batch):
 
 
 def test_without_a_prefix_cache_nothing_is_spared(batch):
-    batch.settings.enable_prefix_caching = False
+    batch.settings = replace(batch.settings, enable_prefix_caching=False)
     assert forecast(batch).cached_tokens == 0
 
 
 def test_a_cache_that_holds_less_than_a_prompt_spares_nothing(batch):
     position = 2 * 4 * 4 * 2 * 32  # of the tiny model: four layers of two heads of 32 in float32, keys and values
-    batch.settings.kv_cache_memory_bytes = 2 * 16 * position
+    batch.settings = replace(batch.settings, kv_cache_memory_bytes=2 * 16 * position)
     assert forecast(batch).cached_tokens == 0
 
 
@@ -104,9 +105,9 @@ def test_a_plan_takes_defaults_from_where_the_run_does(tmp_path, batch):
     (tmp_path / "g").mkdir()
     (tmp_path / "g" / "generation_config.json").write_text('{"max_new_tokens": 9}')
     batch.columns = Columns(tokens="tokens")
-    batch.settings.generation_config = str(tmp_path / "g")
+    batch.settings = replace(batch.settings, generation_config=str(tmp_path / "g"))
     assert forecast(batch).longest == 9
-    batch.settings.generation_config = "vllm"
+    batch.settings = replace(batch.settings, generation_config="vllm")
     assert forecast(batch).longest == 16
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("tokenizers")
 
-from hibachi.common.settings.settle import by_key, settle
+from hibachi.common.settings.settle import settle
 from hibachi.errors import ConfigError
 from hibachi.llm.remote import opening
 from hibachi.llm.remote.opening import about, engine_options, open_settled
-from hibachi.llm.remote.settings import ENGINE, MODEL
+from hibachi.llm.remote.settings import LLMSettings
 from hibachi.request import SamplingParams
-
-SETTINGS = by_key({"model": MODEL, "engine": ENGINE})
 
 
 def settings(engine="own", stall_after=0.0, **flags):
-    found = settle(SETTINGS, "x", flags, {})
-    return SimpleNamespace(engine=engine, stall_after=stall_after, **vars(found))
+    return settle(LLMSettings, "x", {"engine": engine, "stall_after": stall_after, **flags}, {})
 
 
 @pytest.mark.parametrize("engine, where", [("own", "in this process"), ("child", "in process ")])

@@ -219,7 +219,7 @@ def test_and_so_does_a_variable(key, taken, tmp_path, monkeypatch):
     ids=str,
 )
 def test_what_changes_nothing_is_not_said(flags):
-    assert tgi(flags).remarks == []
+    assert tgi(flags).remarks == ()
 
 
 def test_short_flags_and_several_origins(taken):
@@ -262,13 +262,13 @@ def test_defaults_are_the_launchers():
     assert (limits.max_best_of, limits.max_stop_sequences, limits.max_top_n_tokens) == (2, 4, 5)
     assert tgi(metric_names="vllm").metric_names == "vllm"
     plain = settle({}, {})
-    assert plain.tgi is None and plain.remarks == [] and plain.max_body_size == 16 << 20 and plain.port == 8000
+    assert plain.tgi is None and plain.remarks == () and plain.max_body_size == 16 << 20 and plain.port == 8000
 
 
 def test_the_name_of_a_pod_is_no_address():
     found = tgi(environment={"HOSTNAME": "pod-7"})
     assert found.host == "0.0.0.0" and [line for line in found.remarks if line.startswith("HOSTNAME ")]
-    assert settle({}, {"HOSTNAME": "pod-7"}).remarks == []
+    assert settle({}, {"HOSTNAME": "pod-7"}).remarks == ()
 
 
 @pytest.mark.parametrize("words", [["--model-id", "x"], ["--max-total-tokens=5"], ["-p", "5"], ["--json-output"]])
@@ -367,7 +367,7 @@ def options(settings):
 
 
 def test_prompts_wait_if_one_of_the_two_flags_is_given():
-    assert "scheduling_policy" not in options(tgi())
+    assert options(tgi())["scheduling_policy"] is None
     policy = options(tgi({"waiting_served_ratio": "1.5"}))["scheduling_policy"]
     assert isinstance(policy, WaitingServed) and (policy.ratio, policy.patience) == (1.5, 20)
     assert isinstance(policy.order, Priority)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 PREFIX = "HIBACHI_"
@@ -23,7 +23,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. default: its value if it is not given; None means that `otherwise` says what holds."""
+    """One setting. default: as it would be given; None means that `otherwise` says what holds."""
 
     name: str
     kind: Kind
@@ -125,3 +125,9 @@ def _switch(given: Any) -> bool:
 
 
 SWITCH = Kind("", "true or false", _switch)
+
+
+def setting(kind: Kind, default: Any, help: str, otherwise: str = "") -> Any:
+    """A field of a record of settings, with its default as `kind` reads it. `Setting` says what the arguments mean."""
+    value = None if default is None else kind.read(default)
+    return field(default=value, metadata={"setting": Setting("", kind, default, help, otherwise)})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from keyword import iskeyword
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from hibachi.common.options import nearest
 from hibachi.common.settings.kinds import PREFIX, SWITCH, Setting
@@ -17,36 +18,58 @@ Settings = Mapping[str, Setting]  # by their keys
 Groups = Mapping[str, tuple[Setting, ...]]  # by the titles that --help shows
 
 
+Record = TypeVar("Record")
+
+
+def settings_of(record: type) -> dict[str, Setting]:
+    """The settings among a dataclass's fields, by their keys. A field is called like its key, with "_" behind it where
+    that is a word of Python.
+    """
+    found = {}
+    for one in fields(record):
+        if (known := one.metadata.get("setting")) is not None:
+            made = replace(known, name=one.name.rstrip("_").replace("_", "-"))
+            found[made.key] = made
+    return found
+
+
 def by_key(groups: Groups) -> dict[str, Setting]:
     return {s.key: s for group in groups.values() for s in group}
 
 
+def groups_of(**records: type) -> Groups:
+    """Settings by the titles that --help shows; each record is a group."""
+    return {title: tuple(settings_of(record).values()) for title, record in records.items()}
+
+
 def settle(
-    settings: Settings,
+    record: type[Record],
     command: str,
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: str | None = None,
     *,
     tables: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
     others: Iterable[tuple[str, Any, str]] = (),
-) -> SimpleNamespace:
-    """The value of each setting, by its key. flags: those that were given; file: the configuration file.
+) -> Record:
+    """The value of each setting of a record. flags: those that were given; file: the configuration file.
 
-    tables: names in the file that are no settings and are read elsewhere. others: (key, value, where it was given) of
-    variables with names of their own; they only take precedence over the file. Raises ConfigError, which names where a
-    wrong value came from.
+    tables: names in the file that are no settings and are read elsewhere. defaults: in place of the record's. others:
+    (key, value, where it was given) of variables with names of their own; they only take precedence over the file.
+    Raises ConfigError, which names where a wrong value came from.
     """
-    values = {key: s.kind.read(s.default) if s.default is not None else None for key, s in settings.items()}
+    settings, values = settings_of(record), {}
     for source in (
+        ((key, given, "default") for key, given in (defaults or {}).items()),
         _from_file(settings, command, file, frozenset(tables)),
         others,
         _from_environment(settings, environment),
         _from_flags(settings, flags),
     ):
         for key, given, where in source:
-            values[key] = _read(settings[key], given, where)
-    return SimpleNamespace(**values)
+            values[f"{key}_" if iskeyword(key) else key] = _read(settings[key], given, where)
+    return record(**values)
 
 
 def read_toml(flag: str, file: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from hibachi.errors import ConfigError
 
 GROUP = "hibachi.policies"
 SHIPPED: dict[str, Callable[[], Policy]] = {
-    "fair": Fair,
     "fcfs": Fcfs,
     "priority": Priority,
+    "fair": Fair,
     "shares": Shares,
     "waiting-served": WaitingServed,
 }
@@ -29,7 +29,7 @@ def policy_of(given: Any) -> Policy:
         return Priority()
     if isinstance(given, str):
         unknown = f"No policy is called {given!r}: expected one of {{known}}, or a policy object."
-        given = plugin(GROUP, given, SHIPPED, f"The policy {given!r}", unknown)()
+        given = plugin(GROUP, given, dict(sorted(SHIPPED.items())), f"The policy {given!r}", unknown)()
     missing = [name for name in _METHODS if not callable(getattr(given, name, None))]
     if missing or isinstance(given, type):
         raise ConfigError(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 from hibachi.common.phases import phase
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
 from hibachi.llm.holding import Holding
 from hibachi.llm.model.generation import Generation
+from hibachi.llm.options import OPTIONS, TextOptions
 from hibachi.llm.own import is_own, open_model
 from hibachi.llm.remote.llm import open_remote
+from hibachi.llm.remote.settings import LLMSettings
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokens import Tokens
 from hibachi.request import SamplingParams
@@ -20,18 +22,22 @@ from hibachi.request import SamplingParams
 log: logging.Logger = logging.getLogger("hibachi.remote")
 
 
-def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens, str | None]:
+def open_settled(
+    settings: LLMSettings, *, feedforward: bool = False, **more: Unpack[TextOptions]
+) -> tuple[Texts | Tokens, str | None]:
     """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source; None means of
     one that makes no text.
 
-    settings: of `MODEL` and `ENGINE` (hibachi/llm/remote/settings.py), `engine` and `stall_after`. more: options as
-    `open_model` takes them. What can be wrong in the settings alone is found before the model is loaded.
+    feedforward, more: as for `open_model`, besides what the settings say. What can be wrong in the settings alone
+    is found before the model is loaded.
 
     Raises what making a model raises, and ConfigError.
     """
     template, generation = template_of(settings.chat_template), generation_of(settings.generation_config)
     make = open_remote if settings.engine == "child" else open_model
-    texts = make(settings.model, **engine_options(settings), **more)
+    options = engine_options(settings)
+    options.update(more)
+    texts = make(settings.model, feedforward=feedforward, **options)
     try:
         if isinstance(texts, Tokens):
             _only_tokens(settings)
@@ -47,7 +53,7 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens
     return texts, template
 
 
-def _only_tokens(settings: SimpleNamespace) -> None:
+def _only_tokens(settings: LLMSettings) -> None:
     """Raises ConfigError for what only a model that makes text has."""
     asked = {"--chat-template": settings.chat_template, "--generation-config": settings.generation_config}
     for flag, given in asked.items():
@@ -55,29 +61,17 @@ def _only_tokens(settings: SimpleNamespace) -> None:
             raise ConfigError(f"{flag} {given}: {settings.model} makes no text. Leave it out.")
 
 
-def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
+def engine_options(settings: LLMSettings) -> TextOptions:
     """What settings say, as options of `open_model` and `open_remote`; what was not decided is left out."""
-    found = dict(
-        backend=settings.backend,
-        device=settings.device,
-        dtype=settings.dtype,
-        quantization=settings.quantization,
-        gguf_unpack=settings.gguf_unpack or None,
-        autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
-        kernels=settings.kernels,
-        deterministic=settings.deterministic,
-        numerics=settings.numerics,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        block_size=settings.block_size,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        speculative_config=settings.speculative_config,
-    )
-    return {name: value for name, value in found.items() if value is not None} | {
-        "stall_after": settings.stall_after or None
-    }
+    names = [one.name for one in fields(LLMSettings) if one.name in OPTIONS]
+    given: Any = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    options: TextOptions = given
+    options["stall_after"] = settings.stall_after or None
+    if not settings.gguf_unpack:
+        del options["gguf_unpack"]
+    if is_own(settings.model):
+        options.pop("autotune", None)  # it has no kernels to choose from
+    return options
 
 
 def about(served: Holding) -> str:

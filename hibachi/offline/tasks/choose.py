@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 from hibachi.common.named import object_named
@@ -19,6 +19,7 @@ from hibachi.llm.remote.settings import parsers_of
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokens import Tokens
 from hibachi.offline.files.rows import BATCH
+from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.columns import Columns
 from hibachi.offline.tasks.ownwork import ForwardWork, TokenWork
 from hibachi.offline.tasks.task import Work
@@ -30,7 +31,7 @@ TASKS: tuple[Task, ...] = ("generate", "embed", "forward")
 
 
 def work_of(
-    settings: SimpleNamespace,
+    settings: BatchSettings,
     task: Task,
     columns: Columns,
     *,
@@ -99,7 +100,7 @@ def _returns_tokens(model: str, reading: bool) -> bool | None:
     return not returns_ids(found)
 
 
-def _opened(settings: SimpleNamespace) -> Opened:
+def _opened(settings: BatchSettings) -> Opened:
     """What cannot be told from its name alone, opened to learn whether it makes text."""
     found = open_settled(_typeless(settings))
     if settings.dtype is None or isinstance(found[0], Tokens):
@@ -108,12 +109,12 @@ def _opened(settings: SimpleNamespace) -> Opened:
     return open_settled(settings)
 
 
-def _typeless(settings: SimpleNamespace) -> SimpleNamespace:
+def _typeless(settings: BatchSettings) -> BatchSettings:
     """Where dtype is that of the columns, as for models that make no text."""
-    return SimpleNamespace(**vars(settings) | {"dtype": None})
+    return replace(settings, dtype=None)
 
 
-def _texts(settings: SimpleNamespace, opened: list[Opened]) -> tuple[Texts, str | None]:
+def _texts(settings: BatchSettings, opened: list[Opened]) -> tuple[Texts, str | None]:
     """opened: what was opened already, which is taken first."""
     found, template = opened.pop() if opened else open_settled(settings)
     if isinstance(found, Texts):
@@ -122,7 +123,7 @@ def _texts(settings: SimpleNamespace, opened: list[Opened]) -> tuple[Texts, str 
     raise ConfigError(no_text(settings.model, "returns tokens, or one output for each input"))
 
 
-def _tokens(settings: SimpleNamespace, opened: list[Opened], **more: Any) -> Tokens:
+def _tokens(settings: BatchSettings, opened: list[Opened], **more: Any) -> Tokens:
     found, _ = opened.pop() if opened else open_settled(_typeless(settings), **more)
     if isinstance(found, Tokens):
         return found

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 from hibachi.engine.sampling.uniforms import fork
@@ -17,6 +16,7 @@ from hibachi.llm.model.extras import need
 from hibachi.llm.remote.settings import parsers_of
 from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.files.writers import Field
+from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.columns import Asked, Asking, Columns
 from hibachi.offline.tasks.lines import id_of
 from hibachi.offline.tasks.sameanswers import CallId, rename_chat, renaming
@@ -57,7 +57,7 @@ class AsksRows(Asks, Protocol):
     @property
     def columns(self) -> Columns: ...
     @property
-    def settings(self) -> SimpleNamespace: ...
+    def settings(self) -> BatchSettings: ...
     @property
     def task(self) -> str: ...
     @property

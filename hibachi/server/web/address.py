@@ -9,13 +9,13 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 
 from hibachi.errors import ConfigError
+from hibachi.server.web.settings import AddressSettings
 
 
 @contextmanager
-def bound(settings: SimpleNamespace) -> Iterator[tuple[list[socket.socket], str, bool]]:
+def bound(settings: AddressSettings) -> Iterator[tuple[list[socket.socket], str, bool]]:
     """Bind the address: (sockets, URL, whether other machines can reach it). Until uvicorn listens, connections are
     refused. A name with several addresses, as localhost has, gets a socket for each.
 

@@ -7,10 +7,10 @@ import os
 import ssl
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from hibachi.errors import ConfigError
+from hibachi.server.web.settings import AddressSettings
 
 log: logging.Logger = logging.getLogger("hibachi.serve")
 EVERY = 1.0  # seconds from one look at the files to the next
@@ -111,13 +111,12 @@ class Certificate(ssl.SSLContext):
             log.info("the certificate was read again: %s", self._files.cert)
 
 
-def certificate_of(settings: SimpleNamespace) -> Certificate | None:
+def certificate_of(settings: AddressSettings) -> Certificate | None:
     """The certificate from the settings; None means no TLS. Raises ConfigError for files that cannot be used."""
-    files = Files(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
-    if files.cert is not None:
-        return Certificate(files)
-    if files.key is not None:
+    if settings.ssl_certfile is not None:
+        return Certificate(Files(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs))
+    if settings.ssl_keyfile is not None:
         raise ConfigError("--ssl-keyfile is the key of --ssl-certfile, which is missing.")
-    if files.authorities is not None:
+    if settings.ssl_ca_certs is not None:
         raise ConfigError("--ssl-ca-certs checks the certificates of clients over TLS, so it needs --ssl-certfile.")
     return None

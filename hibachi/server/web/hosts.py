@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from hibachi.llm.dialects.dialects import OPENAI, Dialect
@@ -18,11 +17,12 @@ from hibachi.server.web.access import tell_of_none
 from hibachi.server.web.cors import hosts_of
 from hibachi.server.web.deadlines import Tell
 from hibachi.server.web.exchange import Exchange
+from hibachi.server.web.settings import AddressSettings
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 
 
-def hosts_for(settings: SimpleNamespace, origins: frozenset[str], public: bool) -> frozenset[str] | None:
+def hosts_for(settings: AddressSettings, origins: frozenset[str], public: bool) -> frozenset[str] | None:
     """Names to answer to besides those of loopback. None means any, where no page gains by that: other machines reach
     this server, or no browser does, or pages of any origin may send requests. public: as `bound` says.
     """

@@ -5,16 +5,16 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
+from hibachi.server.web.settings import KeySettings
 from hibachi.server.web.tenants import Tenant, Tenants
 
 _FIELDS = ("key", "keys", "priority", "max_requests", "admin")
 
 
-def tenants_of(settings: SimpleNamespace) -> Tenants:
+def tenants_of(settings: KeySettings) -> Tenants:
     """The tenants. Each key of --api-key is a tenant of its own: key1, key2, ... Raises ConfigError, which shows no
     key.
     """
