@@ -43,6 +43,22 @@ def test_a_misspelt_option_is_answered_with_the_nearest(make, wrong, near):
         make(**{wrong: 3})
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"max_num_seqs": None}, "max_num_seqs must be an integer >= 1; got None"),
+        ({"block_size": 0}, "block_size must be an integer >= 1; got 0"),
+        ({"max_num_queued_reqs": True}, r"max_num_queued_reqs must be an integer >= 0 \(or None: no limit\); got True"),
+        ({"pause_after": 0}, r"pause_after must be an integer >= 1 \(or None: no limit\); got 0"),
+        ({"restart": "always"}, 'restart must be "never"'),
+        ({"stall_after": 0}, r"stall_after must be a number of seconds > 0 \(or None: never\); got 0"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_a_file_is_opened(wrong, message):
+    with pytest.raises(hibachi.ConfigError, match=f"^{message}"):
+        hibachi.LLM("nowhere", **wrong)
+
+
 def test_one_that_resembles_nothing_is_answered_with_all():
     with pytest.raises(hibachi.ConfigError, match=r"has no option 'zz'; expected one of max_batch_size, .*record\.$"):
         hibachi.FeedforwardBatchInference(Model(), zz=1)

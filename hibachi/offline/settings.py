@@ -13,9 +13,11 @@ from hibachi.llm.remote.settings import ChatSettings, EngineSettings, LLMSetting
 class BatchSettings(ChatSettings, LLMSettings):
     """All of them."""
 
+    command = "run-batch"
+
 
 GROUPS = shared.groups_of(model=ModelSettings, chats=ChatSettings, engine=EngineSettings)
 SETTINGS = shared.by_key(GROUPS)
 
-settle = partial(shared.settle, BatchSettings, "run-batch")
+settle = partial(shared.settle, BatchSettings)
 misspelled = partial(shared.misspelled, SETTINGS)

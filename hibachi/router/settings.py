@@ -13,7 +13,6 @@ from hibachi.errors import ConfigError
 from hibachi.server.web.settings import AddressSettings, KeySettings, LogSettings
 
 LIMIT, TIBS_LIMIT = 64, 1  # requests of an upstream at once: ours, and that of text-inference-batcher
-TABLES = ("upstream",)  # of the configuration, besides settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +90,10 @@ class AccessSettings(KeySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouteSettings(LogSettings, AccessSettings, AddressSettings, WaitingSettings, UpstreamSettings):
+class RouteSettings(LogSettings, AccessSettings, AddressSettings, WaitingSettings, UpstreamSettings, shared.Settings):
     """All of them. tib: whether defaults are text-inference-batcher's. config: the file."""
 
+    command, tables = "route", ("upstream",)
     tib: bool = False
     config: str | None = None
 
@@ -117,7 +117,7 @@ def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str |
     """
     tib = bool(environment.get("UPSTREAMS", "").strip())
     others = list(_tibs(environment))
-    found = shared.settle(RouteSettings, "route", flags, environment, file, tables=TABLES, others=others)
+    found = shared.settle(RouteSettings, flags, environment, file, others=others)
     return replace(
         found,
         tib=tib,

@@ -140,6 +140,7 @@ class ServeSettings(
     lines for the log.
     """
 
+    command = "serve"
     tgi: TgiAsked | None = None
     remarks: tuple[str, ...] = ()
 
@@ -166,13 +167,11 @@ def settle(
     """See `hibachi.common.settings.settle`. tgi_flags: of TGI's launcher, by their keys; they count with `compat` only.
     Raises ConfigError.
     """
-    found = shared.settle(ServeSettings, "serve", flags, environment, file)
+    found = shared.settle(ServeSettings, flags, environment, file)
     if found.compat != COMPAT:
         return found
     given = tgi_settings.read(tgi_flags or {}, environment)
-    found = shared.settle(
-        ServeSettings, "serve", flags, environment, file, defaults=tgi_settings.DEFAULTS, others=given.others
-    )
+    found = shared.settle(ServeSettings, flags, environment, file, defaults=tgi_settings.DEFAULTS, others=given.others)
     model, remark = tgi_settings.revised(found.model, given.revision)
     remarks = (*given.remarks, *([remark] if remark else []))
     return replace(found, tgi=given.done(found.max_num_batched_tokens), model=model, remarks=remarks)

@@ -77,6 +77,8 @@ def test_a_work_as_a_file(tmp_path, capsys):
         (["compare", "no-such-file.json"], 1, "no-such-file.json"),
         (["growth", "--contexts", "4000"], 1, "no room for a context of 4000"),
         (["growth", "--rounds", "0"], 2, "must be at least 1"),
+        (["growth", "--kernels", "nowhere.json"], 1, "There is no file nowhere.json to take kernels from"),
+        (["fit", "--kernels", "nowhere.json"], 1, "There is no file nowhere.json to take kernels from"),
         (["work", "W1", "x", "--vocab-size", "2"], 1, "more than 3 tokens"),
         (["model", "x", "--shape", "1t"], 2, "invalid choice"),
         ([], 2, "WHAT"),

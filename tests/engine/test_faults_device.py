@@ -450,11 +450,6 @@ def test_what_was_generated_survives_a_restart_and_preemption(serve):
     assert stats.failed == 0 and stats.free_blocks == stats.blocks
 
 
-def test_a_wrong_restart():
-    with pytest.raises(hibachi.ConfigError, match=r'restart must be "never" .* or "on_failure"; got \'always\''):
-        hibachi.AutoregressiveBatchInference(Next(), max_model_len=9, restart="always")
-
-
 # ---- outputs that nobody can use ---------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from hibachi.request import SamplingParams
 
 
 def settings(engine="own", stall_after=0.0, **flags):
-    return settle(LLMSettings, "x", {"engine": engine, "stall_after": stall_after, **flags}, {})
+    return settle(LLMSettings, {"engine": engine, "stall_after": stall_after, **flags}, {})
 
 
 @pytest.mark.parametrize("engine, where", [("own", "in this process"), ("child", "in process ")])

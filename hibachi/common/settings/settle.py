@@ -8,17 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from keyword import iskeyword
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hibachi.common.options import nearest
 from hibachi.common.settings.kinds import PREFIX, SWITCH, Setting
 from hibachi.errors import ConfigError
 
-Settings = Mapping[str, Setting]  # by their keys
+Known = Mapping[str, Setting]  # settings by their keys
 Groups = Mapping[str, tuple[Setting, ...]]  # by the titles that --help shows
 
 
-Record = TypeVar("Record")
+class Settings:
+    """Base of a command's record of settings. command: its name. tables: names in its file that are no settings and are
+    read elsewhere.
+    """
+
+    command: ClassVar[str]
+    tables: ClassVar[tuple[str, ...]] = ()
+
+
+Record = TypeVar("Record", bound=Settings)
 
 
 def settings_of(record: type) -> dict[str, Setting]:
@@ -44,25 +53,22 @@ def groups_of(**records: type) -> Groups:
 
 def settle(
     record: type[Record],
-    command: str,
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: str | None = None,
     *,
-    tables: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
     others: Iterable[tuple[str, Any, str]] = (),
 ) -> Record:
     """The value of each setting of a record. flags: those that were given; file: the configuration file.
 
-    tables: names in the file that are no settings and are read elsewhere. defaults: in place of the record's. others:
-    (key, value, where it was given) of variables with names of their own; they only take precedence over the file.
-    Raises ConfigError, which names where a wrong value came from.
+    defaults: in place of the record's. others: (key, value, where it was given) of variables with names of their own;
+    they only take precedence over the file. Raises ConfigError, which names where a wrong value came from.
     """
     settings, values = settings_of(record), {}
     for source in (
         ((key, given, "default") for key, given in (defaults or {}).items()),
-        _from_file(settings, command, file, frozenset(tables)),
+        _from_file(settings, record, file),
         others,
         _from_environment(settings, environment),
         _from_flags(settings, flags),
@@ -82,29 +88,27 @@ def read_toml(flag: str, file: str) -> dict[str, Any]:
         raise ConfigError(f"{flag} {file}: expected TOML; {e}.") from e
 
 
-def _from_file(
-    settings: Settings, command: str, file: str | None, tables: frozenset[str]
-) -> Iterator[tuple[str, Any, str]]:
+def _from_file(known: Known, record: type[Settings], file: str | None) -> Iterator[tuple[str, Any, str]]:
     if file is None:
         return
     for name, given in read_toml("--config", file).items():
         key = name.replace("-", "_")
-        if key in tables:
+        if key in record.tables:
             continue
-        if key not in settings:
-            near = nearest(key, settings)
-            hint = f" Did you mean {settings[near].name}?" if near else f" `hibachi {command} --help` lists them."
+        if key not in known:
+            near = nearest(key, known)
+            hint = f" Did you mean {known[near].name}?" if near else f" `hibachi {record.command} --help` lists them."
             raise ConfigError(f"{file}: there is no setting {name}.{hint}")
         yield key, given, f"{file}: {name}"
 
 
-def _from_environment(settings: Settings, environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _from_environment(settings: Known, environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     for key, setting in settings.items():
         if given := environment.get(setting.variable):  # as with many tools, empty is as if it were not there
             yield key, given, setting.variable
 
 
-def _from_flags(settings: Settings, flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _from_flags(settings: Known, flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for key, given in flags.items():
         yield key, given, settings[key].flag
 
@@ -118,7 +122,7 @@ def _read(setting: Setting, given: Any, where: str) -> Any:
         raise ConfigError(f"{where}: expected {setting.kind.expected}; got {shown}.") from None
 
 
-def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+def misspelled(settings: Known, environment: Mapping[str, str]) -> list[str]:
     """Environment variables that look like settings and are none."""
     known = {s.variable for s in settings.values()}
     found = []
@@ -130,7 +134,7 @@ def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     return found
 
 
-def table(settings: Settings) -> str:
+def table(settings: Known) -> str:
     """All settings, in Markdown."""
     lines = ["| flag | default | |", "|---|---|---|"]
     for setting in settings.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hibachi.common.settings.kinds import SWITCH, Kind, choice, integer, seconds, setting, size, text
+from hibachi.common.settings.settle import Settings
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.chatformat.templates.known import REASONING_NAMES, TOOL_NAMES
 from hibachi.llm.llm import QUANTIZATIONS
@@ -104,7 +105,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMSettings(EngineSettings, ModelSettings):
+class LLMSettings(EngineSettings, ModelSettings, Settings):
     """What opens a model; see `hibachi.llm.remote.opening.open_settled`."""
 
 
