@@ -165,6 +165,36 @@ def biased(backend, dtype):
     return {name: np.asarray(backend.get(t), np.float32) for name, t in found.items()}
 
 
+SHAPES = [(1, 1, 1), (2, 47, 3), (7, 49, 65), (8, 48, 64), (9, 200, 127), (70, 130, 96), (3, 1, 577), (5, 96, 192)]
+"""Rows, outputs and inputs of products: less and more than a panel of 48 outputs, a group of 64 inputs and a tile."""
+
+
+def products(backend, dtype):
+    """{name: array} of products of all `SHAPES`, of operations on rows of odd widths and of tokens that are masked."""
+    random, found = np.random.default_rng(1), {}
+
+    def put(*shape):
+        return backend.put(rounded(random.normal(size=shape)), dtype)
+
+    for m, n, k in SHAPES:
+        weight = backend.put_weight(rounded(random.normal(size=(n, k))), dtype)
+        x, bias, idx = put(m, k), put(n), backend.put(np.array([[0, n - 1]], np.int32))
+        found[f"linear {m} {n} {k}"] = backend.linear(x, weight, bias)
+        found[f"logits {m} {n} {k}"] = backend.logits(x, weight)
+        found[f"rows {m} {n} {k}"] = backend.weight_rows(weight, idx)
+    for dim in (2, 34, 577):
+        x, w, b = put(40, dim), put(dim), put(dim)
+        found[f"rms_norm {dim}"] = backend.rms_norm(x, w, 1e-5)
+        found[f"layer_norm {dim}"] = backend.layer_norm(x, w, b, 1e-5)
+        found[f"layer_norm {dim}, no bias"] = backend.layer_norm(x, w, None, 1e-5)
+        found[f"softmax {dim}"] = backend.softmax(x)
+        bits = random.integers(0, 2**32, (3, -(-dim // 32)), dtype=np.uint32)
+        for name, given in (("all", None), ("masked, spoiled", bits)):
+            rows, finite = backend.kept_rows(x, np.array([3, 0, 39], np.int32), given)
+            found[f"kept rows {dim}, {name}"], found[f"finite rows {dim}, {name}"] = rows, finite
+    return {name: np.asarray(backend.get(t), np.float32) for name, t in found.items()}
+
+
 def far(backend, dtype):
     """{name: array} of attention over several pieces (attention.h), of prompts and of tokens after them."""
     random = np.random.default_rng(0)

@@ -22,13 +22,7 @@ from hibachi.engine.scheduler.lower import lower
 
 from .native import (
     DTYPES,
-    biased,
-    computed,
-    digest,
-    far_off,
-    other_variants,
     parameters,
-    same_arrays,
     skip_without,
     without_compiler,
 )
@@ -41,7 +35,6 @@ from hibachi_jax import JaxBackend  # noqa: E402
 from hibachi_jax.native import HANDLERS, NativeJaxBackend, PackedWeight, target  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-NEAR = {"float32": 2e-6, "bfloat16": 5e-3, "float16": 6e-4}  # of the largest number
 
 
 @pytest.fixture(scope="module")
@@ -53,49 +46,11 @@ def normal(*shape, seed=0, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def double(x):
-    return np.asarray(x, np.float64)
-
-
-def near(got, want, dtype):
-    off = np.abs(double(got) - want).max()
-    assert off <= NEAR[dtype] * max(1.0, np.abs(want).max()), f"off by {off:.3g}"
-
-
 def same(got, want):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 # ---- linear --------------------------------------------------------------------------------------------------------
-
-SHAPES = [(1, 1, 1), (2, 47, 3), (9, 200, 31), (70, 130, 96), (3, 1, 577)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_linear_multiplies(native, m, n, k, dtype):
-    x, w, b = normal(m, k, dtype=dtype), normal(n, k, seed=1, dtype=dtype), normal(n, seed=2, dtype=dtype)
-    packed = native.put_weight(np.asarray(w, np.float32), dtype)
-    for bias in (None, b):
-        want = double(x) @ double(w).T + (0 if bias is None else double(b))
-        got = native.linear(x, packed, bias)
-        assert got.shape == (m, n) and got.dtype == x.dtype
-        near(got, want, dtype)
-        unrounded = native.logits(x, packed, bias)
-        assert unrounded.dtype == jnp.float32
-        near(unrounded, want, "float32")
-        same(unrounded.astype(x.dtype), got)
-    for idx in ([[0, n - 1]], [n // 2]):
-        same(native.weight_rows(packed, jnp.asarray(idx)), w[jnp.asarray(idx)])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_gives_a_row_the_same_bits_in_any_batch_and_place(native, dtype):
-    x, w = normal(20, 200, dtype=dtype), native.put_weight(double(normal(100, 200, seed=1)), dtype)
-    want = jnp.concatenate([native.linear(x[i : i + 1], w) for i in range(20)])
-    for m in (1, 3, 8, 9, 16, 19, 20):
-        same(native.linear(x[:m], w), want[:m])
-        same(native.linear(x[20 - m :], w), want[20 - m :])
 
 
 def test_linear_refuses_what_does_not_fit(native):
@@ -129,15 +84,6 @@ def test_weights_are_not_copied_into_jax(native):
     assert all(p % 64 == 0 for p in places)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_stays_in_its_row(native, dtype):
-    x, w = normal(9, 20, dtype=dtype), native.put_weight(double(normal(50, 20, seed=1)), dtype)
-    want, got = native.linear(x, w), native.linear(x.at[4, 7].set(jnp.nan), w)
-    assert jnp.isnan(got[4]).all()
-    same(got[:4], want[:4])
-    same(got[5:], want[5:])
-
-
 # ---- attention -----------------------------------------------------------------------------------------------------
 
 
@@ -164,66 +110,9 @@ class Layer:
         def new(t):
             return jnp.concatenate([t[i, s : s + n] for i, s, n in zip(live, start, q, strict=True)])
 
-        special = {name: jnp.asarray(t) if name in BIASED else t for name, t in special.items()}
         step = jax.jit(partial(self.backend.attend, **special), donate_argnums=3)
         out, self.cache = step(new(self.q), new(self.k), new(self.v), self.cache, x)
         return jnp.split(out, np.cumsum(q)[:-1])
-
-    def expected(self, row, length, *, scale=None, window=None, softcap=None, bias=None, sinks=None):
-        """The same in float64, for a row's first positions."""
-        q, k, v = (double(t[row, :length]) for t in (self.q, self.k, self.v))
-        group = q.shape[1] // k.shape[1]
-        k, v = (np.repeat(t, group, 1) for t in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = np.tanh(scores / softcap) * softcap
-        at = np.arange(length)
-        if bias is not None:
-            scores += far_off(bias, at[:, None] - at)
-        hidden = at[None] > at[:, None]
-        if window is not None:
-            hidden |= at[None] <= at[:, None] - window
-        weights = np.exp(np.where(hidden, -np.inf, scores))
-        total = weights.sum(-1, keepdims=True)
-        total = total if sinks is None else total + np.exp(np.asarray(sinks, np.float64))[:, None, None]
-        return np.einsum("hqk,khd->qhd", weights / total, v)
-
-
-LAYERS = {
-    "grouped": {},
-    "odd sizes": dict(k_dim=7, v_dim=19),
-    "odd blocks": dict(block_size=5),
-}
-BIASED = {"bias": np.float32([[1, 0, -0.5], [0, -0.1, -0.2]] * 3), "sinks": np.float32([3, -2, 0, 1, 2, -1])}
-SPECIAL = (
-    *({}, dict(scale=0.5), dict(window=70), dict(softcap=3.0, window=9)),
-    *(BIASED, dict(bias=BIASED["bias"], softcap=3.0), dict(sinks=BIASED["sinks"], window=9)),
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LAYERS)
-def test_attention_is_that_of_the_formula(native, name, dtype):
-    for special in SPECIAL if name == "grouped" else SPECIAL[:1]:
-        layer = Layer(native, dtype, **LAYERS[name])
-        lengths = (1, 17, 64, 150)
-        for row, got in enumerate(layer.run([(0, n) for n in lengths], **special)):
-            near(got, layer.expected(row, lengths[row], **special), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_gives_a_token_the_same_bits_in_any_company(native, dtype):
-    """Whole prompts, chunks of odd sizes beside other rows, token by token alone."""
-    want = Layer(native, dtype).run([(0, 150), (0, 150), (0, 0), (0, 31)])
-    chunks, got = Layer(native, dtype), [[], []]
-    for start, n in ((0, 1), (1, 2), (3, 61), (64, 5), (69, 80), (149, 1)):
-        for row, part in enumerate(chunks.run([(start, n), (start, n)])):
-            got[row].append(part)
-    for row in (0, 1):
-        same(jnp.concatenate(got[row]), want[row])
-    single = Layer(native, dtype)
-    alone = [single.run([(0, 0), (0, 0), (0, 0), (i, 1)])[0] for i in range(20)]
-    same(jnp.concatenate(alone), want[2][:20])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,93 +144,32 @@ def test_a_state_is_kept_as_in_the_class_above(native):
 # ---- between the products ------------------------------------------------------------------------------------------
 
 
-def _layer_norm(x, w, b):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * w + b
-
-
-def _softmax(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def _rope(x, cos, sin):
-    a, b = np.split(x, 2, -1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def _gelu_tanh(x):
-    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
-
-
-def _silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def _gated(f, x):
-    return f(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
-
-
-OPERATIONS_OF_ROWS = {
-    "rms_norm": (
-        lambda b, x: b.rms_norm(x, x[0], 1e-5),
-        lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * x[0],
-    ),
-    "layer_norm": (lambda b, x: b.layer_norm(x, x[0], x[1], 1e-5), lambda x: _layer_norm(x, x[0], x[1])),
-    "layer_norm, no bias": (lambda b, x: b.layer_norm(x, x[0], None, 1e-5), lambda x: _layer_norm(x, x[0], 0)),
-    "softmax": (lambda b, x: b.softmax(x), _softmax),
-    "silu": (lambda b, x: b.silu(x), _silu),
-    "gelu_tanh": (lambda b, x: b.gelu_tanh(x), _gelu_tanh),
-    "gated silu": (lambda b, x: b.gated(x, "silu"), lambda x: _gated(_silu, x)),
-    "gated gelu_tanh": (lambda b, x: b.gated(x, "gelu_tanh"), lambda x: _gated(_gelu_tanh, x)),
-}
-
-
-@pytest.mark.parametrize("dim", (2, 34, 576))
-@pytest.mark.parametrize("name", OPERATIONS_OF_ROWS)
-def test_rows_are_those_of_the_formula_and_each_by_itself(native, name, dim):
-    ours, formula = OPERATIONS_OF_ROWS[name]
-    dtype = "bfloat16" if dim == 34 else "float32"
-    x = normal(40, dim, dtype=dtype)
-    got = ours(native, x)
-    assert got.dtype == x.dtype
-    near(got, formula(double(x)), dtype)
-    same(ours(native, x[jnp.asarray([0, 1, 29])])[2], got[29])
-    spoiled = ours(native, x.at[5, 1].set(jnp.nan))
-    assert jnp.isnan(spoiled[5]).any()
-    same(spoiled[6:], got[6:])
-
-
 def test_float16_is_computed_in_float32(native):
-    for ours, formula in (OPERATIONS_OF_ROWS[name] for name in ("rms_norm", "softmax", "gated silu")):
-        x = normal(3, 20, dtype="float16")
-        assert ours(native, x).dtype == x.dtype
-        near(ours(native, x), formula(double(x)), "float16")
-    x, w = normal(4, 33, dtype="float16"), normal(7, 33, seed=1, dtype="float16")
-    packed = native.put_weight(np.asarray(w), "float16")
-    assert native.linear(x, packed).dtype == x.dtype
-    near(native.linear(x, packed), double(x) @ double(w).T, "float16")
-    same(native.weight_rows(packed, jnp.arange(7)), w)
-    layer = Layer(native, "float16")
-    got = layer.run([(0, 50)])[0]
-    assert got.dtype == x.dtype
-    near(got, layer.expected(0, 50), "float16")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", (2, 64, 70))
-def test_rope_turns_pairs(native, dim, dtype):
-    x, angle = normal(9, 3, dim, dtype=dtype), normal(9, 1, dim // 2, seed=1)
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    got = native.rope(x, cos, sin)
-    near(got, _rope(*map(double, (x, cos, sin))), dtype)
-    same(native.rope(x[4:5], cos[4:5], sin[4:5])[0], got[4])
+    x, w = normal(4, 34, dtype="float16"), normal(7, 34, seed=1, dtype="float16")
+    narrow, wide = (native.put_weight(np.asarray(w, dtype), dtype) for dtype in ("float16", "float32"))
+    for operation in (
+        lambda x, w: native.rms_norm(x, x[0], 1e-5),
+        lambda x, w: native.softmax(x),
+        lambda x, w: native.gated(x, "silu"),
+        lambda x, w: native.linear(x, w),
+    ):
+        got = operation(x, narrow)
+        assert got.dtype == jnp.float16
+        same(got, operation(x.astype("float32"), wide).astype("float16"))
+    same(native.weight_rows(narrow, jnp.arange(7)), w)
+    assert native.kept_rows(x, np.array([2], np.int32))[0].dtype == jnp.float32
+    layers = Layer(native, "float16"), Layer(native, "float32")
+    layers[1].q, layers[1].k, layers[1].v = (t.astype("float32") for t in (layers[0].q, layers[0].k, layers[0].v))
+    got, want = (layer.run([(0, 50)])[0] for layer in layers)
+    assert got.dtype == jnp.float16
+    same(got, want.astype("float16"))
 
 
 def test_norms_take_weights_of_another_dtype(native):
     x, w = normal(3, 20, dtype="bfloat16"), normal(20, seed=1)
-    near(native.rms_norm(x, w, 1e-5), double(JaxBackend(native=False).rms_norm(x, w, 1e-5)), "bfloat16")
-    near(native.layer_norm(x, w, w, 1e-5), double(JaxBackend(native=False).layer_norm(x, w, w, 1e-5)), "bfloat16")
+    near = partial(np.testing.assert_allclose, rtol=0.01, atol=0.02)
+    for operation in (lambda b: b.rms_norm(x, w, 1e-5), lambda b: b.layer_norm(x, w, w, 1e-5)):
+        near(*(np.asarray(operation(b), np.float32) for b in (native, JaxBackend(native=False))))
 
 
 def test_the_largest_of_a_row_is_the_first_one_and_a_nan_is_seen(native):
@@ -350,21 +178,6 @@ def test_the_largest_of_a_row_is_the_first_one_and_a_nan_is_seen(native):
     assert int(place[1]) == 7 and float(most[1]) == 9 and jnp.isnan(most[2])
     keep = np.array([0, 1, 3, 4])
     np.testing.assert_array_equal(np.asarray(place)[keep], np.asarray(x).argmax(1)[keep])
-
-
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
-def test_kept_rows_are_the_rows_in_float32_with_minus_infinity(native, dtype):
-    x = normal(6, 75, dtype=dtype).at[1, 74].set(jnp.nan).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf)
-    at, random = np.array([3, 0, 1, 5, 2], np.int32), np.random.default_rng(0)
-    bits = random.integers(0, 2**32, (5, 3), dtype=np.uint32)
-    may = np.unpackbits(bits.astype("<u4").view(np.uint8), axis=1, bitorder="little", count=75).astype(bool)
-    want = np.asarray(x, np.float32)[at]
-    for given, rows in ((None, want), (bits, np.where(may, want, np.float32(-np.inf)))):
-        got, finite = native.kept_rows(x, at, given)
-        np.testing.assert_array_equal(np.asarray(got), rows, strict=True)
-        assert finite.dtype == jnp.bool and finite.tolist() == [False, True, False, True, False]
-    with pytest.raises(ValueError, match=r"expected bits uint32 \[5, 3\]"):
-        native.kept_rows(x, at, bits[:, :2])
 
 
 # ---- the backend that users ask for --------------------------------------------------------------------------------
@@ -423,26 +236,6 @@ def test_programs_name_the_library_that_they_were_made_for():
     assert {target(name) for name in HANDLERS} == {f"hibachi_{name}.{library().path.stem}" for name in HANDLERS}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_jax_has_the_bits_of_numpy(native, dtype):
-    same_arrays(computed(native, dtype), computed(NumpyBackend(native=True), dtype))
-    same_arrays(biased(native, dtype), biased(NumpyBackend(native=True), dtype))
-
-
-@pytest.mark.slow
-def test_all_variants_compute_the_same_bits():
-    """Each in a process of its own, as JAX knows one library."""
-    if not (others := other_variants()):
-        pytest.skip("this processor has one variant")
-    want = {dtype: digest(computed(NumpyBackend(native=True), dtype)) for dtype in DTYPES}
-    command = [sys.executable, "-m", "tests.tensor.native", "jax"]
-    for name in others:
-        env = os.environ | {SWITCH: name}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == want
-
-
 def test_tokens_are_drawn_as_in_the_definition(native):
     x = (3 * np.random.default_rng(2).normal(size=(200, 700))).astype(np.float32)
     how = parameters(200)
@@ -452,26 +245,6 @@ def test_tokens_are_drawn_as_in_the_definition(native):
     assert (np.asarray(token) == sample(NumpyBackend(native=False), x, How(*how))).mean() >= 0.99
     some = slice(50, 57)
     same(draw(jnp.asarray(x[some]), tuple(jnp.asarray(t[some]) for t in how))[0], token[some])
-
-
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_a_language_model_says_the_same_with_native_kernels(dtype):
-    """Text of the shipped model: in float32 the tokens of the plain backend; in any batch the same, and on NumPy."""
-    prompts = ["The", "A little", "Once upon a time there was"]
-    params = [SamplingParams(temperature=t, seed=5, max_tokens=12, logprobs=2) for t in (0, 0.9, 0)]
-    said = []
-    for native in (False, True) if dtype == "float32" else (True,):
-        with LLM("tiny", backend=JaxBackend("cpu", native=native), dtype=dtype, max_model_len=64) as llm:
-            done = llm.generate(prompts, params)
-            said.append([c.token_ids for c in done])
-            if native:
-                alone = [llm.generate([p], each)[0] for p, each in zip(prompts, params, strict=True)]
-                assert [repr(c.choices[0].logprobs) for c in alone] == [repr(c.choices[0].logprobs) for c in done]
-                assert [c.token_ids for c in alone] == said[-1] and llm.engine.deterministic
-    assert said[0] == said[-1]
-    with LLM("tiny", backend=NumpyBackend(native=True), dtype=dtype, max_model_len=64) as llm:
-        on_numpy = llm.generate(prompts, params)
-        assert [repr(c.choices[0].logprobs) for c in on_numpy] == [repr(c.choices[0].logprobs) for c in done]
 
 
 def test_a_load_like_one_that_came_before_compiles_nothing():

@@ -111,7 +111,7 @@ def test_no_array_of_a_step_is_of_another_precision(kind):
     sampler = RowSampler(backend, 4, model.vocab_size, tables.of(IDS))
     runner = cached_runner(model, backend, Scheduler(limits), tables, sampler, "float32")
     runner.inputs.block_table[:] = np.arange(1, 17).reshape(4, 4)
-    watched = tuple(str(PACKAGE / part) for part in ("tensor", "model", "decode"))
+    watched = tuple(str(PACKAGE / part) for part in ("backend", "llm/model", "engine/sampling"))
 
     def look(frame, event, arg):
         if not frame.f_code.co_filename.startswith(watched):
