@@ -393,7 +393,7 @@ class Trie:
         return [self.tokens[b][0] for b in list(self.pool._idle)[:n] if self.evict_one()]
 
     def evict_one(self):
-        spare = self.pool.alloc(len(self.pool._free))
+        spare = self.pool.alloc(self.pool.empty)
         taken = self.pool.alloc(1)
         self.pool.release(taken, sound=1)
         self.pool.release(spare, sound=len(spare))
@@ -419,7 +419,7 @@ def test_t16_two_identical_prompts_leave_one_copy():
     trie.free(a[1])
     trie.free(b[1])
     assert trie.find([0, 1, 2, 3])[0] == 4
-    assert (len(trie.pool._free), trie.pool.idle, trie.pool.total) == (5, 4, 10)
+    assert (trie.pool.empty, trie.pool.idle, trie.pool.total) == (5, 4, 10)
 
 
 def test_t16_two_copies_that_were_computed_apart_leave_one():
@@ -432,7 +432,7 @@ def test_t16_two_copies_that_were_computed_apart_leave_one():
     pool.release(a, sound=4)
     pool.release(b, sound=4)
     assert pool.match(None, [(n,) for n in range(4)], 4)[0] == a
-    assert (len(pool._free), pool.idle) == (5, 4)
+    assert (pool.empty, pool.idle) == (5, 4)
 
 
 def test_t17_prompts_that_fork():

@@ -456,21 +456,21 @@ class World:
         assert s.waiting == sum(r.seq.row < 0 for r in self.live.values()), "who waits is miscounted"
         assert s.running == len(running) == sum(r.seq.row >= 0 for r in self.live.values())
         holders = Counter(block for seq in running for block in seq.blocks)
-        known = set(pool._trie.values())
         if s.copies:
             assert max(holders.values(), default=1) == 1, "two rows hold one block"
-            assert not pool._unsound.intersection(pool._idle), "a block is kept that nobody vouched for"
+            kept = [block for block in range(1, pool.total) if pool.is_idle(block)]
+            assert not pool.unsound(kept), "a block is kept that nobody vouched for"
         for seq in running:
             for block in seq.blocks[int(s.table.computed[seq.row]) // size :]:
                 assert holders[block] == 1, "a block that is still written to is shared"
-                assert block not in known, "a block is known before it is full"
+                assert not pool.publishes(block, pool.node(block)), "a block is known before it is full"
 
     def drained(self):
         """Everything has ended."""
         s = self.scheduler
         assert not self.live and not self.flying and s.running == s.waiting == 0
         assert s.pool.free == s.pool.usable, "a block is lost"
-        assert s.policy.peek() is None and not s._parked
+        assert s.policy.peek() is None
         s.check()
 
     def judge_stream(self, request):
