@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.cli import demo, main
+from hibachi.cli import demo
+
+from ..lib.command import called
 
 COMMAND = [sys.executable, "-m", "hibachi"]
 GREEDY = ["generate", "--temperature", "0", "--max-tokens", "8"]
@@ -25,11 +27,7 @@ def run(capsys, monkeypatch):
 
     def call(*args, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            status = main(args)
-        except SystemExit as e:
-            status = e.code
-        return status, *capsys.readouterr()
+        return called(capsys, *args)
 
     return call
 

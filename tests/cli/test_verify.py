@@ -6,8 +6,9 @@ import re
 import pytest
 
 from hibachi import ConfigError
-from hibachi.cli import main
 from hibachi.cli.verify import ids, token
+
+from ..lib.command import called
 
 MODELS = '''
 import numpy as np
@@ -49,11 +50,7 @@ def verify(tmp_path, capsys):
 
     def call(name, *options):
         model = name if not name.startswith(":") else f"{tmp_path}/mine.py{name}"
-        try:
-            status = main(["verify", "--model", model, *options])
-        except SystemExit as e:
-            status = e.code
-        return status, *capsys.readouterr()
+        return called(capsys, "verify", "--model", model, *options)
 
     return call
 

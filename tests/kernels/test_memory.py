@@ -8,6 +8,8 @@ import pytest
 
 from hibachi.backend.kernels.memory import Reused
 
+from ..lib.leaks import kept
+
 
 def place(t):
     return t.__array_interface__["data"][0]
@@ -37,7 +39,7 @@ def test_whatever_the_size_arrays_begin_on_a_cache_line_and_are_apart(rows):
     first[...], second[...] = 1, 2
     assert (first == 1).all() and place(first) % 64 == place(second) % 64 == 0
     del first
-    assert len(reused._free) == (rows * 400 >= 2**17)
+    assert kept(reused) == (rows * 400 >= 2**17)
 
 
 def test_what_somebody_has_a_part_of_is_left_alone():
@@ -58,7 +60,7 @@ def test_what_is_kept_is_one_piece_however_many_there_were():
     some = [reused.empty((100_000,), np.float32) for _ in range(5)]
     assert len({place(t) for t in some}) == 5
     some.clear()
-    assert len(reused._free) == 1
+    assert kept(reused) == 1
 
 
 def test_threads_get_memory_of_their_own():

@@ -15,6 +15,8 @@ from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 
+from ..lib.leaks import kept
+
 QUIET = dict(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 LARGEST = 40
 
@@ -163,13 +165,13 @@ def test_nobody_starves_with_ageing():
 # ---- tenants -----------------------------------------------------------------------------------------------------
 
 
-def apart(policy):
+def apart(town, policy, weights):
     """Of tenants that wait in one class: (how far their counters are apart, what is allowed)."""
     worst = []
-    for priority, queues in policy._queues.items():
-        waiting = [tenant for tenant, queue in queues.items() if queue.peek()]
+    for priority in {seq.priority for seq in town.waiting}:
+        waiting = {seq.tenant for seq in town.waiting if seq.priority == priority}
         for a, b in combinations(waiting, 2):
-            share = min(policy._weights.get(t, 1.0) for t in waiting)
+            share = min(weights.get(t, 1.0) for t in waiting)
             worst.append((abs(policy.used(a, priority) - policy.used(b, priority)), 2 * policy.largest / share))
     return worst
 
@@ -198,13 +200,13 @@ def test_tenants_that_wait_are_within_two_largest_requests(seed, tenants, weight
             town.scheduler.cancel(seq)
             town.waiting.discard(seq)
         town.step()
-        for distance, allowed in apart(policy):
+        for distance, allowed in apart(town, policy, weights):
             seen = True
             assert distance <= allowed + 1e-6
     while town.step():
         pass
     assert seen and policy.peek() is None
-    assert not policy._used and not policy._running and not policy._level and not policy._queues, "a counter leaks"
+    assert kept(policy) == kept(Fair(weights)), "a counter leaks"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

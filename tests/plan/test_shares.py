@@ -14,6 +14,7 @@ from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.request import Finish
 
+from ..lib.leaks import kept
 from .test_bounds import LARGEST, QUIET, Town, limits_of
 
 
@@ -204,7 +205,7 @@ def test_nothing_stays_of_a_tenant_that_is_gone():
         town.step()
     while town.step():
         pass
-    assert policy.peek() is None and not policy._queues and not policy._holders and not policy._served
+    assert policy.peek() is None and kept(policy) == kept(Shares())
 
 
 def test_who_ended_while_waiting_takes_no_row():
@@ -260,4 +261,4 @@ def test_classes_that_nobody_looks_at_are_forgotten():
     for priority in range(1, 1000):
         (gone,) = house.add("b", priority=priority)
         house.scheduler.cancel(gone)
-    assert len(house.policy._queues) < 200
+    assert kept(house.policy) < 1000

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hibachi.cli import main
+from ..lib.command import called
 
 CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i},{200 + 9 * i},{20 + i}\n" for i in range(40))
 
@@ -21,15 +21,7 @@ def trace(tmp_path):
 def sim(capsys, monkeypatch):
     """sim(*args): exit status, standard output and standard error."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-
-    def call(*args):
-        try:
-            status = main(["sim", *map(str, args)])
-        except SystemExit as e:
-            status = e.code
-        return status, *capsys.readouterr()
-
-    return call
+    return lambda *args: called(capsys, "sim", *args)
 
 
 def test_a_grid_is_a_line_for_each(sim, trace, tmp_path):

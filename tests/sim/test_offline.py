@@ -7,7 +7,6 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from hibachi.cli import main
 from hibachi.engine.scheduler.policy import Fair, Fcfs
 from hibachi.engine.simulator.feed import Arrivals, Offline
 from hibachi.engine.simulator.simulate import Setup, simulate
@@ -15,6 +14,8 @@ from hibachi.engine.simulator.steptime import StepTime
 from hibachi.engine.simulator.trace import Trace
 from hibachi.errors import ConfigError
 from hibachi.testing.bench.work import make
+
+from ..lib.command import called
 
 SIZE = 64  # tokens of a piece
 
@@ -163,14 +164,6 @@ def test_what_is_refused(wrong, message):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def sim(capsys, *args):
-    try:
-        status = main(["sim", *map(str, args)])
-    except SystemExit as e:
-        status = e.code
-    return status, *capsys.readouterr()
-
-
 def test_the_command(capsys, tmp_path):
     file, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     lines = [
@@ -180,7 +173,9 @@ def test_the_command(capsys, tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     hits = {}
     for order in (["file"], ["composed"], ["composed", "--window", 30]):
-        status, text, err = sim(capsys, file, "--order", *order, "--max-num-seqs", 1, "--num-blocks", 9, "--json", out)
+        status, text, err = called(
+            capsys, "sim", file, "--order", *order, "--max-num-seqs", 1, "--num-blocks", 9, "--json", out
+        )
         assert (status, err) == (0, "")
         assert text.startswith(f"trace.jsonl: 80 requests at once, order {order[0]}, 82,400 tokens of prompts")
         data = json.loads(out.read_text())
@@ -203,5 +198,5 @@ def test_the_command(capsys, tmp_path):
     ],
 )
 def test_what_the_command_refuses(capsys, args, status, message):
-    got, out, err = sim(capsys, "--synthetic", "9", *args)
+    got, out, err = called(capsys, "sim", "--synthetic", "9", *args)
     assert got == status and message in err and not out and "Traceback" not in err

@@ -30,14 +30,6 @@ def native():
     return NativeTorchBackend()
 
 
-@pytest.fixture(params=(1, 2), ids=lambda n: f"{n}thread")
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 

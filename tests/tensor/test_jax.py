@@ -12,6 +12,8 @@ import pytest
 from hibachi import NumpyBackend, Paged, StepInputs
 from hibachi.engine.scheduler.lower import lower
 
+from ..lib.inside import core
+
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
@@ -145,7 +147,7 @@ def test_parameters_on_two_devices_give_the_same_tokens(model):
 def test_parameters_are_arguments_of_the_step_and_no_constants():
     with LLM("tiny", backend="jax", max_model_len=64) as llm:
         list(llm.engine.run([5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
-        runner = llm.engine._worker.engine.runner
+        runner = core(llm.engine).runner
         x = runner.inputs.packed(*(np.array([n], np.int32) for n in (0, 3, 1)), np.ones(1, bool))
         text = runner.main.step.lower(llm.model.params, runner.memory.cache, x).as_text()
     weights = {"x".join(map(str, w.shape)) + "xf32" for w in jax.tree.leaves(llm.model.params) if w.ndim == 2}

@@ -20,6 +20,7 @@ from hibachi.backend.kernels.library import NUMERICS, SWITCH, library
 from hibachi.engine.sampling.draw import How, sample
 from hibachi.engine.scheduler.lower import lower
 
+from ..lib.inside import core
 from .native import (
     DTYPES,
     parameters,
@@ -272,7 +273,7 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
 def test_no_step_copies_a_cache(native):
     with LLM("tiny", backend=native, max_model_len=64) as llm:
         list(llm.engine.run([5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
-        runner = llm.engine._worker.engine.runner
+        runner = core(llm.engine).runner
         x = runner.inputs.packed(*(np.array([n], np.int32) for n in (0, 3, 1)), np.ones(1, bool))
         text = runner.main.step.lower(llm.model.params, runner.memory.cache, x).compile().as_text()
     assert target("attend") in text and target("linear") in text

@@ -48,14 +48,6 @@ def products(native, request):
     return native if request.param == "none" else TorchBackend("cpu", native=True).quantized(request.param)
 
 
-@pytest.fixture(params=(1, 2), ids=lambda n: f"{n}thread")
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def normal(*shape, seed=0, dtype="float32"):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(getattr(torch, dtype))
 

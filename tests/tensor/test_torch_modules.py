@@ -16,14 +16,6 @@ from hibachi import ConfigError  # noqa: E402
 ROWS = (*range(1, 18), 33)
 
 
-@pytest.fixture(params=[1, 2], ids=lambda n: f"{n}-threads")
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

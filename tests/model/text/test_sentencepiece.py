@@ -13,6 +13,8 @@ from hibachi.llm.tokenizers import Detokenizer, Tokenizer
 from hibachi.llm.tokenizers.charsmap import Charsmap
 from hibachi.llm.tokenizers.sentencepiece import PieceKind, SentencePiece, read_sentencepiece
 
+from ...lib.inside import underlying
+
 sentencepiece = pytest.importorskip("sentencepiece")
 
 # What the trainer learns from: some English, and characters that NFKC changes.
@@ -151,7 +153,7 @@ def llama(tmp_path_factory):
 
 def words(tokenizer, text, **options):
     """Tokens, with spaces as the model has them."""
-    return [tokenizer._raw.id_to_token(i) for i in tokenizer.encode(text, **options)]
+    return [underlying(tokenizer).id_to_token(i) for i in tokenizer.encode(text, **options)]
 
 
 def test_tokens_around_a_text(llama):
@@ -176,7 +178,7 @@ def test_text_never_becomes_a_special_token(both):
     _, ours = both
     for text in ("＜s＞", "＜unk＞", "<0x41>", "＜／s＞"):
         ids = ours.encode(text)
-        assert not {ours._raw.token_to_id(t) for t in ("<s>", "</s>", "<0x41>")} & set(ids)
+        assert not {underlying(ours).token_to_id(t) for t in ("<s>", "</s>", "<0x41>")} & set(ids)
         assert ours.encode("the " + text)[-1] not in (1, 2)
 
 
