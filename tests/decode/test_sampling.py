@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi import NumpyBackend
 from hibachi.engine.sampling import draw as sampling
 from hibachi.engine.sampling.draw import greedy, row_finite, sample
 from hibachi.engine.sampling.uniforms import uniforms
@@ -342,40 +341,3 @@ def test_the_most_likely_token_and_whether_there_is_one(library, in_one_pass, mo
     ids, ok = sampling.best(library, library.put(rows))
     assert library.get(ok).tolist() == [True, True, False, False, True, False]
     assert library.get(ids)[[0, 1, 4]].tolist() == [1, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "typical_p, kept",
-    [(0.125, [1]), (0.25, [1]), (0.26, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
-)
-def test_where_typical_p_cuts_when_sums_are_exact(typical_p, kept):
-    """1, 2, 3 and 3 bits, where 1.75 are expected: the most typical is the second, then the first."""
-    weights = np.array([[4, 2, 1, 1]], np.float32)
-    left = sampling._typical(NumpyBackend(), weights, np.array([typical_p], np.float32))
-    assert np.flatnonzero(left[0]).tolist() == kept and (left[0][kept] == weights[0][kept]).all()
-
-
-@pytest.mark.parametrize(
-    "filters, least, before_top_p",
-    [
-        (dict(), 0.0, 0.0),
-        (dict(top_k=1), 1.0, 1.0),
-        (dict(top_k=2), 0.5, 0.5),
-        (dict(top_k=4), 0.125, 0.125),
-        (dict(top_p=0.5), 1.0, 0.0),  # the first has just this share of 2
-        (dict(top_p=0.5625), 0.5, 0.0),
-        (dict(top_p=0.75), 0.5, 0.0),
-        (dict(top_p=0.875), 0.25, 0.0),
-        (dict(top_p=1.0), 0.0, 0.0),
-        (dict(min_p=0.5), 0.5, 0.5),
-        (dict(min_p=0.3, top_k=4), 0.3, 0.3),
-        (dict(top_k=2, top_p=2 / 3), 1.0, 0.5),  # a share of 1.5
-        (dict(top_k=2, top_p=0.75), 0.5, 0.5),
-    ],
-)
-def test_where_filters_cut_when_sums_are_exact(filters, least, before_top_p):
-    ranked = np.array([[1.0, 0.5, 0.25, 0.125, 0.125, 0.0]], np.float32)
-    cutoff, base = sampling._cutoff(NumpyBackend(), ranked, how(1, NumpyBackend(), u=0.5, **filters))
-    assert (cutoff.tolist(), base.tolist()) == ([np.float32(least)], [np.float32(before_top_p)])
-    cutoff, _ = sampling._cutoff(NumpyBackend(), ranked, how(1, NumpyBackend(), u=0.5, top_p=0.25), np.float32([4.0]))
-    assert cutoff.tolist() == [1.0]  # of a mass that is not all in sight

@@ -333,45 +333,36 @@ def test_large_scores_do_not_overflow(native):
 # ---- between the products ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", (1, 16, 33, 576))
-def test_rms_norm_is_that_of_the_formula(native, threads, dim, dtype):
-    for x in (
-        normal(5, dim, dtype=dtype),
-        normal(40, 3 * dim, dtype=dtype)[:, dim : 2 * dim],
-        normal(2, 3, dim, dtype=dtype),
-    ):
-        w = normal(dim, seed=1, dtype=dtype)
-        f = x.double()
-        near(native.rms_norm(x, w, 1e-5), f / (f.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double(), dtype)
-        one = torch.cat([native.rms_norm(row[None], w, 1e-5) for row in x])
-        assert torch.equal(one, native.rms_norm(x, w, 1e-5))
+def normed(f, w):
+    return f / (f.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
+
+
+def centred(x):
+    return x.double() - x.double().mean(-1, keepdim=True)
+
+
+OF_ROWS = {  # (what a backend computes of rows, a weight and a bias, and the formula in float64)
+    "rms_norm": (lambda n, x, w, b: n.rms_norm(x, w, 1e-5), lambda x, w, b: normed(x.double(), w)),
+    "layer_norm": (lambda n, x, w, b: n.layer_norm(x, w, b, 1e-5), lambda x, w, b: normed(centred(x), w) + b.double()),
+    "layer_norm, no bias": (lambda n, x, w, b: n.layer_norm(x, w, None, 1e-5), lambda x, w, b: normed(centred(x), w)),
+    "softmax": (lambda n, x, w, b: n.softmax(x), lambda x, w, b: x.double().softmax(-1)),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.parametrize("dim", (1, 16, 33, 576))
-def test_layer_norm_is_that_of_the_formula(native, threads, dim, biased, dtype):
+def test_rows_are_those_of_the_formula_and_each_by_itself(native, threads, dim, name, dtype):
+    w, b = normal(dim, seed=1, dtype=dtype), normal(dim, seed=2, dtype=dtype)
+    ours, formula = OF_ROWS[name]
     for x in (
         normal(5, dim, dtype=dtype) * 3 + 7,
         normal(40, 3 * dim, dtype=dtype)[:, dim : 2 * dim],
         normal(2, 3, dim, dtype=dtype),
     ):
-        w, b = normal(dim, seed=1, dtype=dtype), normal(dim, seed=2, dtype=dtype) if biased else None
-        f = x.double() - x.double().mean(-1, keepdim=True)
-        want = f / (f.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
-        near(native.layer_norm(x, w, b, 1e-5), want if b is None else want + b.double(), dtype)
-        one = torch.cat([native.layer_norm(row[None], w, b, 1e-5) for row in x])
-        assert torch.equal(one, native.layer_norm(x, w, b, 1e-5))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", (1, 16, 33, 576))
-def test_softmax_is_that_of_the_formula(native, threads, dim, dtype):
-    for x in (normal(5, dim, dtype=dtype) * 9, normal(40, 3 * dim, dtype=dtype)[:, dim : 2 * dim], normal(2, 3, dim)):
-        near(native.softmax(x), x.double().softmax(-1), dtype)
-        one = torch.cat([native.softmax(row[None]) for row in x])
-        assert torch.equal(one, native.softmax(x))
+        got = ours(native, x, w, b)
+        near(got, formula(x, w, b), dtype)
+        assert torch.equal(torch.cat([ours(native, row[None], w, b) for row in x]), got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
