@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
+from ..install import venvs
 from ..install.venvs import OFFLINE, ROOT, VERSIONS, run
 
 GALLERY = ROOT / "examples" / "gallery"
@@ -102,10 +103,7 @@ def test_lines_are_counted_without_docstrings_comments_and_breaks(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    skip = shutil.ignore_patterns(
-        ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
-    )
-    yield shutil.copytree(ROOT, home := tmp_path_factory.mktemp("gallery") / "checkout", ignore=skip)
+    yield venvs.checkout(home := tmp_path_factory.mktemp("gallery") / "checkout")
     shutil.rmtree(home)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from . import venvs
+
 pytestmark = pytest.mark.install
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +40,7 @@ except BackendNotInstalled as e:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A copy, so that nothing is written into the tree that is tested; a space in its name is no accident."""
-    copy = tmp_path_factory.mktemp("a copy") / "checkout"
-    skip = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "dist")
-    return shutil.copytree(ROOT, copy, ignore=skip)
+    return venvs.checkout(tmp_path_factory.mktemp("a copy") / "checkout")
 
 
 class Environment:

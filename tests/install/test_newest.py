@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from .venvs import ROOT, VERSIONS, run
+from . import venvs
+from .venvs import VERSIONS, run
 
 pytestmark = [pytest.mark.install, pytest.mark.slow, pytest.mark.xdist_group("newest")]  # what is installed once
 
@@ -62,11 +63,7 @@ class Newest:
 
     def __init__(self, home):
         self.home = home
-        checkout = home / "checkout"
-        skip = shutil.ignore_patterns(
-            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
-        )
-        shutil.copytree(ROOT, checkout, ignore=skip)
+        checkout = venvs.checkout(home / "checkout")
         run(sys.executable, "-m", "venv", home / "venv", cwd=home)
         self.programs = home / "venv" / "bin"
         pip = self.programs / "pip"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from . import venvs
 from .venvs import ROOT, run
 
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("stages")]
@@ -34,10 +35,7 @@ for backend in ("torch", "numpy"):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    skip = shutil.ignore_patterns(
-        ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
-    )
-    return shutil.copytree(ROOT, tmp_path_factory.mktemp("a copy") / "checkout", ignore=skip)
+    return venvs.checkout(tmp_path_factory.mktemp("a copy") / "checkout")
 
 
 @pytest.fixture(scope="module")

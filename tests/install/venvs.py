@@ -16,6 +16,14 @@ VERSIONS = "import importlib.metadata as m, sys; print(*(f'{n} {m.version(n)}' f
 OFFLINE = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_COLOR": "1"}
 
 
+def checkout(place):
+    """A copy of this one there, without what was made in it. Returns the place."""
+    skip = shutil.ignore_patterns(
+        ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
+    )
+    return shutil.copytree(ROOT, place, ignore=skip)
+
+
 def run(*command, cwd, input=None, **env):
     """What it printed. input: a text that it reads."""
     done = subprocess.run(

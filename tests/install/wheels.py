@@ -1,10 +1,9 @@
 """Wheels with compiled kernels, as HIBACHI_TARGET makes them."""
 
 import re
-import shutil
 import zipfile
 
-from .venvs import ROOT, environment, run
+from .venvs import ROOT, checkout, environment, run
 
 TARGETS = {  # name: (how the tag of its wheel ends, its libraries)
     "linux-x86_64": ("manylinux_2_17_x86_64.manylinux2014_x86_64.musllinux_1_2_x86_64", "avx2.so avx512.so probe.so"),
@@ -25,10 +24,7 @@ class Builder:
         self.checkout = self.copy("checkout")
 
     def copy(self, name):
-        skip = shutil.ignore_patterns(
-            ".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", ".templates", ".tokenizers", "dist"
-        )
-        return shutil.copytree(ROOT, self.home / name, ignore=skip)
+        return checkout(self.home / name)
 
     def wheel(self, target):
         if target not in self.made:
