@@ -12,11 +12,12 @@ import time
 import pytest
 
 from hibachi.engine.guide import checks, llg
-from hibachi.engine.guide.checks import Checks, Verdicts
+from hibachi.engine.guide.checks import Verdicts
 from hibachi.engine.guide.protocol import MOST_KEYWORDS, Counted, FormRefused, Grammar, GuideFailed
 from hibachi.errors import ConfigError, EngineClosed
 from hibachi.structured import StructuredOutputs
 
+from ..lib.inside import checking, running
 from . import made
 
 
@@ -28,12 +29,8 @@ def own():
     setting.guides.close()
 
 
-def all_checks(setting) -> Checks:
-    return setting.guides._checks
-
-
 def pids(setting) -> list[int]:
-    return [p._process.pid for p in all_checks(setting)._processes if p._process is not None]
+    return [process.pid for process in checking(setting.guides)]
 
 
 def nested(n: int, keyword: str):
@@ -127,7 +124,7 @@ def test_checks_of_one_form_wait_for_one(own):
     for thread in threads:
         thread.join()
     assert len({id(f) for f in found}) == 1 and own.guides.counted.checks == 1
-    assert own.guides.counted.hits == 7 and not all_checks(own)._running
+    assert own.guides.counted.hits == 7 and not running(own.guides)
     assert len(pids(own)) == 1  # nor is a second process started for one after the other
 
 
@@ -141,7 +138,7 @@ def test_a_slow_form_does_not_hold_up_others(own, monkeypatch):
 
     slow = threading.Thread(target=refused)
     slow.start()
-    while not all_checks(own)._running:
+    while not running(own.guides):
         time.sleep(0.001)
     own.check(regex="b")
     assert slow.is_alive() and len(pids(own)) == 2
@@ -180,7 +177,7 @@ def test_a_process_that_somebody_ends_is_started_again(own):
     answer = []
     asking = threading.Thread(target=lambda: answer.append(own.check(**patterns(180))))
     asking.start()
-    while not all_checks(own)._running:
+    while not running(own.guides):
         time.sleep(0.001)
     time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)  # in the middle
@@ -236,7 +233,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_place(own, monkeypa
 
 def test_after_the_end_nothing_is_started(own):
     kept = own.check(regex="a")
-    (process,) = [p._process for p in all_checks(own)._processes if p._process]
+    (process,) = checking(own.guides)
     own.guides.close()
     own.guides.close()
     assert process.poll() is not None and own.check(regex="a") is kept
@@ -247,7 +244,7 @@ def test_after_the_end_nothing_is_started(own):
 def test_guides_that_are_forgotten_leave_no_process():
     setting = made.Setting(made.of_bytes(ends=(0,)))
     setting.check(regex="a")
-    (process,) = [p._process for p in all_checks(setting)._processes if p._process]
+    (process,) = checking(setting.guides)
     del setting
     assert process.poll() is not None
 

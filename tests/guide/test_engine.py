@@ -17,6 +17,7 @@ from hibachi import (
 from hibachi.engine.recording.replay import replay
 from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, SumTokens, expected
 
+from ..lib.waits import until
 from .toyguides import rule, toy_guides
 
 
@@ -195,13 +196,6 @@ def test_it_then_takes_the_place_that_it_had():
         first.close()
         assert slow.collect() == [5, 5, 5] and last.collect() == expected([1, 2], 5)
         assert slow.started < last.started
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_deadlines_and_cancelling_work_while_a_grammar_is_made():

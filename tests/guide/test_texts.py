@@ -13,6 +13,8 @@ from hibachi.engine.guide.protocol import FormRefused
 from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumPaged
 
+from ..lib.letters import Letters
+
 PERSON = {
     "type": "object",
     "properties": {
@@ -65,30 +67,9 @@ def test_any_json_object(llm):
         assert isinstance(json.loads(answer.text), dict)
 
 
-def test_an_answer_has_the_same_bits_alone_and_in_company(llm):
-    forms = list(FORMS.values())
-    each = [params(forms[i % 5], seed=i, temperature=1.0, logprobs=1, presence_penalty=0.3) for i in range(20)]
-    prompts = [f"Number {i}: " for i in range(20)]
-    alone = [llm.generate(p, own)[0] for p, own in zip(prompts, each, strict=True)]
-    together = llm.generate(prompts, each)
-    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
-    assert [a.logprobs for a in together] == [a.logprobs for a in alone]
-
-
 def test_stop_strings_end_it_as_anywhere(llm):
     answer = llm.generate("x", params({"regex": "a{3}bc{3}"}, stop="b"))[0]
     assert answer.text == "aaa" and answer.choices[0].stop_reason == "b"
-
-
-def test_max_tokens_in_the_midst_is_length(llm):
-    answer = llm.generate("x", params({"json": PERSON}, max_tokens=3))[0]
-    assert answer.finish_reason == "length" and len(answer.token_ids) == 3
-
-
-@pytest.mark.parametrize("more", [dict(min_tokens=40), dict(ignore_eos=True), dict(min_tokens=40, ignore_eos=True)])
-def test_a_complete_answer_ends_whatever_min_tokens_and_ignore_eos_say(llm, more):
-    answer = llm.generate("x", params({"choice": ["yes"]}, **more))[0]
-    assert answer.text == "yes" and answer.finish_reason == "stop"
 
 
 def test_an_answer_that_may_end_and_need_not_ends_by_the_end_token_only(llm):
@@ -180,16 +161,6 @@ def test_random_cancels_leave_nothing_behind(llm):
 
 
 # ---- tokenizers and tokens of one's own ------------------------------------------------------------------------------
-
-
-class Letters:
-    """Ids are letters: 0 is "a"."""
-
-    def encode(self, text):
-        return [ord(c) - 97 for c in text]
-
-    def decode(self, ids):
-        return "".join(chr(97 + i) for i in ids)
 
 
 class Spelling(Letters):

@@ -18,6 +18,7 @@ from hibachi.request import Finish
 
 from ..engine.models import PATIENCE, Background, Gate, Next, ints, until
 from ..engine.pipe import Pipe
+from ..lib.inside import thread
 from .reading import by_anext
 
 
@@ -41,14 +42,6 @@ async def trio_until(condition):
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", [Finish.STOP, Finish.LENGTH, Finish.CLOSED])
-def test_items_in_order_then_the_end(reason):
-    p = Pipe(1, 2, 3, end=reason)
-    assert read(p.stream) == [1, 2, 3]
-    assert p.stream.finish_reason == reason and p.cancelled == 0
-    assert read(p.stream) == []
-
-
 def test_a_task_is_woken_by_items_and_by_the_end():
     p = Pipe()
     reading = Background(read, p.stream)
@@ -61,19 +54,6 @@ def test_a_task_is_woken_by_items_and_by_the_end():
     assert not p.awaited
 
 
-def test_an_error_comes_after_the_items_before_it():
-    p, got = Pipe(1, 2), []
-    p.end(Finish.ERROR, boom())
-
-    async def main():
-        async for item in p.stream:
-            got.append(item)
-
-    with pytest.raises(ModelError, match="boom") as caught:
-        trio.run(main)
-    assert got == [1, 2] and str(caught.value.__cause__) == "below"
-
-
 def test_an_iterator_made_outside_of_the_run_works_inside():
     p = Pipe(1, 2, end=Finish.STOP)
     items = aiter(p.stream)
@@ -82,15 +62,6 @@ def test_an_iterator_made_outside_of_the_run_works_inside():
         return [item async for item in items]
 
     assert trio.run(main) == [1, 2]
-
-
-def test_next_and_anext_can_be_mixed():
-    p = Pipe(1, 2, 3, end=Finish.STOP)
-
-    async def main():
-        return await anext(p.stream), next(p.stream), await anext(p.stream), await anext(p.stream, "end")
-
-    assert trio.run(main) == (1, 2, 3, "end")
 
 
 def test_a_bounded_stream_resumes():
@@ -569,7 +540,7 @@ def test_a_cancelled_block_closes_its_engine_nevertheless(serve):
         await trio_until(lambda: stream.finish_reason is not None)
 
     trio.run(main)
-    until(lambda: engine._worker._thread is None or not engine._worker._thread.is_alive())
+    until(lambda: thread(engine) is None or not thread(engine).is_alive())
 
 
 def test_aclose_raises_what_close_raises(serve, monkeypatch):
