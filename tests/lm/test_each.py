@@ -24,19 +24,11 @@ from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.own import OwnTokenizer
 
 from ..engine.models import PATIENCE, Background, Turnstile, until
+from ..lib.inside import worker
+from ..lib.letters import Letters
 
 ROWS = 2
 END = 99
-
-
-class Letters:
-    """A letter a token."""
-
-    def encode(self, text):
-        return [ord(c) - 32 for c in text]
-
-    def decode(self, ids):
-        return "".join(chr(i + 32) for i in ids)
 
 
 class Down:
@@ -63,7 +55,7 @@ def made(backend="numpy", **options):
     options = {"max_num_seqs": ROWS, "max_model_len": 64, "deterministic": False} | options
     engine = AutoregressiveBatchInference(Down(), backend=backend, padding_token=0, **options)
     params = SamplingParams(temperature=0, max_tokens=None)
-    return Texts(engine, OwnTokenizer(Letters()), vocab_size=100, eos_ids=(END,), default_params=params)
+    return Texts(engine, OwnTokenizer(Letters(" ")), vocab_size=100, eos_ids=(END,), default_params=params)
 
 
 @pytest.fixture(scope="module")
@@ -319,12 +311,6 @@ def test_an_error_is_raised_at_its_place(llm, read):
         read(llm, iter(BAD), ordered=False)
 
 
-def test_nothing_is_begun_behind_an_error_that_will_be_raised(llm):
-    rows = llm.each([[3], [100], [2]])
-    next(rows)
-    assert rows._window._begun == 2
-
-
 def test_errors_are_returned_in_the_place_of_completions(llm, read):
     out = read(llm, [*BAD, [1] * 70, [5]], errors="return")
     assert [type(x).__name__ for x in out] == [
@@ -366,7 +352,7 @@ def test_an_error_while_it_runs(read):
         Fails(), backend="numpy", padding_token=0, max_num_seqs=ROWS, max_model_len=64, deterministic=False
     )
     params = SamplingParams(temperature=0)
-    with Texts(engine, OwnTokenizer(Letters()), vocab_size=100, eos_ids=(END,), default_params=params) as llm:
+    with Texts(engine, OwnTokenizer(Letters(" ")), vocab_size=100, eos_ids=(END,), default_params=params) as llm:
         out = read(llm, [[3], [8], [5]], errors="return")
     assert ids([out[0], out[2]]) == [answer([3]), answer([5])] and "seven" in str(out[1])
 
@@ -487,7 +473,7 @@ def test_leaving_cancels_what_runs(leave):
     before = threading.active_count()
     with made(max_model_len=1000) as llm:
         leave(llm)
-        until(lambda: llm.engine.core.finished == llm.engine._worker._accepted)
+        until(lambda: llm.engine.core.finished == worker(llm.engine)._accepted)
     until(lambda: threading.active_count() <= before)  # nor is the thread that reads left
 
 

@@ -176,20 +176,6 @@ def test_agenerate_is_generate(llm, expected):
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(llm):
-    prompts = PROMPTS * 4
-    params = [drawn(i, temperature=0.8, top_p=0.95) for i in range(len(prompts))]
-    batch = ids(llm.generate(prompts, params))
-    assert batch == ids(llm.generate(prompts, params))
-    assert batch == [llm.generate(p, q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
-    assert len(set(map(tuple, batch))) == len(prompts)  # another seed, another text
-
-
-def test_without_a_seed_texts_differ(llm):
-    first, second = llm.generate([PROMPTS[0]] * 2, SamplingParams(max_tokens=24, ignore_eos=True))
-    assert first.token_ids != second.token_ids
-
-
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}, {"temperature": 1e-40}])
 def test_what_leaves_one_choice_is_greedy(llm, expected, options):
     assert ids(llm.generate(PROMPTS, drawn(3, **options))) == ids(expected)
@@ -433,14 +419,6 @@ def test_draining_takes_nothing_new():
         assert llm.drain() and len(list(stream.tokens)) == 5
         with pytest.raises(EngineClosed, match="no new requests"):
             llm.generate(PROMPTS[0])
-
-
-@pytest.mark.parametrize("library", ["torch", "jax"])
-def test_other_libraries_write_the_same(library, expected):
-    with LLM("tiny", backend=library, max_num_seqs=4) as llm:
-        assert ids(llm.generate(PROMPTS, greedy())) == ids(expected)
-        pieces = asyncio.run(listed(llm.stream(PROMPTS[0], greedy())))
-        assert joined(pieces) == (expected[0].text, expected[0].token_ids)
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from ..lib.waits import until
+
 pytest.importorskip("tokenizers")
 
 from hibachi import LLM, SamplingParams
@@ -32,13 +34,6 @@ from hibachi.request import Finish, Terms
 
 PARAMS = SamplingParams(max_tokens=20, seed=3)
 LONG = PARAMS.with_(max_tokens=500, ignore_eos=True)
-
-
-def until(true, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.01)
 
 
 @pytest.fixture
