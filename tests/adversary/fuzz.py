@@ -29,6 +29,7 @@ from typing import Any
 import hibachi
 from hibachi import HibachiError, QueueFull, SamplingParams
 
+from ..lib.inside import core
 from .clients import READS, Draw, Request, once
 from .drawn import SALTS, WORDS
 from .hostile import FAULTS
@@ -270,7 +271,7 @@ class Round:
             rests()
         if not self.place.remote:
             try:
-                engine._worker.engine.scheduler.check()
+                core(engine).scheduler.check()
             except AssertionError as e:
                 self.complain(f"scheduler.check: {e}")
         if self.place.mischief is not None:

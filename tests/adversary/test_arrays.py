@@ -21,7 +21,6 @@ from hibachi import (
     InvalidModelOutput,
     InvalidRequest,
     ModelError,
-    NonFiniteOutput,
     Paged,
     SamplingParams,
 )
@@ -143,15 +142,6 @@ class BufferedNext(Buffered):
         return self.out(tokens[:, -1] + 1)
 
 
-class BufferedDouble(Buffered):
-    """Feed-forward."""
-
-    single = True
-
-    def forward(self, x):
-        return self.out(x * 2)
-
-
 class BufferedFrames(SumFrames):
     """Level 2 that returns tokens."""
 
@@ -164,29 +154,9 @@ class BufferedFrames(SumFrames):
         return self.into.out(out), cache
 
 
-def test_c4_outputs_that_reuse_a_buffer(serve, library):
-    engine = serve(BufferedNext(library, ()))
-    streams = [engine.run(list(range(n)), max_tokens=9) for n in (1, 4, 6, 4)]  # lengths: three calls a step
-    until_done(engine, len(streams))
-    for stream, n in zip(streams, (1, 4, 6, 4), strict=True):
-        assert ints(stream.collect()) == list(range(n, n + 9))
-
-
 def until_done(engine, n):
     """Let all requests end before anything is read."""
     assert engine.drain(PATIENCE) and engine.stats().finished == n
-
-
-def test_c4_outputs_that_reuse_a_buffer_of_floats(serve, library):
-    class Halves(Buffered):
-        def forward(self, tokens):
-            return self.out(tokens[:, -1] / 2)
-
-    engine = serve(Halves(library, (2,), "float64"))
-    streams = [engine.run(np.array([[8.0, n]]), max_tokens=3) for n in range(4)]
-    until_done(engine, 4)
-    for n, stream in enumerate(streams):
-        assert [host(item).tolist() for item in stream] == [[4, n / 2], [2, n / 4], [1, n / 8]]
 
 
 def test_c4_outputs_that_reuse_a_buffer_at_level_2(serve, library):
@@ -214,29 +184,6 @@ def test_c4_outputs_that_reuse_a_buffer_with_a_state(serve, library):
     until_done(engine, len(GOOD))
     for prompt, stream in zip(GOOD, streams, strict=True):
         assert ints(stream.collect()) == expected(prompt, 6)
-
-
-def test_c4_outputs_that_reuse_a_buffer_of_a_feedforward_model(serve, library):
-    engine = serve(BufferedDouble(library, (2,), "float64"), max_batch_size=4)
-    items = [engine.run(np.array([float(n), 1.0])) for n in range(12)]
-    until_done(engine, 12)
-    assert [host(item.result()).tolist() for item in items] == [[2.0 * n, 2.0] for n in range(12)]
-
-
-def test_c4_a_tensor_over_a_buffer_of_numpy(serve, library):
-    """As a model does that runs in ONNX Runtime or in C."""
-    own = np.zeros(16, np.int64)
-    view = own if library.name == "numpy" else torch.from_numpy(own)
-
-    class Bound:
-        def forward(self, tokens):
-            own[: len(tokens)] = host(tokens)[:, -1] + 1
-            return view[: len(tokens)]
-
-    engine = serve(Bound())
-    stream = engine.run([1], max_tokens=8)
-    until_done(engine, 1)
-    assert ints(stream.collect()) == list(range(2, 10))
 
 
 def test_c4_views_into_the_tokens_that_the_model_was_given(serve, library):
@@ -395,16 +342,6 @@ def test_c4_a_stop_predicate_that_writes_into_its_argument(serve, library):
 # ---- M1: arguments that are written to ---------------------------------------------------------------------------
 
 
-class Shortens(SumLogits):
-    """An index made of `lengths` in place, as is usual."""
-
-    def logits(self, tokens, lengths):
-        out = super().logits(tokens, lengths) / 500
-        lengths -= 1
-        tokens[...] = 3
-        return out
-
-
 class Zeroes(SumPaged):
     """Writes into all that it was given, but for weights and cache."""
 
@@ -423,40 +360,6 @@ def shared(x):
     return [(a, b) for a in named for b in named if a < b and np.shares_memory(named[a], named[b])]
 
 
-def test_m1_a_model_that_writes_into_lengths(serve, library):
-    params = [
-        SamplingParams(seed=3, max_tokens=12),
-        SamplingParams(seed=4, max_tokens=12, min_tokens=9, stop_token_ids=(4, 8)),
-        SamplingParams(seed=5, max_tokens=12, frequency_penalty=2.0),
-        SamplingParams(seed=6, max_tokens=12, logprobs=2),
-    ]
-
-    def tokens(model, padding):
-        engine = serve(model, padding_token=padding)
-        streams = [engine.run([1, *range(i)], p) for i, p in enumerate(params)]
-        return [(s.collect(), s.logprobs) for s in streams]
-
-    class Honest(SumLogits):
-        def logits(self, tokens, lengths):
-            return super().logits(tokens, lengths) / 500
-
-    for padding in (None, 0):
-        assert tokens(Shortens(library), padding) == tokens(Honest(library), padding)
-
-
-def test_m1_a_model_that_writes_into_lengths_at_level_0(serve, library):
-    class Counts:
-        def forward(self, tokens, lengths):
-            out = tokens[:, -1] + lengths
-            lengths[...] = 0
-            tokens[...] = 0
-            return out
-
-    engine = serve(Counts(), padding_token=0)
-    streams = [engine.run([0] * n, max_tokens=3) for n in (1, 3)]
-    assert [ints(s.collect()) for s in streams] == [[1, 3, 6], [3, 7, 12]]
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_m1_a_model_that_writes_into_the_inputs_of_a_step(serve, library, overlap):
     for options in ({}, {"max_num_batched_tokens": 7}):
@@ -465,7 +368,7 @@ def test_m1_a_model_that_writes_into_the_inputs_of_a_step(serve, library, overla
         for prompt, stream in zip(GOOD * 2, streams, strict=True):
             assert stream.collect() == expected(prompt, 12)
         until_done(engine, len(streams))
-        engine._worker.engine.scheduler.check()
+        assert engine.stats().free_blocks == engine.stats().blocks
 
 
 def test_m1_a_model_that_writes_into_the_inputs_and_fails(together, library):
@@ -720,17 +623,6 @@ def test_low_a_float_that_its_history_cannot_hold(together, library):
     assert [len(streams[i].collect()) for i in (0, 2)] == [2, 2]
 
 
-def test_low_nan_is_still_not_finite(together, library):
-    class Nan:
-        def forward(self, tokens):
-            self.door()
-            return library.put(np.where(host(tokens)[:, -1] == POISON, np.nan, 1.0))
-
-    _, streams = together(Nan(), [np.array([x], np.float32) for x in (1, POISON)], limit=2)
-    assert isinstance(read(streams[1])[1], NonFiniteOutput)
-    assert ints(streams[0].collect()) == [1, 1]
-
-
 def test_low_a_token_that_its_history_cannot_hold_at_level_2(together, library):
     class Frames(SumFrames):
         def step(self, params, cache, x):
@@ -819,13 +711,6 @@ def test_low_a_step_that_does_not_return_a_pair(together, library, toy):
         items, error = read(streams[0])
         assert not items and isinstance(error, InvalidModelOutput) and "(outputs, cache)" in str(error)
         assert streams[1].collect() == expected([1], 5)
-
-
-def test_low_a_cache_of_a_wrong_kind_from_a_step_begun_early(together, library):
-    model = Traps(SumPaged(library), lambda cache, out, new: (out, []))
-    _, streams = together(model, [*GOOD, [POISON, 1]], params=GREEDY, overlap=True)
-    assert isinstance(read(streams.pop())[1], InvalidModelOutput)
-    assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD]
 
 
 def test_low_a_cache_of_a_wrong_kind_from_a_compiled_step():

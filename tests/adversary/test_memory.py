@@ -23,6 +23,8 @@ from hibachi.llm.model.registry import load_model
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, SumTokens, expected
 from tests.engine.models import PATIENCE, Background, ints, until
 
+from ..lib.inside import built
+
 MB = 2**20
 
 
@@ -114,17 +116,6 @@ def test_m9_a_prompt_of_a_million_tokens(model, how, times):
         assert ints(engine.run(prompt[:9], **how).collect()) == small
 
 
-def test_m9_what_a_request_generated_goes_with_it():
-    options = dict(max_model_len=10**5, max_num_seqs=2, backend="numpy", pause_after=100)
-    with AutoregressiveBatchInference(Next(), **options) as engine:
-        stream = engine.run(np.zeros(1, np.int64), max_tokens=2500)
-        begun = ints(next(stream) for _ in range(1900))
-        (history,) = [h for h in engine._built.runner.tables.at(0)._histories if h is not None]
-        assert history().length == 1024
-        assert begun + ints(stream.collect()) == [n % 10 for n in range(1, 2501)]
-        until(lambda: history() is None)
-
-
 @pytest.mark.parametrize("width", [1, 4, 64])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=str)
 def test_m9_the_table_holds_what_lists_hold(width, shape, monkeypatch):
@@ -214,15 +205,6 @@ def test_m9_rows_longer_than_the_table_is_wide(toy, width, monkeypatch):
         assert toy is not SumPaged or engine.stats().preemptions
 
 
-def test_m9_embeddings_go_with_their_request():
-    class Embedded(SumPaged):
-        embed_size = 2
-
-    with AutoregressiveBatchInference(Embedded(NumpyBackend()), max_model_len=40) as engine:
-        engine.run(None, prompt_embeds=np.zeros((5, 2), np.float32), max_tokens=2).collect()
-        until(lambda: not engine._worker.engine.runner.inputs.embeds)
-
-
 # ---- tables of positions -------------------------------------------------------------------------------------------
 
 
@@ -238,7 +220,7 @@ def test_m6_a_context_of_1e8_positions_takes_no_memory(model_copy):
     with LLM(folder, backend="numpy", max_num_seqs=2) as llm, LLM("tiny", backend="numpy", max_num_seqs=2) as same:
         greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=3)
         assert said(llm.generate(["She was"], greedy)) == said(same.generate(["She was"], greedy))
-        assert llm.engine._built.scheduler.block_table.nbytes < 2 * MB
+        assert built(llm.engine).scheduler.block_table.nbytes < 2 * MB
 
 
 @pytest.mark.parametrize("value", [-1, 0, True, 10**30, 2**31, 1e8, "4096", [512]])

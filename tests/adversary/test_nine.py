@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hibachi import (
     AutoregressiveBatchInference,
@@ -130,34 +129,6 @@ def test_one_whose_operation_hangs_is_let_go():
         let.set()
 
 
-def test_a_prompt_of_another_library_is_refused_at_the_call():
-    for make in (AutoregressiveBatchInference, FeedforwardBatchInference):
-        options = {"max_model_len": 40} if make is AutoregressiveBatchInference else {}
-        with (
-            make(Next(), backend=Nine(), **options) as engine,
-            pytest.raises(InvalidRequest, match="must be an array of nine_numpy"),
-        ):
-            engine.run(torch.tensor([1, 2]))
-
-
-def test_nan_and_errors_in_feed_forward_end_their_own_request():
-    class Root:
-        def forward(self, x):
-            if (x == 7).any():
-                raise RuntimeError("not seven")
-            return x / np.where(x == 0, np.nan, x)
-
-    with FeedforwardBatchInference(Root(), backend=Nine()) as engine:
-        items = [engine.run(np.array([value])) for value in (1.0, 0.0, 7.0, 2.0)]
-        found = []
-        for item in items:
-            try:
-                found.append(item.result(20).tolist())
-            except HibachiError as e:
-                found.append(type(e).__name__)
-        assert found == [[1.0], "NonFiniteOutput", "ModelError", [1.0]]
-
-
 def test_own_stop_tokens_are_those_of_the_engine_too_with_and_without_a_dimension_for_the_batch():
     for token in (np.array(6), np.array([6])):
         with AutoregressiveBatchInference(Next(), backend=Nine(), stop_token=token, max_model_len=40) as engine:
@@ -184,13 +155,6 @@ def test_a_prompt_and_an_input_are_copied_once_and_whole():
     with FeedforwardBatchInference(Double(), backend=nine) as engine:
         assert engine.run(np.array([1.0, 2.0])).result().tolist() == [2.0, 4.0]
     assert taken == [(1, 2)]
-
-
-def test_kinds_without_end_are_forgotten():
-    with AutoregressiveBatchInference(Next(), backend=Nine(), stop_token=None, max_model_len=40) as engine:
-        for n in range(300):
-            engine.run(np.zeros((1, n + 1), int), max_tokens=1).collect()
-        assert len(engine._built.prompts._fitted) < 300
 
 
 def test_a_model_that_is_told_lengths_needs_put():
@@ -223,17 +187,3 @@ def test_an_answer_that_is_no_array_is_named(answer):
     with AutoregressiveBatchInference(Wrong(), backend=Nine(), max_model_len=40) as engine:
         one, bad = said(engine, [1, 2], [69, 70])
         assert one == [3, 4, 5, 6] and isinstance(bad, InvalidModelOutput) and "Wrong.forward must return" in str(bad)
-
-
-def test_rows_of_two_kinds_share_no_call():
-    shown = []
-
-    class Noting(Next):
-        def forward(self, tokens):
-            shown.append(tokens.dtype)
-            return super().forward(tokens)
-
-    with AutoregressiveBatchInference(Noting(), backend=Nine(), max_model_len=40) as engine:
-        streams = [engine.run(np.array([1, 2], dtype), max_tokens=20) for dtype in (np.int64, np.int32)]
-        assert [{t.dtype for t in stream.collect()} for stream in streams] == [{np.dtype("int64")}, {np.dtype("int32")}]
-    assert {*shown} == {np.dtype("int64"), np.dtype("int32")}

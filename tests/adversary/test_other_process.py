@@ -233,23 +233,6 @@ def refuser():
     return child, pipe, lambda number=99: child._run(number, pickle.dumps({"prompt": None}))
 
 
-def test_h2_a_refusal_while_a_token_is_collected():
-    child, pipe, refuse = refuser()
-
-    class Token:
-        def __int__(self):
-            Background(refuse).result()
-            return 7
-
-    channel, wakeups = OutChannel(1, child._outbox, child._forget), Wakeups()
-    channel.push(Token(), wakeups)
-    wakeups.post()
-    channel.end(Finish.LENGTH, None, wakeups)
-    wakeups.post()
-    assert pipe.tokens(1) == [7]
-    assert pipe.ends()[1] == (Finish.LENGTH, None) and isinstance(pipe.ends()[99][1], InvalidRequest)
-
-
 def test_h2_refusals_beside_a_running_engine(eager_switching):
     child, pipe, refuse = refuser()
     channels = [OutChannel(n, child._outbox, child._forget) for n in range(16)]
@@ -364,18 +347,6 @@ def test_one_request_larger_than_the_bound_goes_if_nothing_waits(stage, monkeypa
     with pytest.raises(QueueFull):
         own.stream([1])
     assert len(own.puppet.hear()[2].prompt) == 100_000 and large.finish_reason is None
-
-
-def test_an_answer_at_once_finds_its_place(stage, monkeypatch):
-    own = stage()
-    post = own.engine._sender.post
-
-    def answered(contents, what, number, *rest):
-        post(contents, what, number, *rest)
-        own.engine._deliver([], [(number, 42, None)], [(number, Finish.LENGTH, None, (None, 0.0))], Wakeups())
-
-    monkeypatch.setattr(own.engine._sender, "post", answered)
-    assert Background(own.stream().collect).result() == [42]
 
 
 def test_pause_and_resume_come_in_their_order(stage, monkeypatch):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hibachi.backend.kernels import build, library
-from hibachi.backend.kernels.library import SWITCH, NativeUnavailable
-from hibachi.backend.numpy_backend import NumpyBackend
+from hibachi.backend.kernels import library
+from hibachi.backend.kernels.library import SWITCH
 from hibachi.common.cachefolder import move
 from hibachi.errors import ConfigError
 from hibachi.llm.tune import store as kept
@@ -65,70 +64,11 @@ def found(kernels, monkeypatch):
     return find
 
 
-DAMAGE = {
-    "empty": lambda data: b"",
-    "a few bytes": lambda data: data[:20],
-    "a part": lambda data: data[: len(data) // 3],
-    "without the last byte": lambda data: data[:-1],
-    "zeros, as after a crash": lambda data: bytes(len(data)),
-    "a byte in the middle": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
-    "more at the end": lambda data: data + b"more",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_kernels_are_compiled_anew(found, damage, caplog):
-    assert found().kernels.panel() == 3
-    path = found().path
-    whole = path.read_bytes()
-    path.unlink()  # as it is open
-    path.write_bytes(DAMAGE[damage](whole))
-    if damage == "a part":  # what loading it would do
-        script = f"import ctypes; ctypes.CDLL({str(path)!r})"
-        assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode != 0
-    caplog.clear()
-    assert found().kernels.panel() == 3
-    assert len(warnings_of(caplog, "is damaged, ")) == 1 and caplog.text.count("Compiling") == 1
-    assert path.read_bytes() == whole
-    caplog.clear()
-    assert found().kernels.panel() == 3 and not caplog.records
-
-
-def test_kernels_that_cannot_be_kept_are_done_without(kernels, nowhere, caplog):
-    with nowhere:
-        why = library.why_missing()
-        assert why and library.why_missing() == why and library.state()
-        assert warnings_of(caplog, "There are no kernels") == [
-            f"There are no kernels for this machine: {why} Models compute the same, many times slower."
-        ]
-        with pytest.raises(NativeUnavailable):
-            library.library()
-        assert type(NumpyBackend()) is NumpyBackend
-
-
 def test_kernels_are_had_once_there_is_room_again(kernels, found, own_home, small_disk):
     with small_disk(100):
         assert library.why_missing()
     assert found().kernels.panel() == 3
     assert not [p for p in own_home.rglob("*") if p.name.startswith("building-")]
-
-
-def test_a_compiler_that_fails_is_asked_once(kernels, monkeypatch):
-    (kernels / "one.cpp").write_text("nothing;")
-    calls, run = [], build.run
-    monkeypatch.setattr(build, "run", lambda *args: calls.append(1) or run(*args))
-    why = library.why_missing()
-    before = len(calls)
-    assert "do not compile" in why and library.why_missing() == why and len(calls) == before
-
-
-def test_a_compiler_that_hangs_is_ended(kernels, tmp_path, monkeypatch):
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\n[ $1 = --version ] || exec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setenv("CXX", str(slow))
-    monkeypatch.setattr(build, "_PATIENCE", 0.2)
-    assert "took more than" in library.why_missing()
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ...lib.inside import underlying
+
 pytest.importorskip("tokenizers")
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -163,7 +165,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name):
     for letters in KINDS.values():  # the worst are runs
         for letter in letters:
             check(tokenizer, letter * 50)
-    vocab = tokenizer._raw.get_vocab(with_added_tokens=True)
+    vocab = underlying(tokenizer).get_vocab(with_added_tokens=True)
     for word in sorted(vocab, key=len)[-20:]:
         check(tokenizer, tokenizer.decode([vocab[word]], skip_special_tokens=False) * 3)
     for word in TOKENS:
@@ -213,7 +215,7 @@ def test_what_unicode_makes_of_a_text_is_at_least_a_fourth():
 
 
 def test_it_is_the_same_from_a_file(tmp_path):
-    BOUNDED["Qwen"]._raw.save(str(tmp_path / "tokenizer.json"))
+    underlying(BOUNDED["Qwen"]).save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path).longest_token == BOUNDED["Qwen"].longest_token
     config = {"eos_token": {"content": "</s>", "lstrip": True}}  # tokens that the files beside it add count
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -235,7 +237,7 @@ def test_sentencepieces_own_file(tmp_path, kept):
 
 
 def test_a_text_that_is_put_away_has_no_bound():
-    raw = BOUNDED["GPT-2"]._raw
+    raw = underlying(BOUNDED["GPT-2"])
     raw = Raw.from_str(raw.to_str())
     raw.post_processor = processors.TemplateProcessing(single="th:0", special_tokens=[("th", 256)])
     assert raw.encode("hello", add_special_tokens=False).ids == [] and Tokenizer(raw).longest_token is None

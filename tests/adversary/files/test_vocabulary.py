@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ...lib.inside import underlying
+
 pytest.importorskip("tokenizers")
 
 from hibachi.errors import InvalidModelFiles
@@ -62,7 +64,7 @@ def sentencepiece(folder, tokens):
         for n, (text, kind) in enumerate(pieces)
     )
     (folder / "tokenizer.model").write_bytes(data + field(2, b"\x18\x02\x98\x02\x01"))  # BPE, with bytes
-    return Tokenizer.load(folder)._raw
+    return underlying(Tokenizer.load(folder))
 
 
 @pytest.mark.parametrize("form", ["gguf", "sentencepiece"])

@@ -15,6 +15,7 @@ from hibachi.server.flight import of_tenant
 from hibachi.server.web.tenants import Tenant, Tenants, salt_of
 
 from ...engine.models import until
+from ...lib.inside import worker
 from ...serve.conftest import ENGINES, site
 
 KEYS = (("k-a", "a"), ("k-b", "b"), ("k-ops", "ops"))
@@ -257,7 +258,7 @@ def test_10_health_says_what_failed_to_admins_only():
     tenants = Tenants(KEYS, NAMED)
     with ENGINES["own"]("tiny") as texts, site(texts, tenants=tenants) as here:
         texts.generate("a")
-        texts.engine._worker._refusal = lambda: EngineFailed("The secret of the device.")
+        worker(texts.engine)._refusal = lambda: EngineFailed("The secret of the device.")
         for headers, reason in ((OPS, "secret"), (A, "is failed"), ({}, "is failed")):
             answer = here.client.get("/health", headers=headers)
             assert answer.status_code == 503 and reason in answer.json()["reason"]
