@@ -20,6 +20,7 @@ from hibachi.backend.discover import best_backend, load_backend
 from hibachi.backend.library import check_numerics
 from hibachi.cli import benchserve
 from hibachi.cli.options import MODEL, SETTINGS, model_arguments, model_options
+from hibachi.cli.settings import record_of
 from hibachi.common.installed import version
 from hibachi.common.named import is_named
 from hibachi.common.phases import phase
@@ -228,18 +229,16 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
     if about.vocab_size is None:
         raise ConfigError(f"{args.model} does not say how large its vocabulary is, so no prompts can be made for it.")
     slo = Slo(args.slo_ttft / 1e3, args.slo_itl / 1e3) if rates else Slo()
-    session = Session(
+    session = record_of(
+        Session,
+        args,
         engines=_setups(args, path),
         vocab_size=about.vocab_size,
         context=about.context,
         rows=args.max_num_seqs,
-        repeat=args.repeat,
-        seed=args.seed,
-        requests=args.requests,
         rates=tuple(rates),
         slo=slo,
         cached=args.enable_prefix_caching,
-        timeout=args.timeout,
         told=lambda line: print(line, flush=True),
     )
     if fitting_only:

@@ -14,19 +14,18 @@ hibachi run-batch -i batch.jsonl -o out.jsonl --url http://127.0.0.1:8000
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from hibachi.cli.rowsview import RowsView
-from hibachi.cli.settings import settings_arguments
+from hibachi.cli.settings import record_of, settings_arguments
 from hibachi.errors import ConfigError, HibachiError, printable
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.files.sources import expand
@@ -37,7 +36,6 @@ from hibachi.offline.tasks.choose import TASKS
 from hibachi.offline.tasks.columns import Columns, value_of
 from hibachi.offline.whole import part_of
 
-T = TypeVar("T")
 KEY = "HIBACHI_API_KEY"
 SOME_FAILED, LOST, INTERRUPTED, TERMINATED = 3, 1, 130, 143
 
@@ -231,8 +229,8 @@ def _batch(args: argparse.Namespace) -> Batch:
     flags = {key: value for key in SETTINGS if (value := getattr(args, key)) is not None}
     params: dict[str, Any] = {name: value_of(name, value) for name, value in args.param}
     params |= {n: v for n in ("max_tokens", "temperature") if (v := getattr(args, n)) is not None}
-    columns = _made(Columns, args, params=params, param_columns=dict(args.param_column))
-    return _made(
+    columns = record_of(Columns, args, params=params, param_columns=dict(args.param_column))
+    return record_of(
         Batch,
         args,
         settings=settle(flags, os.environ, args.config),
@@ -240,12 +238,6 @@ def _batch(args: argparse.Namespace) -> Batch:
         api_key=args.api_key or os.environ.get(KEY),
         beside=[name for name in (args.report, args.plot) if name],
     )
-
-
-def _made(record: Callable[..., T], args: argparse.Namespace, **more: Any) -> T:
-    """A record whose fields are arguments by the same names, and more."""
-    given = {name: value for name, value in vars(args).items() if name in inspect.signature(record).parameters}
-    return record(**given | more)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

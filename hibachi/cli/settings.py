@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from hibachi.common.settings.kinds import SWITCH, Kind, Setting
 from hibachi.common.settings.settle import Groups
+
+T = TypeVar("T")
 
 
 def settings_arguments(parser: argparse.ArgumentParser, groups: Groups) -> None:
@@ -42,3 +45,9 @@ def _reader(kind: Kind) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"expected {kind.expected}; got {given!r}") from None
 
     return read
+
+
+def record_of(record: Callable[..., T], args: argparse.Namespace, **more: Any) -> T:
+    """A record whose fields are arguments by the same names, and more."""
+    fields = inspect.signature(record).parameters
+    return record(**{name: value for name, value in vars(args).items() if name in fields} | more)

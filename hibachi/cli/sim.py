@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hibachi.cli.settings import record_of
 from hibachi.common.installed import version
 from hibachi.engine.scheduler.policies import SHIPPED, policy_of
 from hibachi.engine.scheduler.policy import Policy
@@ -139,10 +140,17 @@ def run(args: argparse.Namespace) -> int:
     guesses = None
     if args.speculate is not None:
         guesses = Guesses(args.speculate, 0.8 if args.right is None else args.right, seed=args.seed)
-    given = {one.name: vars(args)[one.name] for one in fields(Setup) if one.name in args}
-    given |= {"guesses": guesses, "window": WINDOW if args.window is None else args.window}
+    window = WINDOW if args.window is None else args.window
     setups = [
-        Setup(**given | {"scheduling_policy": policy, "max_num_seqs": rows, "num_blocks": blocks})
+        record_of(
+            Setup,
+            args,
+            scheduling_policy=policy,
+            max_num_seqs=rows,
+            num_blocks=blocks,
+            window=window,
+            guesses=guesses,
+        )
         for policy, rows, blocks in product(policies, args.max_num_seqs, args.num_blocks)
     ]
     for setup in setups:
