@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import hibachi
+from benchmarks.bench.randommodel import SHAPES
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, History, Tables
@@ -29,7 +30,6 @@ from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.llm.model.arch import Arch, Layer, shapes
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.rope import Rope
-from hibachi.testing.bench.randommodel import SHAPES
 
 BLOCK = 16
 

@@ -2,7 +2,7 @@
 
 Expected: 3 s at most on torch (CPU), most of it imports and the first step; NumPy alike, JAX longer, as it compiles.
 Needs `make .smollm2/fetched`. Writes the model as bfloat16 safetensors to a throw-away folder first. `--model m1b`
-takes a folder that is there (`hibachi bench model m1b --shape 1b`); expected: 4 s, 1.10 of the file in memory.
+takes a folder that is there (`benchmarks.bench model m1b --shape 1b`); expected: 4 s, 1.10 of the file in memory.
 
 The last two columns are the most memory that the process had, and what of it is not the libraries' by the file's size;
 the time of the processors says more than the clock where others have them too.

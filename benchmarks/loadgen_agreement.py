@@ -22,8 +22,8 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from hibachi.testing.bench import work
-from hibachi.testing.bench.load import traffic
+from benchmarks.bench import work
+from hibachi.testing.bench import traffic
 
 sys.path.insert(0, str(Path(__file__).parent))
 serving = import_module("serving")

@@ -1,6 +1,6 @@
 """What files cost: `hibachi run-batch` beside the engine in one's own program, and beside other libraries.
 
-formats   Rows of token ids of W1's kind (`hibachi bench work`), each with its own max_tokens, greedy, by
+formats   Rows of token ids of W1's kind (`benchmarks.bench work`), each with its own max_tokens, greedy, by
           `LLM.generate` and from files into files, in turns of --piece rows with a new engine each. Timed from the
           loaded model to the output in its place. Expected: JSON Lines at least 0.95 of the engine's tokens/s, CSV and
           Parquet within 5 % of JSON Lines. The engine has rows in the file's order, run-batch the longest first:
@@ -22,7 +22,7 @@ steps     Rows of W1's lengths through a small model: steps of the engine agains
     python benchmarks/offline.py million --rows 1000000 --engine child --resume-at 900000
     python benchmarks/offline.py steps
 
-A model is a folder, a GGUF file, or one of `hibachi bench model`'s shapes (31m, 135m), made with random weights. Who
+A model is a folder, a GGUF file, or one of `benchmarks.bench model`'s shapes (31m, 135m), made with random weights. Who
 else was at the machine meanwhile is printed: figures with more than a few percent are worth little.
 """
 
@@ -49,6 +49,9 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
+from benchmarks.bench import randommodel
+from benchmarks.bench.watch import Watch
+from benchmarks.bench.work import longest, make, totals, write
 from hibachi import SamplingParams
 from hibachi.llm.remote.opening import open_settled
 from hibachi.offline import Batch, Done, Watcher, run_batch
@@ -58,9 +61,8 @@ from hibachi.offline.journal import Journal
 from hibachi.offline.settings import settle
 from hibachi.offline.tasks.columns import Columns
 from hibachi.offline.tasks.textwork import TextWork
-from hibachi.testing.bench import randommodel
-from hibachi.testing.bench.machine import Watch, cores, machine
-from hibachi.testing.bench.work import TimedRequest, longest, make, totals, write
+from hibachi.testing.bench.machine import cores, machine
+from hibachi.testing.bench.work import TimedRequest
 
 WAYS = ("engine", "sorted", "jsonl", "csv", "parquet", "own")
 PEERS = ("transformers", "kvboost")

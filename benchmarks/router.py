@@ -48,7 +48,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from hibachi.testing.bench.machine import Watch, machine
+from benchmarks.bench.watch import Watch
+from hibachi.testing.bench.machine import machine
 
 try:
     from uvloop import run

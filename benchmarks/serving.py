@@ -37,14 +37,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench import work
+from benchmarks.bench.watch import CONTENDED, Watch
 from hibachi import Paged
 from hibachi.server.web.client import Client, Url
 from hibachi.server.web.wire import BadAnswer
-from hibachi.testing.bench import work
-from hibachi.testing.bench.load import report, traffic
-from hibachi.testing.bench.load.generator import AnswerReader, Generator, Sample, run
-from hibachi.testing.bench.load.traffic import Ask, Form
-from hibachi.testing.bench.machine import CONTENDED, Watch
+from hibachi.testing.bench import report, traffic
+from hibachi.testing.bench.generator import AnswerReader, Generator, Sample, run
+from hibachi.testing.bench.traffic import Ask, Form
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"
 KINDS = ("own", "child")
@@ -445,7 +445,7 @@ PARTS = {part.__name__: part for part in (overhead, stream, dialects, first, idl
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
-    parser.add_argument("--model", default="m135", help="of `overhead`: see `hibachi bench model`")
+    parser.add_argument("--model", default="m135", help="of `overhead`: see `benchmarks.bench model`")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vocab-size", type=int, default=49152)

@@ -21,6 +21,7 @@ import pytest
 
 import hibachi
 import hibachi.errors
+from benchmarks.bench.__main__ import parser as bench_parser
 from hibachi.cli.main import parser
 from hibachi.server.app import ROUTES
 
@@ -189,6 +190,8 @@ def check_command(line, told):
             folder, _, extras = place.partition("[")
             assert (ROOT / folder / "pyproject.toml").is_file()
             assert set(filter(None, extras.rstrip("]").split(","))) <= {*EXTRAS["backends"], *EXTRAS["extras"]}
+    elif words[:3] == ["python", "-m", "benchmarks.bench"]:
+        bench_parser().parse_args(words[3:])
     elif words[0] in ("python", ".venv/bin/python"):
         assert (ROOT / words[1]).is_file()
     else:

@@ -86,10 +86,6 @@ RULES = {
     "hibachi/testing/verify": Rule(f"{LLM} testing.verify", third_party="numpy typing_extensions"),
     "hibachi/verify.py": Rule("testing.verify"),
     "hibachi/testing/bench": Rule(f"{LLM} server.web testing.bench", third_party="numpy uvloop"),
-    # One script for each engine, in a process of its own that has it.
-    "hibachi/testing/bench/engines/peers": Rule(
-        "public engine.streams llm testing.bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
-    ),
     "hibachi/cli": Rule(f"{LLM} server router offline testing cli"),
     "hibachi/__main__.py": Rule("cli"),
     # ---- beside
@@ -171,7 +167,7 @@ def violations(path: str, source: str) -> list[str]:
         return [f"{path} stands on no storey: give it a rule in {Path(__file__).name}"]
     out = []
     for module, name in imports(source):
-        core = path.startswith("hibachi/") and place != "hibachi/testing/bench/engines/peers"
+        core = path.startswith("hibachi/")
         why = violation(RULES[place], core, module, name)
         if why is not None:
             wrote = f"from {module} import {name}" if name else f"import {module}"

@@ -163,10 +163,6 @@ def test_each_option_is_one_word_everywhere():
             "max_num_seqs max_num_batched_tokens max_prefill_tokens block_size max_model_len max_num_queued_reqs "
             "reserve_all enable_prefix_caching scheduling_policy",
         ),
-        ("bench throughput", "max_num_seqs enable_prefix_caching max_model_len backend device dtype quantization"),
-        ("bench compare", "max_num_seqs enable_prefix_caching max_model_len backend device dtype quantization"),
-        ("bench latency", "max_num_seqs enable_prefix_caching max_model_len backend device dtype quantization"),
-        ("bench growth", "kv_cache_memory_bytes backend device dtype"),
         ("bench fit", "max_num_batched_tokens backend device dtype"),
         ("generate", "backend device dtype quantization autotune kernels deterministic max_model_len"),
     ],

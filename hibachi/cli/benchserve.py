@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.common.installed import version
-from hibachi.engine.simulator.plot import check_format
 from hibachi.engine.simulator.trace import read_trace
+from hibachi.errors import ConfigError
 from hibachi.server.web.client import Client, Url
-from hibachi.testing.bench import work
-from hibachi.testing.bench.engines.figures import Slo
-from hibachi.testing.bench.load import report, traffic
-from hibachi.testing.bench.load.generator import Generator, Loaded, Sample, check, model_of, run
-from hibachi.testing.bench.load.traffic import Ask, Form
+from hibachi.testing.bench import report, traffic, work
+from hibachi.testing.bench.generator import Generator, Loaded, Sample, check, model_of, run
 from hibachi.testing.bench.machine import cores, machine
+from hibachi.testing.bench.report import Slo
+from hibachi.testing.bench.traffic import Ask, Form
 
 KEY = "HIBACHI_API_KEY"
 _LONGEST_RANDOM = 100  # requests, where nothing says how many
@@ -51,7 +50,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     when("--warmup", type=int, default=1, metavar="N", help="uncounted requests before, one by one (default: 1)")
     group = parser.add_argument_group("what they ask (default: random tokens)")
     source = group.add_mutually_exclusive_group().add_argument
-    source("--work", metavar="FILE", help="work of `hibachi bench work`; its arrivals count with --rate")
+    source(
+        "--work", metavar="FILE", help="requests as JSON lines (docs/benchmarks.md); their arrivals count with --rate"
+    )
     source("--trace", metavar="FILE", help="lengths and times of a trace, as `hibachi sim` reads it (Azure, Mooncake)")
     what = group.add_argument
     what("--speed", type=float, default=1.0, metavar="X", help="send a trace's requests X times as fast (default: 1)")
@@ -79,7 +80,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo-ttft", type=float, default=500.0, metavar="MS", help="promised time to the first token (default: 500)")
     add("--slo-itl", type=float, default=50.0, metavar="MS", help="promised mean time between tokens (default: 50)")
     add("--out", metavar="FILE", help="write all figures, and all times of each request, as JSON")
-    add("--plot", metavar="FILE", help="draw them, as .png or .svg")
+    add("--plot", metavar="FILE", help=argparse.SUPPRESS)  # where it went is said
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -104,7 +105,10 @@ def serve(args: argparse.Namespace) -> int:
     if args.trace and args.rate is not None:
         error("a trace has its own times: change them by --speed")
     if args.plot:
-        check_format(args.plot)
+        raise ConfigError(
+            "Pictures are drawn in a checkout of hibachi: write --out JSON here, then run "
+            "`python -m benchmarks.bench picture JSON FILE` there."
+        )
     if args.out:
         Path(args.out).open("ab").close()
     asks = _asks(args)
@@ -117,8 +121,6 @@ def serve(args: argparse.Namespace) -> int:
         print(f"\n! {line}", flush=True)
     if args.out:
         _write(args, loaded, found, warned, model)
-    if args.plot:
-        report.plot(loaded.samples, found, f"{model or args.url}: {_how(args)}", args.plot)
     if loaded.interrupted:
         raise KeyboardInterrupt
     return int(not found["ok"])
@@ -184,7 +186,7 @@ def _progress(samples: list[Sample], running: int, at: float) -> None:
 def _write(
     args: argparse.Namespace, loaded: Loaded, found: dict[str, Any], warned: list[str], model: str | None
 ) -> None:
-    hidden = ("api_key", "parser", "do", "run", "rest")
+    hidden = ("api_key", "parser", "do", "run", "rest", "plot")
     document = {
         "hibachi": version(),
         "machine": machine(),
@@ -195,15 +197,6 @@ def _write(
         "requests": [s.as_json() for s in loaded.samples],
     }
     Path(args.out).write_text(json.dumps(document) + "\n")
-
-
-def _how(args: argparse.Namespace) -> str:
-    if args.trace:
-        return Path(args.trace).name + (f", {args.speed:g} times as fast" if args.speed != 1 else "")
-    what = Path(args.work).name if args.work else "random prompts"
-    if args.rate is not None:
-        what += f", {args.rate:g} requests/s ({args.arrivals or 'poisson'})"
-    return what + (f", at most {args.concurrency} at a time" if args.concurrency else "")
 
 
 def _fields(text: str) -> dict[str, Any]:

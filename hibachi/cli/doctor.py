@@ -26,7 +26,7 @@ from hibachi.llm.model.registry import arch_of
 from hibachi.llm.own import is_own, open_own
 from hibachi.llm.tune.autotune import seconds_of, settle
 from hibachi.llm.tune.trial import table
-from hibachi.testing.bench.steps.speculating import ROOM, step_costs, told
+from hibachi.testing.bench.speculation import ROOM, step_costs, told
 
 _LEGEND = """\
 Milliseconds of a step, by operation: that of all layers, with so many rows, or

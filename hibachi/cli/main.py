@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -81,10 +81,15 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader went away."""
-    _mend_streams()
     words = sys.argv[1:] if argv is None else argv
+    return run_words(lambda: parser(words[0] if words else None), words)
+
+
+def run_words(make: Callable[[], argparse.ArgumentParser], words: Sequence[str]) -> int:
+    """Run what the words of a command line ask for; make: its parser. Returns the exit status."""
+    _mend_streams()
     try:  # also around the imports of the command, which take a while
-        args, rest = parser(words[0] if words else None).parse_known_args(words)
+        args, rest = make().parse_known_args(words)
         if rest and args.command != "conformance":
             args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.rest = rest

@@ -21,11 +21,11 @@ from typing import Any
 
 from hibachi.cli.settings import record_of
 from hibachi.common.installed import version
+from hibachi.common.phases import short_duration
 from hibachi.engine.scheduler.policies import SHIPPED, policy_of
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.simulator.feed import ORDERS, WINDOW
 from hibachi.engine.simulator.guesses import Guesses
-from hibachi.engine.simulator.plot import check_format, plot, seconds
 from hibachi.engine.simulator.simulate import Run, Setup, simulate
 from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.engine.simulator.trace import Trace, read_trace, synthetic
@@ -124,16 +124,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group("--order", choices=ORDERS, help="put all requests in the queue at the start, in this order")
     group("--window", type=int, metavar="N", help=f"compose the order out of the next N (default: {WINDOW:,})")
     add("--json", metavar="FILE", help="write all figures as JSON")
-    add("--plot", metavar="FILE", help="draw a picture, .png or .svg (extra: plot)")
+    add("--plot", metavar="FILE", help="draw a picture; in a checkout only: python -m benchmarks.bench sim")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plot:
+        raise ConfigError(
+            "Pictures are drawn in a checkout of hibachi: give these options to `python -m benchmarks.bench sim` there."
+        )
+    replays(args)
+    return 0
+
+
+def replays(args: argparse.Namespace) -> list[Run]:
+    """The runs, printed as they end and written where --json says."""
     time = StepTime() if args.step_time is None else read_step_time(args.step_time)
     policies = {name: policy_maker(name) for name in args.scheduling_policy}
-    if args.plot:
-        check_format(args.plot)
-    for file in filter(None, (args.json, args.plot)):  # fail now, not after an hour
-        Path(file).open("ab").close()
+    if args.json:  # fail now, not after an hour
+        Path(args.json).open("ab").close()
     trace = _trace(args)
     if args.right is not None and args.speculate is None:
         args.parser.error("--right goes with --speculate")
@@ -156,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     for setup in setups:
         setup.limits(trace)
     span = 0.0 if args.order else float(trace.arrival[-1]) / 1e12
-    when = f"at once, order {args.order}" if args.order else f"in {seconds(span)}"
+    when = f"at once, order {args.order}" if args.order else f"in {short_duration(span)}"
     print(
         f"{trace.name}: {len(trace):,} requests {when}, {int(trace.prompt.sum()):,} tokens of prompts, "
         f"{int(trace.output.sum()):,} of answers\n"
@@ -180,9 +188,7 @@ def run(args: argparse.Namespace) -> int:
             "runs": [one.summary() for one in runs],
         }
         Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
-    if args.plot:
-        plot(runs, labels(runs), args.plot)
-    return 0
+    return runs
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -254,17 +260,17 @@ def _cells(one: Run) -> list[str]:
         "enough" if setup.num_blocks is None else str(setup.num_blocks),
         f"{data['served']:,}",
         f"{sum(data['refused'].values()):,}",
-        seconds(data["ttft"]["p50"]),
-        seconds(data["ttft"]["p99"]),
-        seconds(data["itl"]["p50"]),
-        seconds(data["itl"]["p99"]),
+        short_duration(data["ttft"]["p50"]),
+        short_duration(data["ttft"]["p99"]),
+        short_duration(data["itl"]["p50"]),
+        short_duration(data["itl"]["p99"]),
         f"{data['mean_waiting']:,.1f}",
         f"{data['mean_rows'] / setup.max_num_seqs:.0%}",
         f"{data['new_tokens_per_second']:,.0f}",
         f"{data['hit_rate']:.1%}" if shares else "-",
         f"{data['preemptions']:,}",
-        seconds(data["virtual_seconds"]),
-        seconds(data["wall_seconds"]),
+        short_duration(data["virtual_seconds"]),
+        short_duration(data["wall_seconds"]),
         f"{data['requests_per_wall_second']:,.0f}",
     ]
 
@@ -277,7 +283,7 @@ def _notes(runs: Sequence[Run]) -> list[str]:
         for kind in ("tenants", "priorities"):
             groups = data.get(kind, {})
             if 1 < len(groups) <= 8:
-                each = ", ".join(f"{name} {seconds(spread['p99'])}" for name, spread in groups.items())
+                each = ", ".join(f"{name} {short_duration(spread['p99'])}" for name, spread in groups.items())
                 out.append(f"{label}: TTFT p99 by {'tenant' if kind == 'tenants' else 'priority'}: {each}")
         if proposed := data["proposed_tokens"]:
             out.append(f"{label}: {proposed:,} tokens proposed, {data['accepted_tokens'] / proposed:.0%} of them kept")

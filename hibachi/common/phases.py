@@ -278,3 +278,17 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600:,}:{whole // 60 % 60:02}:{whole % 60:02} h"
+
+
+def short_duration(seconds: float | None) -> str:
+    """3.2 ms, 1.5 s, 280 s; "-" for None and NaN."""
+    if seconds is None or seconds != seconds:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size * 0.9995:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

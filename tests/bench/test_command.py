@@ -1,12 +1,13 @@
-"""`hibachi bench` from the command line to its files."""
+"""`python -m benchmarks.bench` from the command line to its files, and what `hibachi bench` says of it."""
 
 import json
 import re
 
 import pytest
 
-from hibachi.cli import main
-from hibachi.testing.bench import work
+from benchmarks.bench import work
+from benchmarks.bench.__main__ import main
+from hibachi.cli import main as hibachi
 
 TINY_WORK = ["--requests", "3", "--repeat", "1", "--max-num-seqs", "4", "--no-bound"]
 
@@ -14,7 +15,7 @@ TINY_WORK = ["--requests", "3", "--repeat", "1", "--max-num-seqs", "4", "--no-bo
 def test_throughput_and_compare(tmp_path, capsys):
     out, picture, page = (tmp_path / name for name in ("r.json", "r.png", "RESULTS.md"))
     profile = tmp_path / "p.png"
-    command = ["bench", "throughput", "--backend", "numpy", "--work", "W1", *TINY_WORK]
+    command = ["throughput", "--backend", "numpy", "--work", "W1", *TINY_WORK]
     assert main([*command, "--out", str(out), "--profile", str(profile)]) == 0
     shown = capsys.readouterr().out
     assert "hibachi (numpy" in shown and "W1: a step of hibachi" in shown and "attention" in shown
@@ -22,7 +23,7 @@ def test_throughput_and_compare(tmp_path, capsys):
     [run] = data["runs"]
     assert run["complete"] and run["tokens_per_second"] > 0 and run["model"] == "tiny" and run["rows"] == 3
     assert data["machine"]["cores"] and data["profiles"]["W1"] and "profile" not in run
-    assert main(["bench", "compare", str(out), "--results", str(page), "--plot", str(picture)]) == 0
+    assert main(["compare", str(out), "--results", str(page), "--plot", str(picture)]) == 0
     assert re.search(r"\| W1 \| hibachi \(numpy[^|]*\) \| float32 \|", page.read_text())  # with its kernels, perhaps
     assert profile.read_bytes()[:4] == picture.read_bytes()[:4] == b"\x89PNG"
 
@@ -30,7 +31,7 @@ def test_throughput_and_compare(tmp_path, capsys):
 def test_latency_of_a_file(tmp_path, capsys):
     work.write(work.make("W3", 2048, requests=3), tmp_path / "mine.jsonl")
     out = tmp_path / "r.json"
-    command = ["bench", "latency", "--backend", "numpy", "--work", str(tmp_path / "mine.jsonl"), "--rates", "20", "40"]
+    command = ["latency", "--backend", "numpy", "--work", str(tmp_path / "mine.jsonl"), "--rates", "20", "40"]
     assert main([*command, *TINY_WORK, "--slo-ttft", "60000", "--slo-itl", "60000", "--out", str(out)]) == 0
     assert "mine 20/s" in capsys.readouterr().out
     runs = json.loads(out.read_text())["runs"]
@@ -39,14 +40,14 @@ def test_latency_of_a_file(tmp_path, capsys):
 
 def test_when_nothing_works_the_status_says_so(tmp_path, capsys):
     peer = ["--no-hibachi", "--peer", "llamacpp", "--peer-option", "llamacpp", "server", "no-such-server"]
-    assert main(["bench", "throughput", "--work", "W4", *peer, *TINY_WORK]) == 1
+    assert main(["throughput", "--work", "W4", *peer, *TINY_WORK]) == 1
     assert "failed: FileNotFoundError" in capsys.readouterr().out.replace("its process ended with status 1: ", "")
 
 
 def test_growth(tmp_path, capsys):
     out, picture = tmp_path / "g.json", tmp_path / "g.svg"
     sizes = ["--rows", "1", "2", "--contexts", "16", "32", "--rounds", "1"]
-    assert main(["bench", "growth", *sizes, "--out", str(out), "--plot", str(picture)]) == 0
+    assert main(["growth", *sizes, "--out", str(out), "--plot", str(picture)]) == 0
     assert "tokens/s" in capsys.readouterr().out
     points = json.loads(out.read_text())["points"]
     assert {(p["rows"], p["context"]) for p in points} == {(1, 16), (2, 16), (1, 32), (2, 32)}
@@ -55,7 +56,7 @@ def test_growth(tmp_path, capsys):
 
 def test_a_work_as_a_file(tmp_path, capsys):
     file = tmp_path / "w.jsonl"
-    assert main(["bench", "work", "W2", str(file), "--vocab-size", "500", "--requests", "4"]) == 0
+    assert main(["work", "W2", str(file), "--vocab-size", "500", "--requests", "4"]) == 0
     assert "4 requests, 2,112 tokens in, 128 out" in capsys.readouterr().out
     assert work.read(file, 500) == work.make("W2", 500, requests=4)
 
@@ -87,8 +88,23 @@ def test_a_work_as_a_file(tmp_path, capsys):
 def test_what_is_refused(args, status, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     try:
-        got = main(["bench", *args, *(["--no-bound"] if args and args[0] in ("throughput", "latency") else [])])
+        got = main([*args, *(["--no-bound"] if args and args[0] in ("throughput", "latency") else [])])
     except SystemExit as e:
         got = e.code
     assert got == status and message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["bench", "throughput", "--model", "m135"], "`python -m benchmarks.bench throughput`"),
+        (["bench", "work", "W1", "--help"], "`python -m benchmarks.bench work`"),
+        (["sim", "--synthetic", "5", "--plot", "a.png"], "`python -m benchmarks.bench sim`"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9", "--plot", "a.png"], "`python -m benchmarks.bench picture"),
+    ],
+)
+def test_what_is_in_a_checkout_only(words, said, capsys):
+    assert hibachi(words) == 1
+    told = capsys.readouterr()
+    assert said in told.err and not told.out

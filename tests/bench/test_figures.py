@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.bench.figures import figures, kept, read_results, summarise
+from benchmarks.bench.process import Answered, Ran
+from benchmarks.bench.watch import CONTENDED, Use
 from hibachi.errors import ConfigError
-from hibachi.testing.bench.engines.figures import Slo, figures, read_results, summarise
-from hibachi.testing.bench.engines.process import Answered, Ran
-from hibachi.testing.bench.machine import CONTENDED, Use
+from hibachi.testing.bench.report import Slo
 from hibachi.testing.bench.work import TimedRequest
 
 REQUESTS = [TimedRequest(0, 0.0, [1, 2], 3), TimedRequest(1, 1.0, [1, 2, 3], 2)]
@@ -41,11 +42,11 @@ def test_what_is_missing_shows():
 
 def test_goodput_counts_who_kept_both_promises():
     slow_start, slow_tokens = Slo(ttft=0.3, itl=1.0), Slo(ttft=1.0, itl=0.5)
-    assert [slow_start.kept(a) for a in ANSWERS] == [False, True]
-    assert [slow_tokens.kept(a) for a in ANSWERS] == [True, False]
+    assert [kept(slow_start, a) for a in ANSWERS] == [False, True]
+    assert [kept(slow_tokens, a) for a in ANSWERS] == [True, False]
     f = figures(REQUESTS, Ran(ANSWERS, QUIET, {}), slow_start)
     assert f["goodput"] == 0.5 and f["slo_share"] == 0.5
-    assert not Slo().kept(Answered(0, 0.0, [], []))
+    assert not kept(Slo(), Answered(0, 0.0, [], []))
 
 
 def test_others_at_work_are_seen():

@@ -9,7 +9,7 @@ from hibachi import LLM
 from hibachi.cli import main
 from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.errors import ConfigError
-from hibachi.testing.bench.steps.fit import Samples, fit, measure
+from hibachi.testing.bench.fit import Samples, fit, measure
 
 TRUE = StepTime(step=3e-3, token=50e-6, row=20e-6, position=40e-9, pair=2e-9)
 

@@ -1,7 +1,7 @@
 """How cost grows: cliffs that are there are found, and none that are not."""
 
+from benchmarks.bench.growth import Point, cliffs, measure
 from hibachi import LLM
-from hibachi.testing.bench.steps.growth import Point, cliffs, measure
 
 
 def rows(times, context=128):

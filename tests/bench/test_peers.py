@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
+from benchmarks.bench.process import EngineSetup, Process
+from benchmarks.bench.work import at_rate
 from hibachi import LLM, SamplingParams
 from hibachi.errors import EngineFailed
-from hibachi.testing.bench.engines.process import EngineSetup, Process
-from hibachi.testing.bench.work import TimedRequest, at_rate
+from hibachi.testing.bench.work import TimedRequest
 
 WORK = [TimedRequest(0, 0.0, [5, 6, 7], 6), TimedRequest(1, 0.0, [9] * 20, 3), TimedRequest(2, 0.0, [11, 12], 9)]
 LATER = [TimedRequest(i, 0.05 * i, [5 + i] * 4, 3) for i in range(4)]

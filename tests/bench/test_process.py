@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from benchmarks.bench import process
+from benchmarks.bench.process import EngineSetup, Process
+from benchmarks.bench.session import Session
+from benchmarks.bench.watch import Watch
+from benchmarks.bench.work import write
 from hibachi.errors import ConfigError, EngineFailed
-from hibachi.testing.bench.engines import process
-from hibachi.testing.bench.engines.process import EngineSetup, Process
-from hibachi.testing.bench.engines.session import Session
-from hibachi.testing.bench.machine import Watch
-from hibachi.testing.bench.work import TimedRequest, write
+from hibachi.testing.bench.work import TimedRequest
 
 ECHO = """
 import sys, time

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks.bench.profile import FORWARD, PARTS, Profile, StepProfile, from_json, kinds, table
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
 from hibachi.errors import ConfigError
-from hibachi.testing.bench.steps.profile import FORWARD, PARTS, Profile, StepProfile, from_json, kinds, table
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.bench import randommodel
+from benchmarks.bench.randommodel import SHAPES, write_model
 from hibachi import LLM, SamplingParams
 from hibachi.errors import ConfigError
 from hibachi.llm.model.describe import describe
-from hibachi.testing.bench import randommodel
-from hibachi.testing.bench.randommodel import SHAPES, write_model
 
 SMALL = {
     "hidden_size": 64,

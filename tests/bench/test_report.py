@@ -2,12 +2,12 @@
 
 import pytest
 
+from benchmarks.bench import plot
+from benchmarks.bench.growth import Cliff, Point
+from benchmarks.bench.plot import plot_growth, plot_profile, plot_results
+from benchmarks.bench.profile import StepProfile
+from benchmarks.bench.report import page, tables, text
 from hibachi.errors import ConfigError
-from hibachi.testing.bench import plot
-from hibachi.testing.bench.engines.report import page, tables, text
-from hibachi.testing.bench.plot import plot_growth, plot_profile, plot_results
-from hibachi.testing.bench.steps.growth import Cliff, Point
-from hibachi.testing.bench.steps.profile import StepProfile
 
 from .test_figures import run
 

@@ -2,12 +2,11 @@
 
 import pytest
 
+from benchmarks.bench import roofline, work
+from benchmarks.bench.roofline import Ceilings, bound
 from hibachi.backend.discover import resolve
 from hibachi.llm.model.describe import describe
 from hibachi.llm.model.files import TINY
-from hibachi.testing.bench import work
-from hibachi.testing.bench.steps import roofline
-from hibachi.testing.bench.steps.roofline import Ceilings, bound
 from hibachi.testing.bench.work import TimedRequest
 
 ARCH = describe(TINY).arch

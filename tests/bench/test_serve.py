@@ -12,16 +12,18 @@ from itertools import islice, pairwise
 
 import pytest
 
+from benchmarks.bench import work
+from benchmarks.bench.__main__ import main as bench
+from benchmarks.bench.plot import load_title
 from hibachi.cli import main
 from hibachi.engine.simulator.trace import read_trace
 from hibachi.errors import ConfigError
 from hibachi.server.web.client import Client, Unreachable, Url
 from hibachi.server.web.wire import BadAnswer, Events, Response
-from hibachi.testing.bench import work
-from hibachi.testing.bench.engines.figures import Slo
-from hibachi.testing.bench.load import report, traffic
-from hibachi.testing.bench.load.generator import Generator, check, model_of
-from hibachi.testing.bench.load.traffic import Ask, Form
+from hibachi.testing.bench import report, traffic
+from hibachi.testing.bench.generator import Generator, check, model_of
+from hibachi.testing.bench.report import Slo
+from hibachi.testing.bench.traffic import Ask, Form
 
 
 def splits(data, seed):
@@ -477,7 +479,7 @@ def url():
 def test_the_command(url, tmp_path, capsys):
     out, picture = tmp_path / "r.json", tmp_path / "r.png"
     sizes = ["--requests", "12", "--input-len", "10", "--output-len", "6"]
-    command = ["bench", "serve", "--url", url, *sizes, "--rate", "60", "--out", str(out), "--plot", str(picture)]
+    command = ["bench", "serve", "--url", url, *sizes, "--rate", "60", "--out", str(out)]
     assert main([*command, "--slo-ttft", "60000", "--slo-itl", "60000", "--api-key", "secret"]) == 0
     shown = capsys.readouterr().out
     assert "12 requests" in shown and "12 answered" in shown and "TTFT" in shown and "100.0% had" in shown
@@ -487,7 +489,8 @@ def test_the_command(url, tmp_path, capsys):
     of = said["figures"]
     assert of["new_tokens"] == 72 and of["prompt_tokens"] == 120 and of["usage"] and of["goodput"] > 0
     assert {"mean", "p50", "p90", "p95", "p99", "max"} == of["ttft"].keys() == of["tpot"].keys() == of["e2e"].keys()
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert bench(["picture", str(out), str(picture)]) == 0 and picture.read_bytes()[:4] == b"\x89PNG"
+    assert load_title(said) == "tiny: random prompts, 60 requests/s (poisson)"
 
 
 def test_the_command_with_chats_files_and_whole_answers(url, tmp_path, capsys):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hibachi import AutoregressiveBatchInference, NumpyBackend
-from hibachi.testing.bench.steps.speculating import BATCHES, ROOM, SIZES, gains, step_costs, told
+from hibachi.testing.bench.speculation import BATCHES, ROOM, SIZES, gains, step_costs, told
 from hibachi.testing.toys import SumPaged
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.bench import work
 from hibachi.errors import ConfigError
-from hibachi.testing.bench import work
 from hibachi.testing.bench.work import TimedRequest
 
 VOCABULARY = 5000

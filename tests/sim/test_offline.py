@@ -7,13 +7,13 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from benchmarks.bench.work import make
 from hibachi.engine.scheduler.policy import Fair, Fcfs
 from hibachi.engine.simulator.feed import Arrivals, Offline
 from hibachi.engine.simulator.simulate import Setup, simulate
 from hibachi.engine.simulator.steptime import StepTime
 from hibachi.engine.simulator.trace import Trace
 from hibachi.errors import ConfigError
-from hibachi.testing.bench.work import make
 
 from ..lib.command import called
 

@@ -1,1 +1,1 @@
-"""Measuring: engines side by side (engines/), one engine's steps (steps/), a server under load (load/)."""
+"""Measuring: a server under load, what the steps of an engine cost."""

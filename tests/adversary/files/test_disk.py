@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from hibachi.cli import bench, main
+from benchmarks.bench import __main__ as bench
+from hibachi.cli import main
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
@@ -67,8 +68,8 @@ def test_results_of_a_measurement_are_shown_though_their_file_is_full(monkeypatc
     runs = [{"engine": "hibachi", "work": "W1", "failed": "it is only played here"}]
     monkeypatch.setattr(bench.Session, "run", lambda *_: runs)
     monkeypatch.setattr(bench, "_show", lambda documents, _: print("shown", documents[0]["runs"]))
-    command = ["bench", "throughput", "--work", "W1", "--no-bound", "--out", "/dev/full"]
-    assert main([*command, "--max-num-seqs", "2", "--requests", "2"]) == 1
+    command = ["throughput", "--work", "W1", "--no-bound", "--out", "/dev/full"]
+    assert bench.main([*command, "--max-num-seqs", "2", "--requests", "2"]) == 1
     out, err = capsys.readouterr()
     assert "shown" in out and err == "hibachi: the results are not in /dev/full: [Errno 28] No space left on device\n"
 
@@ -76,5 +77,5 @@ def test_results_of_a_measurement_are_shown_though_their_file_is_full(monkeypatc
 def test_a_place_that_is_none_is_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.Session, "run", lambda *_: pytest.fail("it ran"))
     for place in (tmp_path, tmp_path / "nowhere" / "file", os.devnull + "/x"):
-        assert main(["bench", "throughput", "--work", "W1", "--out", str(place)]) == 1
+        assert bench.main(["throughput", "--work", "W1", "--out", str(place)]) == 1
         assert capsys.readouterr().err.count("\n") == 1

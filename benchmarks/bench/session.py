@@ -10,17 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench import roofline, work
+from benchmarks.bench.figures import figures, record
+from benchmarks.bench.process import EngineSetup, Process
+from benchmarks.bench.watch import Watch
 from hibachi.backend.candidates import candidates, compose
 from hibachi.backend.discover import resolve
 from hibachi.common.installed import version
 from hibachi.errors import ConfigError, EngineFailed, HibachiError
 from hibachi.llm.model.arch import Arch
 from hibachi.llm.model.describe import describe
-from hibachi.testing.bench import work
-from hibachi.testing.bench.engines.figures import Slo, figures, record
-from hibachi.testing.bench.engines.process import EngineSetup, Process
-from hibachi.testing.bench.machine import Watch, machine
-from hibachi.testing.bench.steps import roofline
+from hibachi.testing.bench.machine import machine
+from hibachi.testing.bench.report import Slo
 from hibachi.testing.bench.work import TimedRequest
 
 _WARM_UP = 0  # the turn that is not measured; the others are 1, 2, ...
@@ -57,10 +58,10 @@ class Session:
             if not self.fits(requests):
                 raise ConfigError(
                     f"{name} has requests of {work.longest(requests)} tokens; the model takes {self.context}. Take "
-                    f"another work, or another model, such as one of `hibachi bench model`."
+                    f"another work, or another model, such as one of `benchmarks.bench model`."
                 )
             if any(r.arrival for r in requests) and not self.rates:
-                raise ConfigError(f"{name} has times of arrival, so a rate is needed. Measure it with `bench latency`.")
+                raise ConfigError(f"{name} has times of arrival, so a rate is needed. Measure it with `latency`.")
         for name, requests in all_work.items():
             for cached in (True, False) if name == "W2" else (self.cached and name not in work.NAMES,):
                 yield from self._measure(name, requests, cached)

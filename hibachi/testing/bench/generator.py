@@ -17,7 +17,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.server.web.client import Client, Unreachable
 from hibachi.server.web.wire import BadAnswer, Events, Response
-from hibachi.testing.bench.load.traffic import Ask, Form
+from hibachi.testing.bench.traffic import Ask, Form
 
 REJECTED, CUT, INTERRUPTED = "rejected (429)", "cut off", "interrupted"
 _AHEAD = 1000  # bodies that are made before the start, so that making them is no part of it

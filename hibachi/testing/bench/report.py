@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from hibachi.engine.simulator.plot import COLOURS, LOOK, check_format, library, seconds
-from hibachi.testing.bench.engines.figures import Slo
-from hibachi.testing.bench.load.generator import INTERRUPTED, REJECTED, Loaded, Sample
-from hibachi.testing.bench.plot import figure_of, save
+from hibachi.common.phases import short_duration
+from hibachi.testing.bench.generator import INTERRUPTED, REJECTED, Loaded, Sample
 
 PERCENTS = (50, 90, 95, 99)
 TIMES = {
@@ -24,6 +21,18 @@ TIMES = {
 }
 BUSY = 0.8  # of a core: above, the generator may be what is slow
 LATE = 0.01  # seconds that 1 % of the requests were late: above, they did not come as they should
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user is promised: seconds to the first token, and between tokens, on average over a request."""
+
+    ttft: float = 0.5
+    itl: float = 0.05
+
+    def holds(self, ttft: float, between: float | None) -> bool:
+        """between: tokens, on average; None means there was but one."""
+        return ttft <= self.ttft and (between is None or between <= self.itl)
 
 
 def figures(loaded: Loaded, slo: Slo | None = None) -> dict[str, Any]:
@@ -101,8 +110,8 @@ def warnings(of: dict[str, Any], cores: int) -> list[str]:
         )
     if of["late"] and of["late"]["p99"] > LATE:
         out.append(
-            f"Requests were sent late: 1 in 100 by more than {seconds(of['late']['p99'])}. Times count from when they "
-            f"were due. The processors ({cores} here) were too busy for this rate."
+            f"Requests were sent late: 1 in 100 by more than {short_duration(of['late']['p99'])}. Times count from "
+            f"when they were due. The processors ({cores} here) were too busy for this rate."
         )
     if of["ok"] and not of["usage"]:
         out.append("The server tells no usage: tokens are counted in chunks.")
@@ -113,7 +122,7 @@ def warnings(of: dict[str, Any], cores: int) -> list[str]:
 
 def text(of: dict[str, Any]) -> str:
     """As a table."""
-    lines = [f"{of['requests']:,} requests in {seconds(of['seconds'])}: {of['ok']:,} answered"]
+    lines = [f"{of['requests']:,} requests in {short_duration(of['seconds'])}: {of['ok']:,} answered"]
     for what in ("rejected", "failed", "interrupted"):
         if of[what]:
             lines[0] += f", {of[what]:,} {what}" + (" (429)" if what == "rejected" else "")
@@ -129,79 +138,18 @@ def text(of: dict[str, Any]) -> str:
         slo = of["slo"]
         lines.append(
             f"  goodput     {of['goodput']:>12,.2f} /s ({of['slo_share']:.1%} had their first token within "
-            f"{seconds(slo['ttft'])}, the others every {seconds(slo['itl'])})"
+            f"{short_duration(slo['ttft'])}, the others every {short_duration(slo['itl'])})"
         )
     columns = ("mean", *(f"p{p}" for p in PERCENTS), "max")
     lines += ["", f"  {'':30}" + "".join(f"{c:>10}" for c in columns)]
     for name, title in TIMES.items():
         if found := of[name]:
             title = f"{title} ({name.upper()})"
-            lines.append(f"  {title:30}" + "".join(f"{seconds(found[c]):>10}" for c in columns))
+            lines.append(f"  {title:30}" + "".join(f"{short_duration(found[c]):>10}" for c in columns))
     cpu = f"\n  the generator: {of['cpu_share']:.0%} of a core"
     if of["chunks"]:
-        cpu += f", {seconds(of['cpu_seconds'] / of['chunks'])} a chunk"
+        cpu += f", {short_duration(of['cpu_seconds'] / of['chunks'])} a chunk"
     if of["late"]:
-        cpu += f"; requests were sent {seconds(of['late']['p50'])} late (p50), at most {seconds(of['late']['max'])}"
+        middle, most = (short_duration(of["late"][name]) for name in ("p50", "max"))
+        cpu += f"; requests were sent {middle} late (p50), at most {most}"
     return "\n".join([*lines, cpu])
-
-
-def plot(samples: Sequence[Sample], of: dict[str, Any], title: str, path: str | Path) -> None:
-    """Distributions of the times; tokens a second and requests at a time over the run. Raises ConfigError,
-    MissingExtra, OSError."""
-    check_format(path)
-    good = [s for s in samples if s.ok]
-    with library().rc_context(LOOK):
-        figure = figure_of(9.6, 6.4)
-        (first, between), (rate, running) = figure.subplots(2, 2)
-        _shares(first, {"TTFT": [s.ttft for s in good if s.ttft is not None], "whole request": [s.e2e for s in good]})
-        first.set_title("Time to first token, and of the whole request")
-        gaps = [gap for s in good for gap in s.itl]
-        _shares(between, {"between chunks (ITL)": gaps, "mean of a request (TPOT)": [t for s in good if (t := s.tpot)]})
-        between.set_title("Time between tokens")
-        end = of["seconds"] or 1.0
-        if slo := of.get("slo"):
-            for panel, limit in ((first, slo["ttft"]), (between, slo["itl"])):
-                panel.axvline(limit, color="#333333", linestyle=":", linewidth=1, label="promised (SLO)")
-        for panel in (first, between):
-            if panel.get_legend_handles_labels()[0]:
-                panel.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
-        edges = np.linspace(0, end, min(120, max(10, round(end * 4))) + 1)
-        times = np.concatenate([np.asarray(s.chunks) for s in samples] or [np.zeros(0)])
-        scale = of["new_tokens"] / of["chunks"] if of["chunks"] else 1.0  # tokens of a chunk
-        per_second = scale * np.histogram(times, edges)[0] / (edges[1] - edges[0])
-        rate.stairs(per_second, edges, color=COLOURS[1], linewidth=1.4)
-        rate.set_title("New tokens a second")
-        moments = [(s.sent, 1) for s in samples] + [(s.end, -1) for s in samples]
-        moments.sort()
-        at = [0.0, *(t for t, _ in moments), end]
-        count = np.cumsum([0, *(n for _, n in moments), 0])
-        running.step(at, count, where="post", color=COLOURS[0], linewidth=1.2)
-        running.set_title("Requests at a time")
-        bad = [s.end for s in samples if not s.ok and s.error != INTERRUPTED]
-        if bad:
-            running.plot(bad, np.zeros(len(bad)), "x", color="#000000", markersize=5, label="failed", clip_on=False)
-            running.legend(frameon=False, fontsize=8)
-        for panel in (rate, running):
-            panel.set_xlabel("seconds")
-            panel.set_xlim(0, end)
-            panel.set_ylim(bottom=0)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        save(figure, path)
-
-
-def _shares(panel: Any, found: dict[str, Sequence[float]]) -> None:
-    """Plot the share of requests over the time that they took at most."""
-    found = {label: values for label, values in found.items() if len(values)}
-    for colour, (label, values) in zip((COLOURS[1], COLOURS[0]), found.items(), strict=False):
-        x = np.maximum(np.quantile(values, np.linspace(0, 1, 201)), 1e-6)
-        panel.plot(x, np.linspace(0, 100, 201), label=label, color=colour, linewidth=1.6)
-    panel.set_xscale("log")
-    if found:  # chunks that came together are no reason to show microseconds
-        panel.set_xlim(left=0.8 * max(1e-6, min(float(np.quantile(v, 0.03)) for v in found.values())))
-    low, high = panel.get_xlim()
-    few = high < 500 * low
-    panel.xaxis.set_major_formatter(lambda value, _: seconds(value))
-    panel.xaxis.set_minor_formatter(lambda value, _: seconds(value) if few and f"{value:e}"[0] in "25" else "")
-    panel.tick_params(axis="x", which="minor", labelsize=8)
-    panel.set_ylabel("% within")
-    panel.set_ylim(0, 101)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hibachi.testing.bench.engines.figures import Summary, summarise
-from hibachi.testing.bench.engines.process import OURS
+from benchmarks.bench.figures import Summary, summarise
+from benchmarks.bench.process import OURS
 
 Row = list[str]
 OFFLINE = ["work", "engine", "dtype", "tokens/s", "to best peer", "of bound", "TTFT p50 / p99 ms", "ITL p50 / p99 ms"]
@@ -148,9 +148,11 @@ def page(documents: Sequence[dict[str, Any]]) -> str:
     """RESULTS.md."""
     lines = ["# Results", ""]
     lines.append(
-        "Written by `hibachi bench compare --results FILE`, from the JSON of its runs; do not edit. Tokens are"
+        "Written by `python -m benchmarks.bench compare --results FILE`, from the JSON of its runs; do not edit. Tokens"
     )
-    lines.append("generated ones; medians over the runs in which others had at most 3 % of the machine, or over all")
+    lines.append(
+        "are generated ones; medians over the runs in which others had at most 3 % of the machine, or over all"
+    )
     lines.append("where no run had that. `docs/benchmarks.md` says how to repeat it.")
     for d in documents:
         lines += ["", *_about(d)]

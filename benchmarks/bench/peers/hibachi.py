@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
-    from hibachi.testing.bench.engines.peers.drive import Request
+    from benchmarks.bench.peers.drive import Request
 
 
 class Engine:
@@ -41,7 +41,7 @@ class Engine:
         }
         self.profile: Any = None
         if wants_profile:
-            from hibachi.testing.bench.steps.profile import Profile
+            from benchmarks.bench.profile import Profile
 
             self.profile = Profile(self.engine)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench.profile import Profile
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.request import SamplingParams
-from hibachi.testing.bench.steps.profile import Profile
 
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048)

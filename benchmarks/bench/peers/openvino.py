@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
-    from hibachi.testing.bench.engines.peers.drive import Request
+    from benchmarks.bench.peers.drive import Request
 
 _PRECISION = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 

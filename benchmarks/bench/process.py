@@ -18,9 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from benchmarks.bench.watch import Use, Watch
+from benchmarks.bench.work import write
 from hibachi.errors import ConfigError, EngineFailed
-from hibachi.testing.bench.machine import Use, Watch
-from hibachi.testing.bench.work import TimedRequest, write
+from hibachi.testing.bench.work import TimedRequest
 
 FOLDER = Path(__file__).parent / "peers"
 OURS = "hibachi"
@@ -200,6 +201,6 @@ class Process:
 def _environment(setup: EngineSetup) -> dict[str, str]:
     env = os.environ | {name: str(setup.threads) for name in _THREADS} | {"HF_HUB_OFFLINE": "1"}
     if setup.engine == OURS:  # this very hibachi, also where it is not installed
-        here = str(Path(__file__).parents[4])
+        here = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
     return env

@@ -12,30 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench.process import Answered, Process, Ran
+from benchmarks.bench.work import totals
 from hibachi.errors import ConfigError
-from hibachi.testing.bench.engines.process import Answered, Process, Ran
-from hibachi.testing.bench.work import TimedRequest, totals
+from hibachi.testing.bench.report import Slo
+from hibachi.testing.bench.work import TimedRequest
 
 _PERCENTS = (50, 90, 99)
 _ALIKE = {"q8_0": "int8", "q4_0": "int4"}
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What a user is promised: seconds to the first token, and between tokens, on average over a request."""
-
-    ttft: float = 0.5
-    itl: float = 0.05
-
-    def kept(self, a: Answered) -> bool:
-        if not a.times:
-            return False
-        between = (a.times[-1] - a.times[0]) / (len(a.times) - 1) if len(a.times) > 1 else None
-        return self.holds(a.times[0] - a.due, between)
-
-    def holds(self, ttft: float, between: float | None) -> bool:
-        """between: tokens, on average; None means there was but one."""
-        return ttft <= self.ttft and (between is None or between <= self.itl)
+def kept(slo: Slo, a: Answered) -> bool:
+    """Whether an answer came as promised."""
+    if not a.times:
+        return False
+    between = (a.times[-1] - a.times[0]) / (len(a.times) - 1) if len(a.times) > 1 else None
+    return slo.holds(a.times[0] - a.due, between)
 
 
 def figures(requests: Sequence[TimedRequest], ran: Ran, slo: Slo | None = None) -> dict[str, Any]:
@@ -66,8 +58,8 @@ def figures(requests: Sequence[TimedRequest], ran: Ran, slo: Slo | None = None) 
         "peak_rss_mib": ran.use.peak_rss_mib,
     }
     if slo is not None:
-        kept = sum(map(slo.kept, answers))
-        out |= {"slo": asdict(slo), "goodput": kept / seconds if seconds else 0.0, "slo_share": kept / len(requests)}
+        good = sum(kept(slo, a) for a in answers)
+        out |= {"slo": asdict(slo), "goodput": good / seconds if seconds else 0.0, "slo_share": good / len(requests)}
     return out
 
 
@@ -181,7 +173,7 @@ def _flat(run: dict[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Documents that `hibachi bench` wrote. Raises ConfigError, OSError."""
+    """Documents that `benchmarks.bench` wrote. Raises ConfigError, OSError."""
     found = []
     for path in paths:
         try:
@@ -193,7 +185,7 @@ def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
             summarise(runs)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as e:
             raise ConfigError(
-                f"{path} is no result: expected what `hibachi bench throughput --out FILE` writes ({e!r})."
+                f"{path} is no result: expected what `benchmarks.bench throughput --out FILE` writes ({e!r})."
             ) from e
         found.append(document)
     return found

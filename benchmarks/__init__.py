@@ -1,0 +1,1 @@
+"""Scripts that measure hibachi; README.md lists them."""

@@ -1,1 +1,0 @@
-"""Engines side by side: the same work through each, in a process of its own."""

@@ -1,1 +1,0 @@
-"""A server under load: requests at their times, and what their users saw."""
