@@ -11,7 +11,6 @@ from hibachi.common.progress import Progress
 from hibachi.errors import printable
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.drive import Counts, Drive
-from hibachi.offline.files.count import rows_in
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.input import LARGE
 from hibachi.offline.journal import Journal
@@ -51,7 +50,7 @@ class RowsView(Watcher):
         self._batch, self._journal, self._sources = batch, journal, sources
         self._began = time.monotonic()
         i, n = batch.shard
-        total = rows_in(sources)
+        total = sources.count()
         if total is not None:
             total = len(range(i - 1, total if batch.limit is None else min(total, batch.limit), n))
         self._progress = Progress(total, "rows", live=self._live, before=self._before)

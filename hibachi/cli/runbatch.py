@@ -29,6 +29,7 @@ from hibachi.cli.settings import record_of, settings_arguments
 from hibachi.errors import ConfigError, HibachiError, printable
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.files.sources import expand
+from hibachi.offline.files.table import NAMES
 from hibachi.offline.report import check_plot, is_told, plot, report, text, write
 from hibachi.offline.runs import Done, run_batch
 from hibachi.offline.settings import GROUPS, SETTINGS, misspelled, settle
@@ -56,7 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--format",
         metavar="F",
-        help="format of OUT: jsonl, csv, tsv, parquet, jsonl.gz, csv.zst ... (default: by its name)",
+        help=f"format of OUT: {', '.join(NAMES)}, jsonl.gz, csv.zst ... (default: by its name)",
     )
     add("--delimiter", metavar="C", help="delimiter of CSV input (default: a comma; for .tsv a tab)")
     add("--encoding", metavar="NAME", help="encoding of CSV input (default: utf-8)")

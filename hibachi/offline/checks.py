@@ -9,8 +9,8 @@ from hibachi.llm.model.extras import need
 from hibachi.offline.batch import Batch
 from hibachi.offline.files import arrowtypes
 from hibachi.offline.files.rows import BATCH, Row
-from hibachi.offline.files.sources import IN_WORDS, Sources
-from hibachi.offline.files.writers import Form
+from hibachi.offline.files.sources import Sources
+from hibachi.offline.files.table import Form
 from hibachi.offline.tasks.columns import Columns
 from hibachi.offline.tasks.task import Work
 
@@ -19,9 +19,9 @@ MOST_NAMED = 20  # wrong rows, in a message
 
 def check_form(form: Form) -> None:
     """Check that a writer of this format is installed. Raises MissingExtra."""
-    for kind in form:
-        if kind in ("parquet", "zstd"):
-            need("pyarrow", f"An output of {IN_WORDS[kind]}", BATCH)
+    if form.format.needs_pyarrow or form.compression == "zstd":
+        what = form.format.title if form.format.needs_pyarrow else form.compression
+        need("pyarrow", f"An output of {what}", BATCH)
 
 
 def check_columns(work: Work, sources: Sources, batch: Batch, *, lines: bool) -> None:
@@ -33,12 +33,12 @@ def check_columns(work: Work, sources: Sources, batch: Batch, *, lines: bool) ->
             "The rows are OpenAI's batch lines, which say themselves what is asked for and how to sample: leave such "
             "flags out (also --task and --token-ids); or, with --no-openai, take the lines for rows like others."
         )
-    if all(file.format == "empty" for file in sources.files):
+    if all(file.format is None for file in sources.files):
         return  # there are no rows, so none is wrong
     try:
         work.check(sources.columns)
     except ConfigError:
-        if all(file.format != "jsonl" for file in sources.files):
+        if not any(file.own_keys for file in sources.files):
             raise
         work.check(arrowtypes.names(sources))  # only the first row was asked for its keys
     if not lines:

@@ -15,10 +15,9 @@ from hibachi.errors import ConfigError
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import apart
 from hibachi.offline.drive import digest_of
-from hibachi.offline.files import arrowtypes
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources, expand
-from hibachi.offline.files.writers import Form
+from hibachi.offline.files.table import Form
 from hibachi.offline.journal import Journal
 from hibachi.offline.tasks.task import Work
 
@@ -81,12 +80,8 @@ class Input:
         """Whose names an output of this form has beside those of results, as far as that is known before all is
         computed; None means nothing is. Raises ConfigError for those that it cannot have."""
         sources, stop = self.sources, self._batch.limit
-        if form[0] == "jsonl":  # has of each row what that has
-            return sources.columns
         try:
-            if form[0] == "parquet":
-                return [column.name for column in arrowtypes.columns(sources, stop=stop)]
-            return arrowtypes.names(sources, stop=stop)
+            return form.format.carried(sources, stop)
         except InvalidInput:  # said when it is read on: what stands before is computed
             return sources.columns
 

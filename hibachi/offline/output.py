@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from hibachi.offline.files.format import Field, Writer
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.writers import Field, Form, Writer, open_writer
+from hibachi.offline.files.table import Form
+from hibachi.offline.files.writers import open_writer
 from hibachi.offline.journal import Journal
 
 CHANGED = Field("changed", "text")

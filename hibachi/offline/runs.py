@@ -18,9 +18,10 @@ from hibachi.errors import ConfigError, HibachiError
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import check_columns, check_form, check_names, validate
 from hibachi.offline.drive import Counts, Drive
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.writers import Field, Form, form_of
+from hibachi.offline.files.table import Form, form_of
 from hibachi.offline.input import Input, same_input
 from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors
@@ -240,7 +241,7 @@ class _Run:
         batch, errors = self._batch, self._errors_path
         return {
             "limit": batch.limit,
-            "format": list(self._form),
+            "format": [self._form.format.name, self._form.compression],
             "prefix": batch.prefix,
             "errors": None if errors is None else str(errors),
             "heads": len(self._journal.heads),

@@ -1,5 +1,6 @@
 """The matrix of formats, in and out, with the types of values compared (V-33)."""
 
+import argparse
 import csv
 import datetime
 import decimal
@@ -7,16 +8,21 @@ import gzip
 import io
 import json
 import math
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hibachi.cli import runbatch
 from hibachi.errors import ConfigError
-from hibachi.offline.files import arrowtypes, jsonl, parquet, writers
+from hibachi.offline.files import arrow, arrowtypes, jsonl, parquet
+from hibachi.offline.files import format as format_
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.writers import Field, form_of, open_writer
+from hibachi.offline.files.table import FORMATS, Form, form_of
+from hibachi.offline.files.writers import open_writer
 
 RESULTS = [
     Field("r_text", "text"),
@@ -208,7 +214,7 @@ def test_every_format_becomes_every_format(convert, kind, form, start, end):
 
 def same(a, b):
     """To the nanosecond, and NaN is NaN."""
-    values = [[math.inf if v != v else v for v in parquet.values(each.combine_chunks())] for each in (a, b)]
+    values = [[math.inf if v != v else v for v in arrow.values(each.combine_chunks())] for each in (a, b)]
     return values[0] == values[1]
 
 
@@ -252,7 +258,7 @@ def test_results_are_there_in_each_line_and_collide_with_nothing(convert):
     results = [Field("r", "int"), Field("s", "text")]
     out, remarks = convert({"in": b'{"a": 1}\n{"r": 3, "b": 2}\n'}, "jsonl", results, {"s": "x"})
     assert out == b'{"a": 1, "r": null, "s": "x"}\n{"b": 2, "r": null, "s": "x"}\n'
-    assert remarks == {writers.REPLACED: 1}
+    assert remarks == {jsonl.REPLACED: 1}
     for form in ("csv", "parquet"):
         with pytest.raises(ConfigError, match="that the input has not; it has r"):
             convert({"in": b'{"a": 1}\n{"r": 3}\n'}, form, results)
@@ -415,15 +421,15 @@ def test_more_keys_than_columns_are_refused(convert, monkeypatch):
 
 
 def test_row_groups_depend_on_rows_alone(convert, monkeypatch):
-    monkeypatch.setattr(writers, "PART_ROWS", 7)
-    monkeypatch.setattr(writers, "GROUP_ROWS", 20)
+    monkeypatch.setattr(parquet, "PART_ROWS", 7)
+    monkeypatch.setattr(parquet, "GROUP_ROWS", 20)
     table = pa.table({"a": range(100), "s": ["x" * 100] * 100})
     out, _ = convert({"in": parquet_of(table, row_group_size=33)}, "parquet", RESULTS, ANSWER)
     about = pq.ParquetFile(pa.BufferReader(out)).metadata
     assert [about.row_group(i).num_rows for i in range(about.num_row_groups)] == [21, 21, 21, 21, 16]
     assert table_of(out).select(["a", "s"]).equals(table)
     for name, most in {"PART_ROWS": 10**6, "GROUP_ROWS": 10**6, "PART_BYTES": 1000, "GROUP_BYTES": 3000}.items():
-        monkeypatch.setattr(writers, name, most)
+        monkeypatch.setattr(parquet, name, most)
     out, _ = convert({"in": parquet_of(table)}, "parquet")
     about = pq.ParquetFile(pa.BufferReader(out)).metadata
     assert 3 <= about.num_row_groups <= 5 and table_of(out).equals(table)
@@ -437,7 +443,7 @@ def test_rows_may_come_in_any_order_and_by_hand(tmp_path):
     order = (7, 9, 1, 3, 2, 4, 8, 6, 5, 0)
     rows = [rows[i] for i in order]
     file = io.BytesIO()
-    writer = open_writer(file, ("parquet", None), sources=sources, results=[Field("n", "int")])
+    writer = open_writer(file, form_of("-", "parquet"), sources=sources, results=[Field("n", "int")])
     for row in rows:
         writer.write(row, {"n": row.number})
     writer.write(Row(0, "by hand", 1, {"a": 77}), {})
@@ -452,7 +458,7 @@ def test_an_input_that_changed_since_its_types_were_found_is_told(tmp_path):
     path = tmp_path / "in"
     path.write_bytes(b'{"a": 1}\n')
     sources = Sources([str(path)])
-    writer = open_writer(io.BytesIO(), ("parquet", None), sources=sources, results=[])
+    writer = open_writer(io.BytesIO(), form_of("-", "parquet"), sources=sources, results=[])
     path.write_bytes(b'{"a": "x"}\n')
     writer.write(next(sources.rows()), {})
     with pytest.raises(InvalidInput, match="column 'a': expected values of the type int64"):
@@ -508,8 +514,8 @@ def test_values_of_parquet_are_python_s(tmp_path):
     ids=lambda value: str(getattr(value, "type", "")),
 )
 def test_what_python_s_types_cannot_hold_is_text(array, value):
-    assert parquet.values(array) == [value]
-    assert parquet.values(pa.concat_arrays([array, pa.nulls(1, array.type)])) == [value, None]
+    assert arrow.values(array) == [value]
+    assert arrow.values(pa.concat_arrays([array, pa.nulls(1, array.type)])) == [value, None]
 
 
 def test_rows_of_parquet_are_passed_over_by_number(tmp_path, monkeypatch):
@@ -543,6 +549,35 @@ def test_parquet_without_its_end_or_damaged_inside(tmp_path):
         Sources([str(file)])
 
 
+# ---- the table of formats --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_what_a_format_must_have(format, tmp_path):
+    """Read, written, counted, known by its content and by its name, and named wherever formats are."""
+    others = [other for other in FORMATS if other is not format]
+    assert format.suffixes and not {*format.suffixes} & {s for other in others for s in other.suffixes}
+    assert form_of("-", format.name) == Form(format, None) and format.name not in [other.name for other in others]
+    file = io.BytesIO()
+    writer = open_writer(file, Form(format, None), sources=None, results=[Field("a", "int"), Field("b", "text")])
+    for i in range(3):
+        writer.write(Row(i, "x", i + 1, {}), {"a": i, "b": "ü"})
+    writer.close()
+    path = tmp_path / f"rows{format.suffixes[0]}"
+    path.write_bytes(file.getvalue())
+    sources = Sources([str(path)])
+    assert sources.files[0].format is format and sources.columns == ["a", "b"] and sources.count() == 3
+    rows = [*sources.rows(lambda number: number == 1)]
+    assert [(row.number, str(row.values["a"]), row.values["b"]) for row in rows] == [(0, "0", "ü"), (2, "2", "ü")]
+    assert format.carried(sources, None) == ["a", "b"]
+    page = (Path(__file__).parents[2] / "docs" / "offline.md").read_text()
+    assert format.title in page.partition("| formats |")[2].partition("\n")[0]
+    parser = argparse.ArgumentParser()
+    runbatch.arguments(parser)
+    [flag] = [action for action in parser._actions if "--format" in action.option_strings]
+    assert format.name in flag.help.replace(",", "").split()
+
+
 # ---- names, disks ----------------------------------------------------------------------------------------------------
 
 
@@ -563,7 +598,8 @@ def test_parquet_without_its_end_or_damaged_inside(tmp_path):
     ],
 )
 def test_the_form_is_told_by_name_or_format(name, format, expected):
-    assert form_of(name, format) == expected
+    form = form_of(name, format)
+    assert (form.format.name, form.compression) == expected
 
 
 @pytest.mark.parametrize(
@@ -596,9 +632,9 @@ class Full(io.BytesIO):
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "csv.zst", "parquet"])
 def test_a_full_disk_is_an_os_error_and_nothing_is_written_after_it(form, monkeypatch):
-    monkeypatch.setattr(writers, "CHUNK", 200)
-    monkeypatch.setattr(writers, "PART_ROWS", 5)
-    monkeypatch.setattr(writers, "GROUP_ROWS", 5)
+    monkeypatch.setattr(format_, "CHUNK", 200)
+    monkeypatch.setattr(parquet, "PART_ROWS", 5)
+    monkeypatch.setattr(parquet, "GROUP_ROWS", 5)
     file = Full()
     with pytest.raises(OSError, match="No space left on device"):
         writer = open_writer(file, form_of("-", form), sources=None, results=[Field("r", "text")])

@@ -333,7 +333,7 @@ def test_the_format_is_found_by_content(made):
         made("4.txt", zstd(b"b,a\n5,4")),
     ]
     sources = Sources(many)
-    assert [(file.format, file.compression) for file in sources.files] == [
+    assert [(file.format.name, file.compression) for file in sources.files] == [
         ("jsonl", None),
         ("csv", None),
         ("jsonl", "gzip"),
@@ -518,7 +518,9 @@ import gzip, io, sys
 sys.modules["pyarrow"] = sys.modules["msgspec"] = None
 from hibachi.errors import MissingExtra
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.writers import Field, form_of, open_writer
+from hibachi.offline.files.format import Field
+from hibachi.offline.files.table import form_of
+from hibachi.offline.files.writers import open_writer
 folder, refused = sys.argv[1] + "/", []
 def tried(what, *args, **kwargs):
     try:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.offline.files import jsonl, parquet
+from hibachi.offline.files import jsonl
+from hibachi.offline.files.arrow import arrow
+from hibachi.offline.files.format import Rows
 from hibachi.offline.files.rows import InvalidInput
-from hibachi.offline.files.sources import Sources
 
 EXACT = 1 << 53  # integers up to here are floats too
 MOST_COLUMNS = 10_000
@@ -63,7 +64,7 @@ class Seen:
 
     def arrow(self) -> Any:
         """The type that holds all of them exactly; None means there is none, JSON text must do."""
-        pa = parquet.arrow()
+        pa = arrow()
         flat = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
         if not self.kinds:
             return pa.null()
@@ -97,7 +98,7 @@ class Column:
 
     def array(self, values: list[Any], remarks: Counter[str]) -> Any:
         """The values as an array of the type. Raises InvalidInput."""
-        pa = parquet.arrow()
+        pa = arrow()
         if self.text == "json":
             values = [None if value is None else jsonl.text_of(value, remarks) for value in values]
         elif self.text == "digits":
@@ -125,15 +126,15 @@ def _escaped(value: Any, remarks: Counter[str]) -> Any:
     return value
 
 
-def names(sources: Sources, *, stop: int | None = None) -> list[str]:
-    """All columns, in order of first appearance. Reads all rows where there is JSON, whose keys are known then only.
+def names(rows: Rows, *, stop: int | None = None) -> list[str]:
+    """All columns, in order of first appearance. Reads all rows where they have keys of their own, as JSON has.
 
     stop: the number of the row before which that ends. Raises ConfigError, InvalidInput.
     """
-    if all(file.format != "jsonl" for file in sources.files):
-        return sources.columns or []
-    order = dict.fromkeys(name for file in sources.files for name in file.columns or ())
-    for row in sources.rows(stop=stop):
+    if not any(file.own_keys for file in rows.files):
+        return rows.columns or []
+    order = dict.fromkeys(name for file in rows.files for name in file.columns or ())
+    for row in rows.rows(stop=stop):
         if row.values.keys() - order.keys():
             order.update(dict.fromkeys(row.values))
             _not_too_many(order)
@@ -147,21 +148,20 @@ def _not_too_many(found: dict[str, Any]) -> None:
         )
 
 
-def columns(sources: Sources, *, stop: int | None = None) -> list[Column]:
+def columns(rows: Rows, *, stop: int | None = None) -> list[Column]:
     """The carried columns of a Parquet output. Reads rows as `names` does. Raises ConfigError, InvalidInput."""
-    pa = parquet.arrow()
-    fields: dict[str, list[Any]] = {}  # of Parquet and CSV
-    for file in sources.files:
-        if file.format == "parquet":
+    pa = arrow()
+    fields: dict[str, list[Any]] = {}  # of files that have the same columns in each row
+    for file in rows.files:
+        if file.schema is not None:
             for field in file.schema:
                 fields.setdefault(field.name, []).append(_plain(pa, field))
-        elif file.format in ("csv", "tsv"):
+        elif not file.own_keys:
             for name in file.columns or ():
                 fields.setdefault(name, []).append(pa.field(name, pa.string()))
     seen: dict[str, Seen] = {}
-    if any(file.format == "jsonl" for file in sources.files):
-        of_json = {file.name for file in sources.files if file.format == "jsonl"}
-        for row in sources.rows(stop=stop):
+    if of_json := {file.name for file in rows.files if file.own_keys}:
+        for row in rows.rows(stop=stop):
             if row.file in of_json:
                 for name, value in row.values.items():
                     if (column := seen.get(name)) is None:
@@ -169,9 +169,9 @@ def columns(sources: Sources, *, stop: int | None = None) -> list[Column]:
                         _not_too_many(seen)
                     if value is not None:
                         column.add(value)
-    formats = {file.format for file in sources.files} - {"empty"}
-    order = dict.fromkeys(name for file in sources.files for name in file.columns or ()) | dict.fromkeys(seen)
-    return [_column(pa, name, fields.get(name, []), seen.get(name), formats == {"parquet"}) for name in order]
+    typed = all(file.schema is not None for file in rows.files if file.format is not None)
+    order = dict.fromkeys(name for file in rows.files for name in file.columns or ()) | dict.fromkeys(seen)
+    return [_column(pa, name, fields.get(name, []), seen.get(name), typed) for name in order]
 
 
 def _plain(pa: Any, field: Any) -> Any:
@@ -181,7 +181,7 @@ def _plain(pa: Any, field: Any) -> Any:
     return pa.field(field.name, kind, True, metadata or None)
 
 
-def _column(pa: Any, name: str, fields: list[Any], seen: Seen | None, only_parquet: bool) -> Column:
+def _column(pa: Any, name: str, fields: list[Any], seen: Seen | None, typed: bool) -> Column:
     if seen is not None:
         kind = seen.arrow()
         if kind is None and not fields and seen.only_integers:
@@ -199,7 +199,7 @@ def _column(pa: Any, name: str, fields: list[Any], seen: Seen | None, only_parqu
             return Column(name, one)
     except pa.ArrowException:
         pass
-    if only_parquet:
+    if typed:
         raise ConfigError(
             f"column {name!r}: expected one type in all files, or types that one holds exactly; got "
             f"{', '.join(sorted(map(str, kinds)))}. Write JSON Lines or CSV, or make the files alike."

@@ -8,12 +8,27 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, BinaryIO, ClassVar
+
+from typing_extensions import override
 
 from hibachi.errors import ConfigError, shown
-from hibachi.offline.files import jsonl
-from hibachi.offline.files.compressed import Damaged
+from hibachi.offline.files import arrowtypes, compressed, jsonl
+from hibachi.offline.files.compressed import Compression, Damaged
+from hibachi.offline.files.format import (
+    BytesWriter,
+    Field,
+    LinesFormat,
+    Rows,
+    Skip,
+    Source,
+    Start,
+    Writer,
+    Written,
+    check_collisions,
+)
 from hibachi.offline.files.rows import LINE_LIMIT, InvalidInput, Row
 
 PIECE = 1 << 16  # characters of a record that is too long, read at a time
@@ -242,3 +257,78 @@ class Cells:
         if isinstance(value, (bool, dict, list, tuple)):
             return jsonl.text_of(value, self._remarks)
         return str(value) if isinstance(value, int) else str(jsonl.plain(value))
+
+
+# ---- the formats -----------------------------------------------------------------------------------------------------
+
+
+class Delimited(LinesFormat):
+    """delimiter: where none is named."""
+
+    delimiter: ClassVar[str] = ","
+    name = "csv"
+    title = "CSV"
+    words = "delimited text (CSV)"
+    suffixes = (".csv",)
+    header = 1
+
+    @override
+    def sniff(self, start: Start) -> bool:
+        return start.first not in ("{", "[")
+
+    @override
+    def look(self, source: Source, start: Start) -> Source:
+        source = replace(source, delimiter=source.delimiter or self.delimiter)
+        with compressed.opened(source.path, source.compression) as content:
+            return replace(source, columns=tuple(header(content, source.name, _sign(source), source.encoding)))
+
+    @override
+    def read(self, content: BinaryIO, source: Source, number: int, skip: Skip | None) -> Generator[Row, None, int]:
+        return (yield from read(content, source.name, _sign(source), source.encoding, number, skip))
+
+    @override
+    def carried(self, rows: Rows, stop: int | None) -> list[str]:
+        return arrowtypes.names(rows, stop=stop)
+
+    @override
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
+        names = self.carried(of.rows, of.stop) if of.rows is not None else []
+        check_collisions(names, of.results)
+        return _Writer(file, compression, names, of.results, of.delimiter or self.delimiter)
+
+
+class Tabbed(Delimited):
+    delimiter = "\t"
+    name = "tsv"
+    title = "TSV"
+    words = "delimited text (TSV)"
+    suffixes = (".tsv",)
+
+
+def _sign(source: Source) -> str:
+    assert source.delimiter is not None
+    return source.delimiter
+
+
+class _Writer(BytesWriter):
+    def __init__(
+        self,
+        file: BinaryIO,
+        compression: Compression | None,
+        names: Sequence[str],
+        results: Sequence[Field],
+        delimiter: str,
+    ) -> None:
+        super().__init__(file, compression)
+        self._names, self._results = names, results
+        self._cells = Cells(delimiter, self.remarks)
+        self._put(self._cells.line([*names, *(field.name for field in results)]))
+
+    def write(self, row: Row, results: Mapping[str, Any]) -> None:
+        cells = [row.values.get(name) for name in self._names]
+        for field in self._results:
+            value = results.get(field.name)
+            if field.kind == "json" and value is not None:
+                value = jsonl.text_of(value, self.remarks)
+            cells.append(value)
+        self._put(self._cells.line(cells))

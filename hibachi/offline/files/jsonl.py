@@ -7,16 +7,23 @@ import datetime
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
-from hibachi.errors import shown
-from hibachi.offline.files.compressed import Damaged
+from typing_extensions import override
+
+from hibachi.errors import ConfigError, shown
+from hibachi.offline.files import compressed
+from hibachi.offline.files.compressed import Compression, Damaged
+from hibachi.offline.files.format import BytesWriter, Field, LinesFormat, Rows, Skip, Source, Start, Writer, Written
 from hibachi.offline.files.rows import LINE_LIMIT, InvalidInput, Row
 
 BOM = b"\xef\xbb\xbf"
 DEEPEST = 200  # arrays and objects in each other; a limit of ours, as Python's depends on the depth of the caller
 PIECE = 1 << 20  # bytes of a line that is too long, read at a time
+FIRST_LINES = 10  # among which keys are looked for
+REPLACED = "value of the input replaced by a result of the same name"
 
 NOT_FINITE = "NaN or infinity written as null"
 SURROGATE = "half a surrogate pair written as its escape"
@@ -165,3 +172,75 @@ def encoded(text: str, remarks: Counter[str]) -> bytes:
     except UnicodeEncodeError:
         remarks[SURROGATE] += 1
         return text.encode("utf-8", "backslashreplace")
+
+
+# ---- the format ------------------------------------------------------------------------------------------------------
+
+
+class JsonLines(LinesFormat):
+    name = "jsonl"
+    title = words = "JSON Lines"
+    suffixes = (".jsonl", ".ndjson", ".json")
+    own_keys = True
+
+    @override
+    def sniff(self, start: Start) -> bool:
+        return start.first == "{"
+
+    @override
+    def look(self, source: Source, start: Start) -> Source:
+        if not start.in_utf8:
+            raise ConfigError(
+                f"{source.name}: expected JSON Lines in UTF-8; these are in {source.encoding}. Write them as UTF-8."
+            )
+        return replace(source, columns=self._keys(source))
+
+    def _keys(self, source: Source) -> tuple[str, ...] | None:
+        with compressed.opened(source.path, source.compression) as content:
+            try:
+                for row in read(content, source.name):
+                    if row.error is None:
+                        return tuple(row.values)
+                    if row.number + 1 >= FIRST_LINES:
+                        break
+            except InvalidInput:  # said when it is read on
+                pass
+        return None
+
+    @override
+    def read(self, content: BinaryIO, source: Source, number: int, skip: Skip | None) -> Generator[Row, None, int]:
+        return (yield from read(content, source.name, number, skip))
+
+    @override
+    def carried(self, rows: Rows, stop: int | None) -> list[str] | None:
+        return rows.columns  # has of each row what that has
+
+    @override
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
+        return _Writer(file, compression, of.rows, of.results)
+
+
+class _Writer(BytesWriter):
+    def __init__(
+        self, file: BinaryIO, compression: Compression | None, rows: Rows | None, results: Sequence[Field]
+    ) -> None:
+        super().__init__(file, compression)
+        self._carries = rows is not None
+        self._fixed = {  # the columns that a row of this file has, also where it cannot be read
+            each.name: dict.fromkeys(each.columns or ())
+            for each in (rows.files if rows is not None else ())
+            if not each.own_keys
+        }
+        self._names = [field.name for field in results]
+
+    def write(self, row: Row, results: Mapping[str, Any]) -> None:
+        values: dict[str, Any] = {}
+        if self._carries:
+            values = row.values
+            if row.error is not None and row.file in self._fixed:
+                values = self._fixed[row.file] | values
+            if not values.keys().isdisjoint(self._names):
+                self.remarks[REPLACED] += 1
+                values = {name: value for name, value in values.items() if name not in self._names}
+        out = {**values, **{name: results.get(name) for name in self._names}}
+        self._put(encoded(text_of(out, self.remarks) + "\n", self.remarks))

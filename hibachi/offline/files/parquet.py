@@ -1,29 +1,28 @@
-"""Parquet, read in small batches; values that Python's types cannot hold exactly become ISO 8601 text."""
+"""Parquet, read in small batches."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import importlib
-import itertools
-import zoneinfo
-from collections.abc import Callable, Generator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+from typing_extensions import override
 
 from hibachi.errors import ConfigError, shown
-from hibachi.llm.model.extras import need
-from hibachi.offline.files import jsonl
-from hibachi.offline.files.rows import BATCH, InvalidInput, Row
+from hibachi.offline.files import arrowtypes, compressed
+from hibachi.offline.files.arrow import arrow, rows_of
+from hibachi.offline.files.arrowtypes import Column
+from hibachi.offline.files.compressed import Compression, Plain
+from hibachi.offline.files.format import Field, Format, Rows, Skip, Source, Start, Writer, Written, check_collisions
+from hibachi.offline.files.rows import InvalidInput, Row
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 4 << 20
 BUFFER = 1 << 20  # bytes of each column that are read at a time
-A_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-
-
-def arrow() -> Any:
-    """The module pyarrow. Raises MissingExtra."""
-    return need("pyarrow", "Parquet", BATCH)
+PART_ROWS, PART_BYTES = 1024, 8 << 20  # of rows that are made arrays of at a time
+GROUP_ROWS, GROUP_BYTES = 65_536, 64 << 20  # of a row group
 
 
 def library() -> Any:
@@ -46,7 +45,7 @@ def opened(path: str, name: str) -> Any:
 
 
 def read(path: str, name: str, number: int = 0, skip: Callable[[int], bool] | None = None) -> Generator[Row, None, int]:
-    """Rows, as `jsonl.read`."""
+    """Rows, as `Format.rows`."""
     pa = arrow()
     with opened(path, name) as file:
         first = number  # of this file
@@ -63,7 +62,7 @@ def read(path: str, name: str, number: int = 0, skip: Callable[[int], bool] | No
                     raise InvalidInput(f"{name}, after row {number - first}: {e}.") from e
                 if batch is None:
                     break
-                yield from _rows(pa, batch, name, number, number - first + 1, skip)
+                yield from rows_of(batch, name, number, number - first + 1, skip)
                 number += batch.num_rows
     return number
 
@@ -74,110 +73,139 @@ def _rows_at_once(file: Any, group: int) -> int:
     return max(1, min(BATCH_ROWS, fit))
 
 
-def _rows(
-    pa: Any, batch: Any, name: str, number: int, line: int, skip: Callable[[int], bool] | None
-) -> Generator[Row, None, None]:
-    kept = range(batch.num_rows)
-    size = batch.nbytes // max(len(kept), 1)
-    if skip is not None:
-        kept = [i for i in kept if not skip(number + i)]  # type: ignore[assignment]  # integers, as the range is
-        if len(kept) < batch.num_rows:
-            batch = batch.take(pa.array(kept, pa.int64()))
-    names = batch.schema.names
-    columns = [values(column) for column in batch.columns]
-    cells = zip(*columns, strict=True) if columns else itertools.repeat(())
-    for at, (i, row) in enumerate(zip(kept, cells, strict=False)):
-        yield Row(number + i, name, line + i, dict(zip(names, row, strict=True)), None, size, "row", (batch, at))
+# ---- the format ------------------------------------------------------------------------------------------------------
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
+class Parquet(Format):
+    name = "parquet"
+    title = words = "Parquet"
+    suffixes = (".parquet", ".pq")
+    is_text = False
+    needs_pyarrow = True
+    ahead = 1 << 16
+
+    @override
+    def sniff(self, start: Start) -> bool:
+        return start.head.startswith(b"PAR1")
+
+    @override
+    def look(self, source: Source, start: Start) -> Source:
+        with opened(source.path, source.name) as file:
+            schema = file.schema_arrow
+        return replace(source, columns=tuple(schema.names), schema=schema)
+
+    @override
+    def rows(self, source: Source, number: int, skip: Skip | None) -> Generator[Row, None, int]:
+        return (yield from read(source.path, source.name, number, skip))
+
+    @override
+    def count(self, source: Source) -> int | None:
+        return int(library().read_metadata(source.path).num_rows)
+
+    @override
+    def carried(self, rows: Rows, stop: int | None) -> list[str]:
+        return [column.name for column in arrowtypes.columns(rows, stop=stop)]
+
+    @override
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
+        carried = arrowtypes.columns(of.rows, stop=of.stop) if of.rows is not None else []
+        check_collisions([column.name for column in carried], of.results)
+        return _Writer(file, carried, of.results)
 
 
-def values(array: Any) -> list[Any]:
-    """The array's values, as Python has them: a time of nanoseconds that datetime cannot hold is ISO 8601 text."""
-    pa = arrow()
-    if _whole_type(pa, array.type):
-        try:
-            return list(array.to_pylist())
-        except (ValueError, OverflowError, TypeError, pa.ArrowException):  # years over 9999, unknown zones
-            pass
-    return [_value(pa, each) for each in array]
+class _Writer:
+    """Parts of rows become arrays, and arrays a row group: sizes depend on the rows alone."""
+
+    def __init__(self, file: BinaryIO, carried: Sequence[Column], results: Sequence[Field]) -> None:
+        pa = self._pa = arrow()
+        of_kind = {
+            "text": pa.string(),
+            "int": pa.int64(),
+            "float": pa.float64(),
+            "bool": pa.bool_(),
+            "ints": pa.list_(pa.int64()),
+            "floats": pa.list_(pa.float64()),
+            "json": pa.string(),
+        }
+        self.remarks: Counter[str] = Counter()
+        self._carried = carried
+        self._results = [Column(f.name, of_kind[f.kind], "json" if f.kind == "json" else None) for f in results]
+        self._schema = pa.schema([(column.name, column.type) for column in [*carried, *self._results]])
+        self._file = file
+        self._below = Plain(file)
+        self._to = library().ParquetWriter(self._below, self._schema)
+        self._rows: list[tuple[Row, Mapping[str, Any]]] = []  # of this part
+        self._bytes = 0
+        self._parts: list[Any] = []  # of this group
+        self._group_rows = self._group_bytes = 0
+
+    def write(self, row: Row, results: Mapping[str, Any]) -> None:
+        self._rows.append((row, results))
+        self._bytes += row.size + sum(len(v) for v in results.values() if isinstance(v, (str, list)))
+        if len(self._rows) >= PART_ROWS or self._bytes >= PART_BYTES:
+            self._end_part()
+            if self._group_rows >= GROUP_ROWS or self._group_bytes >= GROUP_BYTES:
+                self._end_group()
+
+    def _end_part(self) -> None:
+        if not self._rows:
+            return
+        rows, self._rows, self._bytes = self._rows, [], 0
+        arrays = []
+        runs = _runs([row for row, _ in rows])
+        for column in self._carried:
+            pieces = [self._carry(column, batch, run) for batch, run in runs]
+            arrays.append(pieces[0] if len(pieces) == 1 else self._pa.concat_arrays(pieces))
+        for column in self._results:
+            arrays.append(column.array([results.get(column.name) for _, results in rows], self.remarks))
+        part = self._pa.Table.from_arrays(arrays, schema=self._schema) if arrays else None
+        if part is not None:
+            self._parts.append(part)
+            self._group_rows += len(rows)
+            self._group_bytes += part.nbytes
+
+    def _carry(self, column: Column, batch: Any, rows: list[Row]) -> Any:
+        """One column of rows that are of one batch, or of none."""
+        if batch is None or column.text is not None:
+            return column.array([row.values.get(column.name) for row in rows], self.remarks)
+        at = batch.schema.get_field_index(column.name)
+        if at < 0:
+            return self._pa.nulls(len(rows), column.type)
+        first, last = _index(rows[0]), _index(rows[-1])
+        if last - first + 1 == len(rows):
+            array = batch.column(at).slice(first, len(rows))
+        else:
+            array = batch.column(at).take(self._pa.array([_index(row) for row in rows], self._pa.int64()))
+        return array if array.type == column.type else array.cast(column.type)
+
+    def _end_group(self) -> None:
+        if self._parts:
+            parts, self._parts = self._parts, []
+            rows, self._group_rows, self._group_bytes = self._group_rows, 0, 0
+            self._to.write_table(self._pa.concat_tables(parts), row_group_size=rows)
+
+    def close(self) -> None:
+        self._below.check()
+        self._end_part()
+        self._end_group()
+        self._to.close()
+        self._file.flush()
+
+    def __del__(self) -> None:
+        compressed.quietly_dead(getattr(self, "_below", None))
 
 
-def _whole_type(pa: Any, kind: Any) -> bool:
-    """Can Python hold all its values in years 1 to 9999? Not nanoseconds, which pandas is needed for."""
-    if getattr(kind, "unit", None) == "ns":
-        return False
-    if isinstance(kind, pa.BaseExtensionType):
-        return _whole_type(pa, kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _whole_type(pa, kind.value_type)
-    return all(_whole_type(pa, kind.field(i).type) for i in range(kind.num_fields))
+def _index(row: Row) -> int:
+    return row.arrow[1] if row.arrow is not None else -1
 
 
-def _value(pa: Any, scalar: Any) -> Any:
-    kind = scalar.type
-    if not scalar.is_valid:
-        return None
-    if isinstance(kind, pa.BaseExtensionType):
-        return _value(pa, scalar.value)
-    if pa.types.is_dictionary(kind):
-        return _value(pa, scalar.value)
-    if pa.types.is_timestamp(kind):
-        return timestamp(scalar.value, kind.unit, kind.tz)
-    if pa.types.is_time(kind):
-        return _time(scalar.value, kind.unit)
-    if pa.types.is_duration(kind):
-        return _duration(scalar.value, kind.unit)
-    if pa.types.is_struct(kind):
-        return {name: _value(pa, each) for name, each in scalar.items()}
-    if pa.types.is_map(kind):
-        return [(_value(pa, each["key"]), _value(pa, each["value"])) for each in scalar.values]
-    if hasattr(kind, "value_type"):  # lists of all kinds
-        return [_value(pa, each) for each in scalar.values]
-    for known in (scalar.as_py, lambda: scalar.cast(pa.string()).as_py()):
-        with contextlib.suppress(ValueError, OverflowError, TypeError, pa.ArrowException):
-            return known()
-    if hasattr(scalar, "as_buffer"):  # a text that is not UTF-8
-        return bytes(scalar.as_buffer()).decode("utf-8", "surrogateescape")
-    return str(scalar)
-
-
-def _zone(name: str) -> datetime.tzinfo:
-    """UTC for a zone that this machine does not know: the instant is the same."""
-    if name[:1] in "+-":
-        hours, _, minutes = name[1:].partition(":")
-        offset = datetime.timedelta(hours=int(hours), minutes=int(minutes or 0))
-        return datetime.timezone(-offset if name[0] == "-" else offset)
-    try:
-        return zoneinfo.ZoneInfo(name)
-    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-        return datetime.UTC
-
-
-def timestamp(value: int, unit: str, zone: str | None) -> Any:
-    """A datetime, or ISO 8601 text of nanoseconds, or, outside of the years 1 to 9999, the number as text."""
-    seconds, rest = divmod(value * (10**9 // A_SECOND[unit]), 10**9)
-    try:
-        made = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=seconds)
-        made = made.astimezone(_zone(zone)) if zone else made.replace(tzinfo=None)
-    except OverflowError:
-        return f"{value} {unit} after 1970-01-01"
-    if rest % 1000 == 0:
-        return made.replace(microsecond=rest // 1000)
-    text = made.isoformat()
-    return f"{text[:19]}.{rest:09d}{text[19:]}"
-
-
-def _time(value: int, unit: str) -> Any:
-    seconds, rest = divmod(value * (10**9 // A_SECOND[unit]), 10**9)
-    made = datetime.time(seconds // 3600, seconds // 60 % 60, seconds % 60, rest // 1000)
-    return made if rest % 1000 == 0 else f"{made.isoformat('seconds')}.{rest:09d}"
-
-
-def _duration(value: int, unit: str) -> Any:
-    nanos = value * (10**9 // A_SECOND[unit])
-    try:
-        return jsonl.nanoseconds(nanos) if nanos % 1000 else datetime.timedelta(microseconds=nanos // 1000)
-    except OverflowError:
-        return jsonl.nanoseconds(nanos)
+def _runs(rows: list[Row]) -> list[tuple[Any, list[Row]]]:
+    """Consecutive rows of one batch together, in ascending order of their places there."""
+    out: list[tuple[Any, list[Row]]] = []
+    for row in rows:
+        batch = row.arrow[0] if row.arrow is not None else None
+        if out and out[-1][0] is batch and (batch is None or _index(out[-1][1][-1]) < _index(row)):
+            out[-1][1].append(row)
+        else:
+            out.append((batch, [row]))
+    return out

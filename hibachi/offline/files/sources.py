@@ -7,37 +7,17 @@ import glob
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.offline.files import compressed, delimited, jsonl, parquet
-from hibachi.offline.files.compressed import Compression, Damaged
+from hibachi.offline.files import compressed, delimited
+from hibachi.offline.files.compressed import Damaged
+from hibachi.offline.files.format import Source, Start
 from hibachi.offline.files.rows import InvalidInput, Row
+from hibachi.offline.files.table import BY_SUFFIX, FORMATS, TITLES, by_suffix, either
 
-Format = Literal["jsonl", "csv", "tsv", "parquet", "empty"]
-
-BY_SUFFIX: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-}
-COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-IN_WORDS = {
-    "jsonl": "JSON Lines",
-    "csv": "delimited text (CSV)",
-    "tsv": "delimited text (TSV)",
-    "parquet": "Parquet",
-    "gzip": "gzip",
-    "zstd": "zstd",
-}
 STRANGE = {  # beginnings of what is refused by name
     b"PARE": "an encrypted Parquet file; decrypt it first",
     b"PK\x03\x04": "a zip archive; unpack it first",
@@ -50,16 +30,6 @@ STRANGE = {  # beginnings of what is refused by name
     codecs.BOM_UTF16_BE: "text in UTF-16; give --encoding utf-16 (CSV), or write it as UTF-8",
 }
 SOME = 1 << 16  # bytes looked at, at a time
-FIRST_LINES = 10  # of JSON, among which keys are looked for
-
-
-def by_suffix(name: str) -> tuple[Format | None, Compression | None]:
-    """What a file's name says: out.csv.gz is ("csv", "gzip"); None where it says nothing."""
-    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
-    compression = COMPRESSED.get(suffixes[-1]) if suffixes else None
-    if compression:
-        suffixes.pop()
-    return BY_SUFFIX.get(suffixes[-1]) if suffixes else None, compression
 
 
 def expand(names: Sequence[str]) -> list[str]:
@@ -116,9 +86,6 @@ def _file(path: str) -> str:
     return path
 
 
-_AHEAD = 1 << 16  # rows of a batch at most
-
-
 class _Enough(Exception):
     """No further row is wanted."""
 
@@ -136,20 +103,6 @@ def _before(stop: int, skip: Callable[[int], bool] | None, ahead: int) -> Callab
         return skipped
 
     return passed
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file. columns: of JSON Lines, those of the first row that can be read; None where there is none."""
-
-    name: str  # as the user named it
-    path: str
-    format: Format
-    compression: Compression | None
-    columns: tuple[str, ...] | None
-    delimiter: str = ","
-    encoding: str = "utf-8-sig"
-    schema: Any = None  # of Parquet: the pyarrow.Schema
 
 
 class Sources:
@@ -195,22 +148,14 @@ class Sources:
         for file in self.files:
             if stop is not None and number >= stop:
                 return
-            wanted = skip if stop is None else _before(stop, skip, _AHEAD if file.format == "parquet" else 0)
-            number = yield from self._rows_of(file, number, wanted)
+            if file.format is not None:
+                wanted = skip if stop is None else _before(stop, skip, file.format.ahead)
+                number = yield from file.format.rows(file, number, wanted)
 
-    def _rows_of(self, file: Source, number: int, skip: Callable[[int], bool] | None) -> Generator[Row, None, int]:
-        if file.format == "empty":
-            return number
-        if file.format == "parquet":
-            return (yield from parquet.read(file.path, file.name, number, skip))
-        try:
-            content = compressed.opened(file.path, file.compression)
-        except OSError as e:
-            raise InvalidInput(f"{file.name}: {e.strerror or e}.") from e
-        with content:
-            if file.format == "jsonl":
-                return (yield from jsonl.read(content, file.name, number, skip))
-            return (yield from delimited.read(content, file.name, file.delimiter, file.encoding, number, skip))
+    def count(self) -> int | None:
+        """About how many rows there are, for a bar; None means unknown before the end."""
+        counts = [0 if file.format is None else file.format.count(file) for file in self.files]
+        return sum(n for n in counts if n is not None) if None not in counts else None
 
     def content(self) -> list[dict[str, Any]]:
         """What each file holds: {"name", "bytes", "sha256"} of the file as it is on disk."""
@@ -245,82 +190,51 @@ def _looked_at(name: str, delimiter: str | None, encoding: str) -> Source:
     said, said_compression = by_suffix(name)
     compression = next((kind for magic, kind in compressed.MAGIC.items() if head.startswith(magic)), None)
     if said_compression != compression and (said_compression or said):
-        _contradicts(name, said_compression or said or "", compression or "no compressed data")
-    if head.startswith(b"PAR1"):
-        _agrees(name, said, "parquet")
-        with parquet.opened(name, name) as file:
-            schema = file.schema_arrow
-        return Source(name, name, "parquet", None, tuple(schema.names), schema=schema)
+        _contradicts(name, said_compression or (said.words if said else ""), compression or "no compressed data")
     try:
         with compressed.opened(name, compression) as content:
-            first, head, in_utf8 = _first_character(content, encoding)
+            start = _start(content, encoding)
     except (Damaged, OSError) as e:
         raise InvalidInput(f"{name}: {e}.") from e
-    if head.startswith(b"PAR1"):
-        raise ConfigError(f"{name}: expected rows; got Parquet inside {compression}. Decompress it first.")
-    strange = next((what for magic, what in STRANGE.items() if head.startswith(magic)), None)
+    strange = next((what for magic, what in STRANGE.items() if start.head.startswith(magic)), None)
     if strange and not (encoding.startswith(("utf-16", "utf-32")) and "UTF" in strange):
-        raise ConfigError(f"{name}: expected JSON Lines, CSV or Parquet; got {strange}.")
-    if first == "[":
+        raise ConfigError(f"{name}: expected {either(TITLES)}; got {strange}.")
+    if start.first == "[":
         raise ConfigError(
             f"{name}: expected JSON Lines, an object a line; got a JSON array. To convert it: "
             f"python -c 'import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]' < IN > OUT"
         )
-    if not first:
-        if said == "parquet":
-            _contradicts(name, said, "nothing")
-        return Source(name, name, "empty", compression, ())
-    if first == "{":
-        _agrees(name, said, "jsonl")
-        if not in_utf8:
-            raise ConfigError(f"{name}: expected JSON Lines in UTF-8; these are in {encoding}. Write them as UTF-8.")
-        return Source(name, name, "jsonl", compression, _keys(name, compression))
-    kind: Format = "tsv" if said == "tsv" else "csv"
-    _agrees(name, said, kind)
-    sign = delimiter or ("\t" if kind == "tsv" else ",")
-    with compressed.opened(name, compression) as content:
-        columns = tuple(delimited.header(content, name, sign, encoding))
-    return Source(name, name, kind, compression, columns, sign, encoding)
-
-
-def _agrees(name: str, said: Format | None, found: Format) -> None:
+    if not start.first:
+        if said is not None and not said.is_text:
+            _contradicts(name, said.words, "nothing")
+        return Source(name, name, None, compression)
+    found = next(format for format in (said, *FORMATS) if format is not None and format.sniff(start))
+    if compression and not found.is_text:
+        raise ConfigError(f"{name}: expected rows; got {found.title} inside {compression}. Decompress it first.")
     if said is not None and said != found:
-        _contradicts(name, said, found)
+        _contradicts(name, said.words, found.words)
+    return found.look(Source(name, name, found, compression, delimiter=delimiter, encoding=encoding), start)
 
 
 def _contradicts(name: str, said: str, found: str) -> None:
     raise ConfigError(
-        f"{name}: by its name expected {IN_WORDS[said]}; by its content it is {IN_WORDS.get(found, found)}. "
-        "Give it the name of what it is."
+        f"{name}: by its name expected {said}; by its content it is {found}. Give it the name of what it is."
     )
 
 
-def _first_character(content: Any, encoding: str) -> tuple[str, bytes, bool]:
-    """The first that is not blank ("": there is none), the file's first bytes, and whether it is of UTF-8."""
+def _start(content: Any, encoding: str) -> Start:
+    """encoding: that of delimited text."""
     head = b""
     as_utf8, as_told = (codecs.getincrementaldecoder(each)("replace") for each in ("utf-8-sig", encoding))
     while data := content.read1(SOME):
         head = head or data
         first = as_utf8.decode(data).lstrip()[:1]
         if first in ("{", "["):
-            return first, head, True
+            return Start(head, first, True)
         try:
             told = as_told.decode(data).lstrip()[:1]
         except UnicodeError:  # said with the header
             told = "?"
         if told:
-            return told, head, False
-    return "", head, True
-
-
-def _keys(name: str, compression: Compression | None) -> tuple[str, ...] | None:
-    with compressed.opened(name, compression) as content:
-        try:
-            for row in jsonl.read(content, name):
-                if row.error is None:
-                    return tuple(row.values)
-                if row.number + 1 >= FIRST_LINES:
-                    break
-        except InvalidInput:  # said when it is read on
-            pass
-    return None
+            return Start(head, told, False)
+    return Start(head, "", True)

@@ -14,8 +14,8 @@ from typing import Any
 from hibachi.errors import ConfigError, HibachiError, shown
 from hibachi.llm.dialects.dialects import ANTHROPIC, OPENAI
 from hibachi.llm.dialects.errors import Refused, as_refused
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.duplicates import Seen
 
 MUST = ("custom_id", "url", "body")  # columns by which such lines are known

@@ -25,8 +25,8 @@ from hibachi.llm.dialects.vectors import shortened
 from hibachi.llm.remote.identity import system_fingerprint
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import TextStream
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.answering import Answering, body_of, check, words
 from hibachi.offline.tasks.fingerprint import told_of
 from hibachi.offline.tasks.lines import EMBEDDINGS, FIELDS, URLS, Lines, refusal_of

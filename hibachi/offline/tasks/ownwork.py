@@ -17,8 +17,8 @@ from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
 from hibachi.llm.remote.opening import about
 from hibachi.llm.tokens import Tokens
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.columns import Asking, Columns
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.offline.tasks.watched import Watching, judged, why_not

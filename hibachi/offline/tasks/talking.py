@@ -10,7 +10,7 @@ from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.chatformat.asked import check_choice, toolbox_of
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.textstream import Choice
-from hibachi.offline.files.writers import Field
+from hibachi.offline.files.format import Field
 from hibachi.request import Finish
 
 CALLS = "tool_calls"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hibachi.errors import HibachiError
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 
 
 @dataclass(slots=True)

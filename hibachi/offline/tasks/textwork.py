@@ -20,8 +20,8 @@ from hibachi.llm.dialects.openai.conversation import conversation
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import Logprobs, Piece, TextChoice, TextStream
 from hibachi.llm.tokenizers.own import NoTokenizer
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.columns import Asked, Asking, Columns
 from hibachi.offline.tasks.fingerprint import told_of
 from hibachi.offline.tasks.lines import id_of

@@ -17,8 +17,8 @@ from hibachi.engine.scheduler.compose import blocks_of
 from hibachi.errors import ConfigError, EngineFailed, InvalidRequest, shown
 from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.offline.files import jsonl
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.sending import DENIED, MAY_PASS, Patience, Sender, denied
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.server.web.client import Unreachable, Url

@@ -11,8 +11,8 @@ from typing import Any
 from hibachi.engine.sampling.uniforms import fork
 from hibachi.errors import HibachiError
 from hibachi.llm.dialects.errors import SERVER, Refused
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.tasks.lines import (
     CHAT,
     COMPLETIONS,

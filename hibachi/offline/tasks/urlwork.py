@@ -14,8 +14,8 @@ from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.model.extras import need
 from hibachi.llm.remote.settings import parsers_of
+from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import BATCH, Row
-from hibachi.offline.files.writers import Field
 from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.columns import Asked, Asking, Columns
 from hibachi.offline.tasks.lines import id_of

@@ -1,0 +1,61 @@
+"""The formats there are, by what the names of files say. A new one is a file beside this, and a line in FORMATS."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import NamedTuple
+
+from hibachi.errors import ConfigError
+from hibachi.offline.files.compressed import Compression
+from hibachi.offline.files.delimited import Delimited, Tabbed
+from hibachi.offline.files.format import Format
+from hibachi.offline.files.jsonl import JsonLines
+from hibachi.offline.files.parquet import Parquet
+
+FORMATS: tuple[Format, ...] = (JsonLines(), Parquet(), Delimited(), Tabbed())  # as they are tried on a content
+BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
+COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+NAMES = [format.name for format in sorted(FORMATS, key=lambda f: not f.is_text)]
+TITLES = [format.title for format in sorted(FORMATS, key=lambda f: not f.is_text)]
+
+
+class Form(NamedTuple):
+    """What an output is: its format and compression."""
+
+    format: Format
+    compression: Compression | None
+
+
+def either(words: list[str]) -> str:
+    """a, b or c"""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def by_suffix(name: str) -> tuple[Format | None, Compression | None]:
+    """What a file's name says: out.csv.gz is CSV in gzip; None where it says nothing."""
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    compression = COMPRESSED.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes.pop()
+    return BY_SUFFIX.get(suffixes[-1]) if suffixes else None, compression
+
+
+def form_of(name: str, format: str | None = None) -> Form:
+    """Format and compression of an output, by `format` ("csv", "jsonl.gz"), else by its name. Raises ConfigError."""
+    known, compression = by_suffix(name)
+    if format is not None:
+        known, told = by_suffix("x." + format.lower())
+        if known is None:
+            raise ConfigError(f"format {format!r}: expected {either(NAMES)}, or jsonl.gz, csv.zst and so on.")
+        compression = told or compression
+    if known is None:
+        plain = either([each.title for each in FORMATS if not each.is_text])
+        raise ConfigError(
+            f"{name}: expected a name that tells the output's format ({', '.join(BY_SUFFIX)}; behind all but {plain}'s "
+            f"also {', '.join(COMPRESSED)}), or --format."
+        )
+    if not known.is_text and compression:
+        raise ConfigError(
+            f"{name}: expected {known.title} as it is; it compresses its columns itself. Drop .gz or .zst."
+        )
+    return Form(known, compression)
