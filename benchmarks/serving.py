@@ -40,10 +40,10 @@ import numpy as np
 from benchmarks.bench import work
 from benchmarks.bench.watch import CONTENDED, Watch
 from hibachi import Paged
-from hibachi.server.web.client import Client, Url
-from hibachi.server.web.wire import BadAnswer
+from hibachi.server.web.client import BadAnswer, Client, Url
 from hibachi.testing.bench import report, traffic
-from hibachi.testing.bench.generator import AnswerReader, Generator, Sample, run
+from hibachi.testing.bench.generator import AnswerReader, Generator, run
+from hibachi.testing.bench.samples import Sample
 from hibachi.testing.bench.traffic import Ask, Form
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"

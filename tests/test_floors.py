@@ -74,7 +74,7 @@ RULES = {
     "hibachi/server": Rule(
         f"{LLM} server prefix", third_party="numpy msgspec starlette uvicorn prometheus_client", not_std=""
     ),
-    "hibachi/server/web": Rule("errors common llm.dialects server.web", third_party="uvicorn", not_std=""),
+    "hibachi/server/web": Rule("errors common llm.dialects server.web", third_party="aiohttp uvicorn yarl", not_std=""),
     "hibachi/router": Rule(
         "errors common llm.dialects server.web router",
         third_party="aiohttp msgspec prometheus_client uvicorn yarl",

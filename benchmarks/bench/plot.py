@@ -17,7 +17,7 @@ from benchmarks.bench.report import Bounds, bound_of, bounds_of, ours
 from hibachi.common.phases import short_duration
 from hibachi.engine.simulator.simulate import Run
 from hibachi.errors import ConfigError, MissingExtra
-from hibachi.testing.bench.generator import INTERRUPTED
+from hibachi.testing.bench.samples import INTERRUPTED
 
 FORMATS = (".png", ".svg")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a6c00", "#56b4e9", "#444444", "#e69f00")

@@ -14,11 +14,11 @@ from typing import Any
 from hibachi.common.installed import version
 from hibachi.engine.simulator.trace import read_trace
 from hibachi.errors import ConfigError
-from hibachi.server.web.client import Client, Url
+from hibachi.llm.model.extras import need
 from hibachi.testing.bench import report, traffic, work
-from hibachi.testing.bench.generator import Generator, Loaded, Sample, check, model_of, run
 from hibachi.testing.bench.machine import cores, machine
 from hibachi.testing.bench.report import Slo
+from hibachi.testing.bench.samples import Loaded, Sample
 from hibachi.testing.bench.traffic import Ask, Form
 
 KEY = "HIBACHI_API_KEY"
@@ -112,6 +112,9 @@ def serve(args: argparse.Namespace) -> int:
     if args.out:
         Path(args.out).open("ab").close()
     asks = _asks(args)
+    need("aiohttp", "hibachi bench serve", "serve")
+    from hibachi.testing.bench.generator import run
+
     loaded, model = run(_drive(args, asks))
     slo = Slo(args.slo_ttft / 1e3, args.slo_itl / 1e3) if not args.no_stream else None
     found = report.figures(loaded, slo)
@@ -156,6 +159,9 @@ def _asks(args: argparse.Namespace) -> Iterator[Ask]:
 
 
 async def _drive(args: argparse.Namespace, asks: Iterator[Ask]) -> tuple[Loaded, str | None]:
+    from hibachi.server.web.client import Client, Url
+    from hibachi.testing.bench.generator import Generator, check, model_of
+
     key = args.api_key or os.environ.get(KEY)
     client = Client(Url.of(args.url), {"Authorization": f"Bearer {key}"} if key else {}, agent="hibachi-bench")
     try:

@@ -43,7 +43,7 @@ _EXTRAS = (
     ("uvicorn", "serve"),
     ("msgspec", "serve"),
     ("prometheus_client", "serve"),
-    ("aiohttp", "route"),
+    ("aiohttp", "serve"),
     ("pyarrow", "batch"),
     ("pytest", "test"),
 )

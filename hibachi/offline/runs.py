@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hibachi.errors import ConfigError, HibachiError
+from hibachi.llm.model.extras import need
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import check_columns, check_form, check_names, validate
 from hibachi.offline.drive import Counts, Drive
 from hibachi.offline.files.format import Field
-from hibachi.offline.files.rows import InvalidInput
+from hibachi.offline.files.rows import BATCH, InvalidInput
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.files.table import Form, form_of
 from hibachi.offline.input import Input, same_input
@@ -166,6 +167,7 @@ class _Run:
     def _work(self, created: int, *, reading: bool = False) -> Work:
         batch = self._batch
         if batch.url is not None:
+            need("aiohttp", "run-batch --url", BATCH)
             from hibachi.offline.tasks.urlwork import url_work
 
             return url_work(batch, lines=self._lines, created=created)

@@ -13,12 +13,9 @@ from yarl import URL
 
 from hibachi.router.addresses import context_of, target
 from hibachi.router.upstreams import Place
+from hibachi.server.web.client import IDLE_FOR, open_session
 
-LONGEST_HEADER, MOST_LINES = 1 << 16, 256  # bytes of one header of an answer, and how many there may be
 MOST_HEAD = 1 << 18  # bytes of all
-IDLE_FOR = (
-    4.0  # seconds after which a connection is not used again: uvicorn, on which many servers run, closes it after 5
-)
 Headers = list[tuple[str, str]]
 _ODD_NAME = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _ODD_VALUE = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
@@ -53,17 +50,8 @@ class Client:
     """connect: seconds to open a connection."""
 
     def __init__(self, connect: float) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=_Pool(limit=0, limit_per_host=0, keepalive_timeout=IDLE_FOR),
-            cookie_jar=aiohttp.DummyCookieJar(),  # it would hand one client's cookies to another
-            auto_decompress=False,
-            trust_env=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect, sock_read=None),
-            max_line_size=LONGEST_HEADER,
-            max_field_size=LONGEST_HEADER,
-            max_headers=MOST_LINES,
-            middlewares=(_once,),
+        self._session = open_session(
+            _Pool(limit=0, limit_per_host=0, keepalive_timeout=IDLE_FOR), connect, middlewares=(_once,)
         )
         self._contexts: dict[tuple[bool, str], ssl.SSLContext | None] = {}
 

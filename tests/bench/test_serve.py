@@ -1,4 +1,4 @@
-"""`hibachi bench serve`: the parsers, when requests go out, what is made of the answers, and the command."""
+"""`hibachi bench serve`: the parser of events, when requests go out, what is made of the answers, and the command."""
 
 import asyncio
 import json
@@ -19,8 +19,8 @@ from hibachi.cli import main
 from hibachi.engine.simulator.trace import read_trace
 from hibachi.errors import ConfigError
 from hibachi.server.web.client import Client, Unreachable, Url
-from hibachi.server.web.wire import BadAnswer, Events, Response
 from hibachi.testing.bench import report, traffic
+from hibachi.testing.bench.events import Events
 from hibachi.testing.bench.generator import Generator, check, model_of
 from hibachi.testing.bench.report import Slo
 from hibachi.testing.bench.traffic import Ask, Form
@@ -35,76 +35,6 @@ def splits(data, seed):
         n = rng.randint(1, most)
         yield data[at : at + n]
         at += n
-
-
-def read(data, seed, closed=False):
-    answer, body = Response(), b""
-    for part in splits(data, seed):
-        body += answer.feed(part)
-    if closed:
-        answer.end()
-    return answer, body
-
-
-# ---- HTTP ----------------------------------------------------------------------------------------------------------
-
-BODY = bytes(range(256)) * 3 + b"\r\n0\r\n\r\n"
-
-
-def chunked(body, sizes, eol=b"\r\n", extension=b"", trailer=b""):
-    out, at = b"", 0
-    for n in sizes:
-        out += b"%X" % n + extension + eol + body[at : at + n] + eol
-        at += n
-    rest = body[at:]
-    return out + b"%x" % len(rest) + eol + rest + eol + b"0" + eol + trailer + eol
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("eol", [b"\r\n", b"\n"])
-@pytest.mark.parametrize("extra", [(b"", b""), (b";a=1", b"X-Sum: 3\r\n"), (b" ", b"")])
-def test_a_chunked_body_however_it_is_split(seed, eol, extra):
-    head = eol.join([b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked", b"X-Y:  z ", b"", b""])
-    data = head + chunked(BODY, [1, 16, 255, 300], eol, *extra)
-    answer, body = read(data, seed)
-    assert (answer.status, body, answer.done, answer.reusable) == (200, BODY, True, True)
-    assert answer.headers["x-y"] == "z"
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_other_bodies_however_they_are_split(seed):
-    sized = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(BODY) + BODY
-    answer, body = read(sized, seed)
-    assert (answer.status, body, answer.done, answer.reusable) == (404, BODY, True, False)
-    answer, body = read(b"HTTP/1.1 200\r\n\r\n" + BODY, seed, closed=True)
-    assert (answer.status, body, answer.done, answer.reusable) == (200, BODY, True, False)
-    answer, body = read(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 None\r\nContent-Length: 7\r\n\r\n", seed)
-    assert (answer.status, body, answer.done) == (204, b"", True)
-    assert not read(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab", seed)[0].reusable
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"SSH-2.0-OpenSSH\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nabc",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n",
-        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,
-    ],
-)
-def test_what_is_no_answer_is_refused(data):
-    with pytest.raises(BadAnswer):
-        read(data, 5)
-
-
-def test_an_answer_that_breaks_off_is_refused():
-    answer = Response()
-    answer.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")
-    with pytest.raises(BadAnswer, match="middle"):
-        answer.end()
 
 
 # ---- server-sent events --------------------------------------------------------------------------------------------
@@ -374,6 +304,7 @@ def test_no_server_is_an_error_of_its_own():
         assert sample.error == "unreachable"
         with pytest.raises(ConfigError, match="Is it running"):
             check(sample, client.url, "m")
+        await client.close()
 
     asyncio.run(inner())
 

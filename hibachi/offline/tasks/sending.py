@@ -23,8 +23,7 @@ from hibachi.errors import MOST_WORDS, ConfigError, text_of
 from hibachi.llm.dialects.dialects import TOO_LONG
 from hibachi.llm.dialects.errors import INVALID, SERVER, Refused
 from hibachi.offline.tasks.task import Lost
-from hibachi.server.web.client import Client, Unreachable, Url
-from hibachi.server.web.wire import BadAnswer, Response
+from hibachi.server.web.client import BadAnswer, Client, Unreachable, Url
 
 T = TypeVar("T")
 LARGEST = 64 << 20  # bytes of an answer
@@ -70,7 +69,7 @@ class _Answer:
         self.parts: list[bytes] = []
         self.size = 0
 
-    def __call__(self, answer: Response, body: bytes, now: float) -> None:
+    def __call__(self, answer: object, body: bytes, now: float) -> None:
         self.size += len(body)
         if self.size > LARGEST:
             raise _TooLarge

@@ -21,8 +21,7 @@ from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.sending import DENIED, MAY_PASS, Patience, Sender, denied
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
-from hibachi.server.web.client import Unreachable, Url
-from hibachi.server.web.wire import BadAnswer
+from hibachi.server.web.client import BadAnswer, Unreachable, Url
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 LETTERS, TOKENS, BLOCKS = 64, 16, 256  # of a block, and blocks of a prompt that are compared with others'

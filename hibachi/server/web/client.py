@@ -1,28 +1,31 @@
-"""A light HTTP client for one server: requests in JSON, answers as they come. It must cost little."""
+"""Requests to one server through aiohttp, with all that it would do by itself switched off: answers as they come."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeAlias
+
+import aiohttp
+from yarl import URL
 
 from hibachi.errors import ConfigError
-from hibachi.server.web.wire import BadAnswer, Response
 
+MOST_HEADER, MOST_LINES = 1 << 16, 256  # bytes of one header of an answer, and how many there may be
+IDLE_FOR = 4.0  # seconds until a connection is not used again: uvicorn, on which many servers run, closes it after 5
 _URL = re.compile(r"(https?)://(\[[0-9a-fA-F:.]+\]|[^/:@\s\[\]?#]+)(?::(\d{1,5}))?(/[^\s?#]*)?")
-Take = Callable[[Response, bytes, float], None]
+Answer: TypeAlias = aiohttp.ClientResponse
+Take = Callable[[Answer, bytes, float], None]
 
 
 class Unreachable(Exception):
     """No connection could be made."""
 
 
-class Idle(ConnectionResetError):
-    """The server closed the connection before any of the answer came, as it does with those long unused."""
+class BadAnswer(Exception):
+    """What came is no HTTP/1.1 response, or not all of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,76 +56,37 @@ class Url:
         return f"{'https' if self.secure else 'http'}://{self.authority}{self.base}"
 
 
-class Connection(asyncio.Protocol):
-    """One connection, for one request after the other."""
-
-    def __init__(self) -> None:
-        self.open: bool = False
-        self.failed: BaseException | None = None
-        self._answer: Response | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.open = cast(asyncio.Transport, transport), True
-
-    async def ask(self, request: bytes, take: Take) -> Response:
-        """Send, and give `take` each part of the body with the time (perf_counter) at which it came; b"" at the head.
-
-        Raises BadAnswer, ConnectionError, and what `take` raises.
-        """
-        self._answer, self._take = Response(), take
-        self._over: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        try:
-            return await self._over
-        finally:
-            if not (self._answer.done and self._answer.reusable):
-                self.close()
-            self._answer = None
-
-    def data_received(self, data: bytes) -> None:
-        now, answer = time.perf_counter(), self._answer
-        if answer is None or self._over.done():  # nobody has asked
-            self.close()
-            return
-        try:
-            body = answer.feed(data)
-            if answer.status:
-                self._take(answer, body, now)
-        except Exception as e:
-            self._over.set_exception(e)
-            return
-        if answer.done:
-            self._over.set_result(answer)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.open = False
-        answer = self._answer
-        if answer is None or self._over.done():
-            return
-        try:
-            if not answer.begun:
-                raise Idle("the server closed the connection instead of answering") from error
-            if error is not None:
-                raise ConnectionResetError("the server closed the connection in the middle of an answer") from error
-            answer.end()
-            self._over.set_result(answer)
-        except (BadAnswer, OSError) as e:
-            self._over.set_exception(e)
-
-    def close(self) -> None:
-        """Close at once, so that the server sees that the answer is not read."""
-        self.open = False
-        self._transport.abort()
+def open_session(
+    connector: aiohttp.TCPConnector,
+    connect: float,
+    *,
+    headers: Mapping[str, str] | None = None,
+    middlewares: Sequence[aiohttp.ClientMiddlewareType] = (),
+    traces: Sequence[aiohttp.TraceConfig] = (),
+) -> aiohttp.ClientSession:
+    """A session that adds nothing to requests and changes nothing of answers. connect: seconds to open a connection."""
+    return aiohttp.ClientSession(
+        connector=connector,
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),  # it would hand one client's cookies to another
+        auto_decompress=False,
+        trust_env=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect, sock_read=None),
+        max_line_size=MOST_HEADER,
+        max_field_size=MOST_HEADER,
+        max_headers=MOST_LINES,
+        middlewares=middlewares,
+        trace_configs=[*traces],
+    )
 
 
 class Client:
     """Requests to one server, over as many connections as there are requests at a time; they are kept for the next.
 
-    headers: sent with each request. agent: what it calls itself. connect_timeout: seconds. Close it by `close`.
+    headers: sent with each request. agent: what it calls itself. connect_timeout: seconds. made: connections. Close it
+    by `close`.
     """
-
-    made: int
-    url: Url
 
     def __init__(
         self,
@@ -132,60 +96,95 @@ class Client:
         agent: str = "hibachi",
         connect_timeout: float = 30.0,
     ) -> None:
-        self.url, self._timeout = url, connect_timeout
-        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        if more.count("\r\n") != len(headers or {}) or not more.isascii():
+        if not all(f"{name}{value}".isascii() and f"{name}{value}".isprintable() for name, value in _pairs(headers)):
             raise ConfigError("A header, such as the API key, must be plain ASCII on one line.")
-        self._common = f"Host: {url.authority}\r\nAccept: */*\r\nUser-Agent: {agent}\r\n{more}"
-        self._free: list[Connection] = []
-        self.made = 0  # connections
+        self.url, self._timeout = url, connect_timeout
+        self._headers = {"Accept": "*/*", "User-Agent": agent, **(headers or {})}
+        self._session: aiohttp.ClientSession | None = None  # made in the loop that it is used in
+        self.made = 0
 
-    async def post(self, path: str, body: bytes, take: Take) -> Response:
-        """Send JSON. Raises Unreachable, BadAnswer, ConnectionError."""
-        head = f"POST {self.url.base}{path} HTTP/1.1\r\n{self._common}"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        return await self._ask(head.encode() + body, take)
+    async def post(self, path: str, body: bytes, take: Take) -> Answer:
+        """Send JSON, and give `take` each part of the answer's body with the time (perf_counter) at which it came; b""
+        at the head. Raises Unreachable, BadAnswer, ConnectionError, and what `take` raises."""
+        return await self._ask("POST", path, body, take, {"Content-Type": "application/json"})
 
-    async def get(self, path: str) -> tuple[Response, bytes]:
+    async def get(self, path: str) -> tuple[Answer, bytes]:
         """Raises Unreachable, BadAnswer, ConnectionError."""
         parts: list[bytes] = []
-        request = f"GET {self.url.base}{path} HTTP/1.1\r\n{self._common}\r\n".encode()
-        answer = await self._ask(request, lambda _answer, body, _now: parts.append(body))
+        answer = await self._ask("GET", path, None, lambda _answer, body, _now: parts.append(body), {})
         return answer, b"".join(parts)
 
-    async def _ask(self, request: bytes, take: Take) -> Response:
-        while self._free:
-            connection = self._free.pop()
-            if not connection.open:
-                continue
+    async def _ask(self, method: str, path: str, body: bytes | None, take: Take, headers: Mapping[str, str]) -> Answer:
+        for again in (False, True):
+            way = _Way()
             try:
-                return await self._with(connection, request, take)
-            except Idle:
-                break  # once more, on a new one
-        return await self._with(await self._connect(), request, take)
+                async with self._opened().request(
+                    method,
+                    URL(f"{self.url}{path}", encoded=True),
+                    data=body,
+                    headers=headers,
+                    allow_redirects=False,
+                    trace_request_ctx=way,
+                ) as answer:
+                    way.begun = True
+                    take(answer, b"", time.perf_counter())
+                    async for part in answer.content.iter_any():
+                        take(answer, part, time.perf_counter())
+                    return answer
+            except aiohttp.ClientError as e:
+                # A connection that has lain idle may just have been closed: then the request was not read.
+                closed = isinstance(e, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
+                if again or way.begun or not way.reused or not closed:
+                    raise self._told(e) from e
+        raise AssertionError("the second try returns or raises")
 
-    async def _with(self, connection: Connection, request: bytes, take: Take) -> Response:
-        try:
-            return await connection.ask(request, take)
-        finally:  # also when cancelled just as the answer was whole: nobody else would close it
-            if connection.open:
-                self._free.append(connection)
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_reuseconn.append(_reused)
+            trace.on_connection_create_end.append(self._counted)
+            connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_FOR)
+            self._session = open_session(connector, self._timeout, headers=self._headers, traces=(trace,))
+        return self._session
 
-    async def _connect(self) -> Connection:
-        url, loop = self.url, asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._timeout):
-                _, made = await loop.create_connection(Connection, url.host, url.port, ssl=url.secure or None)
-        except TimeoutError:
-            raise Unreachable(f"{url}: no connection within {self._timeout:g} s") from None
-        except OSError as e:
-            raise Unreachable(f"{url}: {e.strerror or e}") from e
+    async def _counted(self, *_: object) -> None:
         self.made += 1
-        return made
+
+    def _told(self, e: aiohttp.ClientError) -> Exception:
+        """An error of aiohttp as one of ours."""
+        if isinstance(e, aiohttp.ConnectionTimeoutError):
+            return Unreachable(f"{self.url}: no connection within {self._timeout:g} s")
+        if isinstance(e, aiohttp.ClientConnectorError):
+            return Unreachable(f"{self.url}: {e.strerror or e.os_error}")
+        if isinstance(e, aiohttp.ClientConnectorCertificateError):
+            return Unreachable(f"{self.url}: its certificate is not trusted ({e.certificate_error})")
+        if isinstance(e, aiohttp.ServerDisconnectedError) and not isinstance(e.message, str):
+            return BadAnswer("the connection was closed in the middle of the head of an answer")
+        if isinstance(e, aiohttp.ServerDisconnectedError):
+            return ConnectionResetError("the server closed the connection instead of answering")
+        if isinstance(e, aiohttp.ClientPayloadError):
+            return BadAnswer(f"the connection was closed in the middle of an answer, or it is no HTTP ({e})"[:300])
+        if isinstance(e, aiohttp.ClientResponseError):
+            return BadAnswer(f"expected an HTTP/1.1 answer; got something else ({e.message})"[:300])
+        return ConnectionResetError(f"the connection broke ({e})")
 
     async def close(self) -> None:
-        for connection in self._free:
-            connection.close()
-        self._free.clear()
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+@dataclass(slots=True)
+class _Way:
+    """Of one request: whether its connection was used before, and whether the head of its answer has come."""
+
+    reused: bool = False
+    begun: bool = False
+
+
+async def _reused(_session: aiohttp.ClientSession, of: Any, _about: object) -> None:
+    of.trace_request_ctx.reused = True
+
+
+def _pairs(headers: Mapping[str, str] | None) -> Sequence[tuple[str, str]]:
+    return [*(headers or {}).items()]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.common.phases import short_duration
-from hibachi.testing.bench.generator import INTERRUPTED, REJECTED, Loaded, Sample
+from hibachi.testing.bench.samples import INTERRUPTED, REJECTED, Loaded, Sample
 
 PERCENTS = (50, 90, 95, 99)
 TIMES = {
