@@ -80,9 +80,7 @@ RULES = {
         third_party="aiohttp msgspec prometheus_client uvicorn yarl",
         not_std="",
     ),
-    "hibachi/offline": Rule(
-        f"{LLM} server.web offline", third_party="aiohttp numpy msgspec typing_extensions", not_std=""
-    ),
+    "hibachi/offline": Rule(f"{LLM} server.web offline", third_party="numpy msgspec typing_extensions", not_std=""),
     # ---- for tests and judges
     "hibachi/testing": Rule("errors common backend testing", third_party="numpy pytest"),
     "hibachi/testing/verify": Rule(f"{LLM} testing.verify", third_party="numpy typing_extensions"),
@@ -159,6 +157,7 @@ OPTIONAL = {
     "matplotlib",
     "pyarrow",
     "tqdm",
+    "aiohttp",
 }
 
 
