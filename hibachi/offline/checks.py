@@ -12,7 +12,7 @@ from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.files.table import Form
 from hibachi.offline.tasks.columns import Columns
-from hibachi.offline.tasks.task import Work
+from hibachi.offline.tasks.task import RowTask
 
 MOST_NAMED = 20  # wrong rows, in a message
 
@@ -24,7 +24,7 @@ def check_form(form: Form) -> None:
         need("pyarrow", f"An output of {what}", BATCH)
 
 
-def check_columns(work: Work, sources: Sources, batch: Batch, *, lines: bool) -> None:
+def check_columns(work: RowTask, sources: Sources, batch: Batch, *, lines: bool) -> None:
     """Are the columns there that `work` reads, and of its types? lines: they are OpenAI's, which say all themselves.
     Raises ConfigError."""
     columns = batch.columns
@@ -54,7 +54,7 @@ def check_names(names: Collection[str], columns: Collection[str] | None) -> None
         )
 
 
-def apart(rows: Iterator[Row], work: Work, prefix: str) -> Iterator[Row]:
+def apart(rows: Iterator[Row], work: RowTask, prefix: str) -> Iterator[Row]:
     """The rows, of which those are errors that have a column with the name of a result: only in JSON is that not known
     of all rows before."""
     fields, names = None, frozenset[str]()
@@ -68,7 +68,7 @@ def apart(rows: Iterator[Row], work: Work, prefix: str) -> Iterator[Row]:
         yield row
 
 
-def validate(work: Work, rows: Iterator[Row]) -> None:
+def validate(work: RowTask, rows: Iterator[Row]) -> None:
     """Read all rows. Raises ConfigError, which names those that cannot be computed."""
     wrong, n = list[str](), 0
     for row in rows:

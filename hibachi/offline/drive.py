@@ -14,7 +14,7 @@ from hibachi.engine.scheduler.compose import Composer
 from hibachi.errors import EngineFailed, HibachiError
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.journal import Journal
-from hibachi.offline.tasks.task import Full, Lost, Prepared, Result, RowError, Work
+from hibachi.offline.tasks.task import Full, Lost, Prepared, Result, RowError, RowTask
 
 WINDOW_ROWS, WINDOW_BYTES = 4096, 64 << 20  # that are read and not started
 ALONE, GIVEN_UP = 2, 3  # losses of the engine after which a row runs alone, and after which it is an error
@@ -71,7 +71,7 @@ class Drive:
     once it is set, no row is started any more, and running rows end by themselves.
     """
 
-    work: Work
+    work: RowTask
     journal: Journal
     rows: Iterator[Row]
     told: Callable[[Counts], object] = lambda counts: None

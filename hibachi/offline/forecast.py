@@ -35,7 +35,7 @@ from hibachi.offline.files.sources import Sources, expand
 from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.choose import names_of
 from hibachi.offline.tasks.lines import are_lines
-from hibachi.offline.tasks.task import Prepared, RowError, Work
+from hibachi.offline.tasks.task import Prepared, RowError, RowTask
 from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork
 from hibachi.request import SamplingParams
 
@@ -115,14 +115,14 @@ def forecast(batch: Batch, *, report: str | None = None, step_time: str | None =
     return found
 
 
-def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
+def _work(batch: Batch, texts: Texts, sources: Sources) -> RowTask:
     """What would compute the rows, on a model that is not loaded."""
     template = template_of(batch.settings.chat_template)
 
     def open_() -> tuple[Texts, str | None]:
         return texts, template
 
-    work: Work
+    work: RowTask
     lines = batch.openai if batch.openai is not None else are_lines(sources.columns)
     if lines:
         need("msgspec", "Lines of OpenAI's batches", BATCH)

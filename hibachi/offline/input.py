@@ -19,7 +19,7 @@ from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources, expand
 from hibachi.offline.files.table import Form
 from hibachi.offline.journal import Journal
-from hibachi.offline.tasks.task import Work
+from hibachi.offline.tasks.task import RowTask
 
 LARGE = 256 << 20  # bytes of an input that takes a while to read
 FEW = 3  # edited rows, in a message
@@ -65,7 +65,7 @@ class Input:
         batch = self._batch
         return self.sources.rows(lambda number: not batch.selects(number) or skip(number), stop=batch.limit)
 
-    def read(self, work: Work, skip: Callable[[int], bool] = lambda number: False) -> Iterator[Row]:
+    def read(self, work: RowTask, skip: Callable[[int], bool] = lambda number: False) -> Iterator[Row]:
         """Of the run, without those that are skipped; but a work that compares rows gets all, and sees those of other
         shards."""
         batch = self._batch
@@ -85,7 +85,7 @@ class Input:
         except InvalidInput:  # said when it is read on: what stands before is computed
             return sources.columns
 
-    def left(self, work: Work, journal: Journal, head: Mapping[str, Any]) -> Iterator[Row]:
+    def left(self, work: RowTask, journal: Journal, head: Mapping[str, Any]) -> Iterator[Row]:
         """The rows that are to be computed. One that was computed when the input was another is compared with what it
         was. head: of this run."""
         suspect = journal.notes.get(SUSPECT, [])
@@ -102,7 +102,7 @@ class Input:
                 journal.forget(row.number)
             yield row
 
-    def edited(self, work: Work, journal: Journal) -> str:
+    def edited(self, work: RowTask, journal: Journal) -> str:
         """The rows that have changed since they were computed, as a line for people."""
         places: list[str] = []
         for row in apart(self.rows(lambda number: not journal.has(number)), work, self._batch.prefix):
@@ -145,7 +145,7 @@ def _expanded(inputs: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(name, [] if name == PIPE else expand([name])) for name in inputs]
 
 
-def _show(work: Work, row: Row) -> None:
+def _show(work: RowTask, row: Row) -> None:
     """A row that is computed elsewhere, or was before."""
     if row.error is None:  # as one that cannot be read is not compared when it is computed
         work.seen(row)

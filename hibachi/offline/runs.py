@@ -30,7 +30,7 @@ from hibachi.offline.place import ERRORS, OUTPUT, Place, check_places
 from hibachi.offline.tasks import fingerprint as told
 from hibachi.offline.tasks.choose import work_of
 from hibachi.offline.tasks.lines import are_lines
-from hibachi.offline.tasks.task import Work
+from hibachi.offline.tasks.task import RowTask
 from hibachi.offline.whole import part_of
 
 RETRY = "retry"  # a note: bytes of the journal when errors were to be computed again
@@ -164,7 +164,7 @@ class _Run:
             return int(os.environ["SOURCE_DATE_EPOCH"])
         return int(time.time() - (time.monotonic() - self._began))
 
-    def _work(self, created: int, *, reading: bool = False) -> Work:
+    def _work(self, created: int, *, reading: bool = False) -> RowTask:
         batch = self._batch
         if batch.url is not None:
             need("aiohttp", "run-batch --url", BATCH)
@@ -183,7 +183,7 @@ class _Run:
             reading=reading,
         )
 
-    def _check_names(self, work: Work) -> None:
+    def _check_names(self, work: RowTask) -> None:
         """Check that result columns do not have names of input columns, which they would hide. Raises ConfigError."""
         if work.carries:
             fields = [*work.fields, CHANGED] if self._batch.accept_changes else work.fields
@@ -191,7 +191,7 @@ class _Run:
 
     # ---- is it the run that the journal is of? -----------------------------------------------------------------
 
-    def _compare(self, head: dict[str, Any], work: Work) -> list[str]:
+    def _compare(self, head: dict[str, Any], work: RowTask) -> list[str]:
         """Compare the run with the journal's; what is the same under another name is taken into `head`. Raises
         ConfigError for a difference, unless changes are accepted.
         """
@@ -271,7 +271,7 @@ class _Run:
 
     # ---- the run -----------------------------------------------------------------------------------------------
 
-    def _compute(self, work: Work, head: dict[str, Any], changed: list[str]) -> Done:
+    def _compute(self, work: RowTask, head: dict[str, Any], changed: list[str]) -> Done:
         batch, journal = self._batch, self._journal
         left = self._input.left(work, journal, head)
         first = next(left, None)
@@ -309,7 +309,7 @@ class _Run:
         output = self._write(work) if piece is None else self._end_pipe(piece)
         return self._done("done", drive.counts, output.written, output.failed, remarks=dict(output.remarks))
 
-    def _open(self, work: Work, head: dict[str, Any], changed: list[str]) -> bool:
+    def _open(self, work: RowTask, head: dict[str, Any], changed: list[str]) -> bool:
         """Load the model, and note what makes the run from now on. True means it is not the engine that it was, and the
         run is to begin anew."""
         opened = work.open()
@@ -333,7 +333,7 @@ class _Run:
 
     # ---- out ---------------------------------------------------------------------------------------------------
 
-    def _output(self, file: BinaryIO, work: Work) -> Output:
+    def _output(self, file: BinaryIO, work: RowTask) -> Output:
         journal = self._journal
         last = journal.heads[-1]
         marks: list[str | None] | None = None
@@ -353,7 +353,7 @@ class _Run:
             limit=self._batch.limit,
         )
 
-    def _write(self, work: Work) -> Output:
+    def _write(self, work: RowTask) -> Output:
         assert self._place is not None
         self._write_errors()
 
@@ -410,7 +410,7 @@ class _Run:
         )
 
 
-def _close(work: Work, error: object, *_: object) -> None:
+def _close(work: RowTask, error: object, *_: object) -> None:
     """After an error, which may be the second Ctrl-C, nothing that still runs is waited for."""
     if error is not None:
         work.abandon()

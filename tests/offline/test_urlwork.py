@@ -26,11 +26,11 @@ from hibachi.llm.dialects.openai.bodies import Bounds, CompletionBody, read  # n
 from hibachi.llm.own import open_texts  # noqa: E402
 from hibachi.offline.files.rows import Row  # noqa: E402
 from hibachi.offline.settings import settle  # noqa: E402
-from hibachi.offline.tasks import sending, urlwork  # noqa: E402
+from hibachi.offline.tasks import sender, urlwork  # noqa: E402
 from hibachi.offline.tasks.columns import Columns  # noqa: E402
 from hibachi.offline.tasks.lines import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
 from hibachi.offline.tasks.openai import OpenAIWork  # noqa: E402
-from hibachi.offline.tasks.sending import Patience, refusal  # noqa: E402
+from hibachi.offline.tasks.sender import Patience, refusal  # noqa: E402
 from hibachi.offline.tasks.task import Lost, RowError  # noqa: E402
 from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork  # noqa: E402
 from hibachi.offline.tasks.urlbase import Server, Used, begins, signed, used_of  # noqa: E402
@@ -595,7 +595,7 @@ def test_a_server_that_comes_back_as_another_ends_the_run():
 @pytest.mark.parametrize("after", ["1", "Fri, 01 Jan 2100 00:00:00 GMT"])
 def test_retry_after_is_honoured(after, monkeypatch):
     slept = []
-    monkeypatch.setattr(sending, "LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr(sender, "LONGEST_PAUSE", 0.3)
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda s, *a: (slept.append(s), sleep(min(s, 0.3), *a))[1])
     said = (429, b"", {"Retry-After": after})
@@ -686,7 +686,7 @@ def test_no_part_of_a_key_is_told():
 
 
 def test_a_huge_answer_is_bounded(monkeypatch):
-    monkeypatch.setattr(sending, "LARGEST", 10_000)
+    monkeypatch.setattr(sender, "LARGEST", 10_000)
     with (
         Mock(lambda p, body, n: (200, completion("x" * 20_000 if body["prompt"] == "big" else "fine"))) as mock,
         opened(mock.url) as work,

@@ -22,7 +22,7 @@ from hibachi.offline.files.rows import BATCH
 from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.columns import Columns
 from hibachi.offline.tasks.ownwork import ForwardWork, TokenWork
-from hibachi.offline.tasks.task import Work
+from hibachi.offline.tasks.task import RowTask
 from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork
 
 Task = Literal["generate", "embed", "forward"]
@@ -41,7 +41,7 @@ def work_of(
     created: int = 0,
     token_ids: bool = False,
     reading: bool = False,
-) -> Work:
+) -> RowTask:
     """lines: OpenAI's. names: that such lines may call the model by. created: Unix time in seconds of the run's start.
     reading: it is only to judge rows, so no model is made to learn what it returns. Raises ConfigError, MissingExtra.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from hibachi.errors import ConfigError, InvalidRequest, shown
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.talking import CHATS, NO_OPTIONS, ChatOptions, without_nulls
+from hibachi.offline.tasks.chat_rows import CHATS, NO_OPTIONS, ChatOptions, without_nulls
 from hibachi.request import SamplingParams
 
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named

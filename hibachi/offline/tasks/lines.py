@@ -17,6 +17,7 @@ from hibachi.llm.dialects.errors import Refused, as_refused
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.duplicates import Seen
+from hibachi.offline.tasks.task import RowError
 
 MUST = ("custom_id", "url", "body")  # columns by which such lines are known
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -143,3 +144,24 @@ def refusal_of(error: HibachiError) -> Refused:
     """With all that is known of it, as nobody else reads it."""
     found = as_refused(error)
     return Refused(str(error), status=found.status, kind=found.kind, param=found.param, code=found.code)
+
+
+class LineRows:
+    """What tasks have in common whose rows are such lines, whatever computes them."""
+
+    carries, compares = False, True
+    fields: Sequence[Field] = FIELDS
+    _lines: Lines
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        self._lines.check(columns)
+
+    def seen(self, row: Row) -> None:
+        self._lines.seen(row)
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        why = Refused(f"{row.place}: {message}", code="invalid_json")
+        return self._lines.refused(row.number, row.values, why)
+
+    def _failed(self, number: int, values: Mapping[str, Any], error: HibachiError) -> RowError:
+        return RowError(str(error), self._lines.refused(number, values, refusal_of(error)))

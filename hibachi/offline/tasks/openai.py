@@ -11,7 +11,7 @@ from hibachi.backend.array_backend import HostArray
 from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.scheduler.compose import blocks_of
 from hibachi.engine.streams.stream import Item, ItemStream
-from hibachi.errors import HibachiError, shown
+from hibachi.errors import shown
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.llm.dialects.forms import said_by
@@ -25,14 +25,13 @@ from hibachi.llm.dialects.vectors import shortened
 from hibachi.llm.remote.identity import system_fingerprint
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import TextStream
-from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.answering import Answering, body_of, check, words
+from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
 from hibachi.offline.tasks.fingerprint import told_of
-from hibachi.offline.tasks.lines import EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.tasks.handler import Answering, body_of, check, words
+from hibachi.offline.tasks.lines import EMBEDDINGS, URLS, LineRows, Lines
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.offline.tasks.textwork import Feeding, Opens
-from hibachi.offline.tasks.watched import Watching, judged, why_not
 
 _ROWS = 1 << 14  # continuations of one line
 
@@ -54,12 +53,9 @@ class _Ready:
         return self.writer.streams if self.writer is not None else []
 
 
-class OpenAIWork(Watching[Texts]):
+class OpenAIWork(LineRows, EngineTask[Texts]):
     """Answers lines by a model. names: that a body may call the model by. model: whose fingerprint answers bear; None:
     none. parsers: how the format of tool calls and reasoning is chosen."""
-
-    carries, compares = False, True
-    fields: Sequence[Field] = FIELDS
 
     def __init__(
         self,
@@ -77,9 +73,6 @@ class OpenAIWork(Watching[Texts]):
         self._fingerprint: str | None = None
         self._lines = Lines(seed, created)
         self._bounds = Bounds(n=_ROWS, prompts=_ROWS, logprobs=1 << 20, stop=1024, rows=_ROWS, token_ids=1 << 20)
-
-    def check(self, columns: Sequence[str] | None) -> None:
-        self._lines.check(columns)
 
     def open(self) -> Told:
         self._serving, template = self._open()
@@ -111,16 +104,6 @@ class OpenAIWork(Watching[Texts]):
                 check(url, body, self._bounds)
 
         return why_not(row, read)
-
-    def seen(self, row: Row) -> None:
-        self._lines.seen(row)
-
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        why = Refused(f"{row.place}: {message}", code="invalid_json")
-        return self._lines.refused(row.number, row.values, why)
-
-    def _failed(self, number: int, values: Mapping[str, Any], error: HibachiError) -> RowError:
-        return RowError(str(error), self._lines.refused(number, values, refusal_of(error)))
 
     def prepare(self, row: Row) -> Prepared:
         with judged(partial(self._failed, row.number, row.values)):

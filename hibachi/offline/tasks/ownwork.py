@@ -20,13 +20,12 @@ from hibachi.llm.tokens import Tokens
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.columns import Asking, Columns
-from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
-from hibachi.offline.tasks.watched import Watching, judged, why_not
+from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
+from hibachi.offline.tasks.task import ColumnRows, Prepared, Result, RowError, Told
 from hibachi.request import DRAWN, SamplingParams
 
 
-class _OwnWork(Watching[Tokens]):
-    carries, compares = True, False
+class _OwnWork(ColumnRows, EngineTask[Tokens]):
     fields: Sequence[Field]
     places: int
     feedforward: bool
@@ -77,15 +76,6 @@ class _OwnWork(Watching[Tokens]):
 
     def wrong(self, row: Row) -> str | None:
         return why_not(row, lambda: self._input(row))
-
-    def seen(self, row: Row) -> None:
-        pass
-
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        return {"error": message}
-
-    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
-        return RowError(message)
 
     def _input(self, row: Row) -> tuple[HostArray, SamplingParams]:
         asked = self._asking.read(row)

@@ -14,7 +14,7 @@ from hibachi.offline.files.rows import Row
 @dataclass(slots=True)
 class Prepared:
     """A row that can be computed. key: the beginning of its prompt, in blocks, for rows that share it. longest: tokens
-    of prompt and answer, as far as known. size: about how many bytes it holds. what: for the `Work` that made it.
+    of prompt and answer, as far as known. size: about how many bytes it holds. what: for the `RowTask` that made it.
 
     For a plan, as far as a tokenizer here tells: prompt_tokens, of all its prompts; new_tokens, of all its answers, at
     most; longest_answer, of one of them.
@@ -31,8 +31,8 @@ class Prepared:
 
 @dataclass(slots=True)
 class Result:
-    """The result of a row. values: by the names of `Work.fields`, as JSON holds them. Tokens: of the prompt, of these
-    those found in the cache, and new ones.
+    """The result of a row. values: by the names of `RowTask.fields`, as JSON holds them. Tokens: of the prompt, of
+    these those found in the cache, and new ones.
     """
 
     values: dict[str, Any]
@@ -67,7 +67,19 @@ class Told:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Work(Protocol):
+class ColumnRows:
+    """What tasks have in common whose rows are read by their columns."""
+
+    carries, compares = True, False
+
+    def seen(self, row: Row) -> None:
+        pass
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        return {"error": message}
+
+
+class RowTask(Protocol):
     """Computes rows, several at a time. Called by one thread.
 
     fields: the columns of its results. places: rows that may be started and not taken. carries: an output row has the

@@ -22,12 +22,12 @@ from hibachi.llm.textstream import Logprobs, Piece, TextChoice, TextStream
 from hibachi.llm.tokenizers.own import NoTokenizer
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
+from hibachi.offline.tasks.chat_rows import Answers, continuation_of
 from hibachi.offline.tasks.columns import Asked, Asking, Columns
+from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
 from hibachi.offline.tasks.fingerprint import told_of
 from hibachi.offline.tasks.lines import id_of
-from hibachi.offline.tasks.talking import Answers, continuation_of
-from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
-from hibachi.offline.tasks.watched import Watching, judged, why_not
+from hibachi.offline.tasks.task import ColumnRows, Prepared, Result, Told
 from hibachi.request import SamplingParams
 
 MOST_MESSAGES = 4096  # of a conversation
@@ -42,7 +42,7 @@ class _Ready:
     chat: Chat | None  # how its answer is read
 
 
-class TextWork(Watching[Texts]):
+class TextWork(ColumnRows, EngineTask[Texts]):
     """Continuations of prompts.
 
     The columns of a result: output, finish_reason, prompt_tokens, completion_tokens, error; of chats also reasoning, by
@@ -54,8 +54,6 @@ class TextWork(Watching[Texts]):
     the run's start, which chat templates take for the present. parsers: how the format of tool calls and reasoning is
     chosen.
     """
-
-    carries, compares = True, False
 
     def __init__(
         self,
@@ -116,12 +114,6 @@ class TextWork(Watching[Texts]):
     def wrong(self, row: Row) -> str | None:
         return why_not(row, lambda: self._asking.read(row))
 
-    def seen(self, row: Row) -> None:
-        pass
-
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        return {"error": message}
-
     def prepare(self, row: Row) -> Prepared:
         with judged():
             asked = self._asking.read(row)
@@ -157,9 +149,6 @@ class TextWork(Watching[Texts]):
                 f"The prompt has {n} tokens, and this model's context holds {most}, at least one of them new. "
                 f"Shorten it."
             )
-
-    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
-        return RowError(message)
 
     def start(self, number: int, prepared: Prepared) -> None:
         ready: _Ready = prepared.what

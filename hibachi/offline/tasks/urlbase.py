@@ -18,8 +18,7 @@ from hibachi.errors import ConfigError, EngineFailed, InvalidRequest, shown
 from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.format import Field
-from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.sending import DENIED, MAY_PASS, Patience, Sender, denied
+from hibachi.offline.tasks.sender import DENIED, MAY_PASS, Patience, Sender, denied
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.server.web.client import BadAnswer, Unreachable, Url
 
@@ -86,7 +85,6 @@ class _Away(Exception):
 class UrlWork:
     """What all kinds of rows share: requests out, answers in, a server that comes and goes."""
 
-    carries, compares = True, False
     fields: Sequence[Field] = ()
 
     def __init__(self, server: Server) -> None:
@@ -104,12 +102,6 @@ class UrlWork:
 
     def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
         return RowError(str(why))
-
-    def seen(self, row: Row) -> None:
-        pass
-
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        return {"error": message}
 
     # ---- the server --------------------------------------------------------------------------------------------------
 

@@ -9,22 +9,20 @@ from functools import partial
 from typing import Any
 
 from hibachi.engine.sampling.uniforms import fork
-from hibachi.errors import HibachiError
 from hibachi.llm.dialects.errors import SERVER, Refused
-from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
+from hibachi.offline.tasks.answer_ids import alone, rename_chat, rename_message, rename_response, renaming
+from hibachi.offline.tasks.engine_task import judged, why_not
 from hibachi.offline.tasks.lines import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    FIELDS,
     MESSAGES,
     RESPONSES,
     URLS,
+    LineRows,
     Lines,
-    refusal_of,
 )
-from hibachi.offline.tasks.sameanswers import alone, rename_chat, rename_message, rename_response, renaming
 from hibachi.offline.tasks.task import Prepared, Result, RowError
 from hibachi.offline.tasks.urlbase import (
     Answer,
@@ -38,7 +36,6 @@ from hibachi.offline.tasks.urlbase import (
     signed,
     used_of,
 )
-from hibachi.offline.tasks.watched import judged, why_not
 
 _PROMPTS = {
     COMPLETIONS: "prompt",
@@ -71,18 +68,12 @@ class _Line:
     alias: str | None
 
 
-class UrlLines(UrlWork):
+class UrlLines(LineRows, UrlWork):
     """Has lines answered. names: that a body may call the model by, besides what the server calls it."""
-
-    carries, compares = False, True
-    fields: Sequence[Field] = FIELDS
 
     def __init__(self, server: Server, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
         super().__init__(server)
         self._names, self._lines = names, Lines(seed, created)
-
-    def check(self, columns: Sequence[str] | None) -> None:
-        self._lines.check(columns)
 
     def wrong(self, row: Row) -> str | None:
         def read() -> None:
@@ -94,18 +85,8 @@ class UrlLines(UrlWork):
 
         return why_not(row, read)
 
-    def seen(self, row: Row) -> None:
-        self._lines.seen(row)
-
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        why = Refused(f"{row.place}: {message}", code="invalid_json")
-        return self._lines.refused(row.number, row.values, why)
-
     def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
         return self._failed(number, ready.about.custom, why)
-
-    def _failed(self, number: int, values: Mapping[str, Any], error: HibachiError) -> RowError:
-        return RowError(str(error), self._lines.refused(number, values, refusal_of(error)))
 
     def prepare(self, row: Row) -> Prepared:
         with judged(partial(self._failed, row.number, row.values)):

@@ -17,12 +17,13 @@ from hibachi.llm.remote.settings import parsers_of
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.settings import BatchSettings
+from hibachi.offline.tasks.answer_ids import CallId, rename_chat, renaming
+from hibachi.offline.tasks.chat_rows import Answers, Continuation, continuation_in
 from hibachi.offline.tasks.columns import Asked, Asking, Columns
+from hibachi.offline.tasks.engine_task import judged, why_not
 from hibachi.offline.tasks.lines import id_of
-from hibachi.offline.tasks.sameanswers import CallId, rename_chat, renaming
-from hibachi.offline.tasks.sending import Patience
-from hibachi.offline.tasks.talking import Answers, Continuation, continuation_in
-from hibachi.offline.tasks.task import Prepared, Result, RowError, Work
+from hibachi.offline.tasks.sender import Patience
+from hibachi.offline.tasks.task import ColumnRows, Prepared, Result, RowError, RowTask
 from hibachi.offline.tasks.urlbase import (
     CHAT,
     COMPLETIONS,
@@ -42,7 +43,6 @@ from hibachi.offline.tasks.urlbase import (
     used_of,
     vectors_of,
 )
-from hibachi.offline.tasks.watched import judged, why_not
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
@@ -68,7 +68,7 @@ class AsksRows(Asks, Protocol):
     def served_names(self) -> Sequence[str]: ...
 
 
-def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience | None = None) -> Work:
+def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience | None = None) -> RowTask:
     """lines: OpenAI's. created: Unix time in seconds of the run's start. Raises ConfigError, MissingExtra."""
     server = Server.of(batch, patience or replace(PATIENT, timeout=batch.request_timeout))
     if lines:
@@ -84,7 +84,7 @@ def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience |
     return UrlText(server, batch.columns, seed=batch.seed, token_ids=batch.token_ids, parsers=parsers)
 
 
-class UrlRows(UrlWork):
+class UrlRows(ColumnRows, UrlWork):
     """Rows by their columns."""
 
     def __init__(self, server: Server, columns: Columns) -> None:

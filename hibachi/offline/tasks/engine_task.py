@@ -11,7 +11,7 @@ from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import EngineClosed, EngineFailed, HibachiError, QueueFull
 from hibachi.llm.gather import Gather
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.task import Full, Lost, RowError
+from hibachi.offline.tasks.task import Full, Lost, Prepared, RowError
 
 Feed = Callable[[int, list[Any]], object]
 
@@ -22,7 +22,7 @@ def plain(error: HibachiError) -> RowError:
 
 @contextmanager
 def judged(failed: Callable[[HibachiError], RowError] = plain) -> Iterator[None]:
-    """Errors become those that a `Work` raises. failed: makes the error of a row."""
+    """Errors become those that a `RowTask` raises. failed: makes the error of a row."""
     try:
         yield
     except (EngineFailed, EngineClosed) as e:  # the whole engine, and not this request
@@ -33,7 +33,7 @@ def judged(failed: Callable[[HibachiError], RowError] = plain) -> Iterator[None]
         raise failed(e) from e
 
 
-class Watched:
+class RowStreams:
     """The streams of the rows that were started."""
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class Serves(Protocol):
 E = TypeVar("E", bound=Serves)
 
 
-class Watching(Generic[E]):
-    """What the works on an engine have of `Work` in common."""
+class EngineTask(Generic[E]):
+    """What the works on an engine have of `RowTask` in common."""
 
     def __init__(self) -> None:
-        self._watched = Watched()
+        self._watched = RowStreams()
         self._started: dict[int, Any] = {}  # what is known of each row that was started and not taken
         self._serving: E | None = None
 
@@ -108,6 +108,9 @@ class Watching(Generic[E]):
             del self._started[number]
         return found
 
+    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        return RowError(message)
+
     def close(self) -> None:
         self._watched.abandon()
         if self._serving is not None:
@@ -125,7 +128,7 @@ def _waits(stream: ItemStream[Any]) -> bool:
 
 
 def why_not(row: Row, read: Callable[[], object]) -> str | None:
-    """For `Work.wrong`. read: raises the error of the row."""
+    """For `RowTask.wrong`. read: raises the error of the row."""
     try:
         read()
     except HibachiError as e:
