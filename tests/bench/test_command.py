@@ -79,7 +79,6 @@ def test_a_work_as_a_file(tmp_path, capsys):
         (["growth", "--contexts", "4000"], 1, "no room for a context of 4000"),
         (["growth", "--rounds", "0"], 2, "must be at least 1"),
         (["growth", "--kernels", "nowhere.json"], 1, "There is no file nowhere.json to take kernels from"),
-        (["fit", "--kernels", "nowhere.json"], 1, "There is no file nowhere.json to take kernels from"),
         (["work", "W1", "x", "--vocab-size", "2"], 1, "more than 3 tokens"),
         (["model", "x", "--shape", "1t"], 2, "invalid choice"),
         ([], 2, "WHAT"),
@@ -108,3 +107,8 @@ def test_what_is_in_a_checkout_only(words, said, capsys):
     assert hibachi(words) == 1
     told = capsys.readouterr()
     assert said in told.err and not told.out
+
+
+def test_a_file_of_kernels_that_is_not_there(capsys):
+    assert hibachi(["bench", "fit", "--kernels", "nowhere.json"]) == 1
+    assert "There is no file nowhere.json to take kernels from" in capsys.readouterr().err
