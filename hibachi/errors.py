@@ -35,12 +35,30 @@ from the call that made it) and never touch another request.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
 
 MOST_SHOWN = 200  # characters of a value that a message repeats
 MOST_WORDS = 2000  # characters of another library's message
 # Characters that steer a terminal (C0, DEL, C1), ends a line, or turns the order of what is shown around.
 _STEERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+FieldPath: TypeAlias = tuple[str | int, ...]
+"""Where a field stands in a request, such as ("tools", 3, "name")."""
+Words: TypeAlias = tuple[str | FieldPath, ...]
+"""A message, in which fields are paths and everything else is text: what callers named is never taken for a field."""
+
+
+def place_of(path: FieldPath) -> str:
+    """A path as it is written, such as "tools[3].name". "..." is any key of a mapping."""
+    steps = (f"[{step}]" if isinstance(step, int) or step == "..." else f".{step}" for step in path)
+    return "".join(steps).removeprefix(".")
+
+
+def message_of(words: Words, write: Callable[[FieldPath], str] = place_of) -> str:
+    """A message as one text. write: writes paths."""
+    return "".join(part if isinstance(part, str) else write(part) for part in words)
 
 
 class HibachiError(Exception):
@@ -125,7 +143,30 @@ class ModelError(ModelFault):
 
 
 class RequestError(HibachiError):
-    """A request was refused by the call that made it, or ran out of time."""
+    """A request was refused by the call that made it, or ran out of time.
+
+    path: of the field that is at fault; None means that it is not known. words: the message. parts: the same; () where
+    it is one text.
+    """
+
+    path: FieldPath | None = None
+    parts: Words = ()
+
+    @classmethod
+    def at(cls, path: FieldPath, *words: str | FieldPath) -> Self:
+        """An error about a field. Its message begins with the field, and goes on with `words`."""
+        return cls.about(path, path, *words)
+
+    @classmethod
+    def about(cls, path: FieldPath, *words: str | FieldPath) -> Self:
+        """An error about a field, whose message is `words`."""
+        error = cls(message_of(words))
+        error.path, error.parts = path, words
+        return error
+
+    @property
+    def words(self) -> Words:
+        return self.parts or (str(self),)
 
 
 class InvalidRequest(RequestError, ValueError):

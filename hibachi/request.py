@@ -30,7 +30,7 @@ class Finish(StrEnum):
 
 def _check(ok: bool, name: str, expected: str, got: object) -> None:
     if not ok:
-        raise InvalidRequest(f"{name} must be {expected}; got {shown(got)}.")
+        raise InvalidRequest.at((name,), f" must be {expected}; got {shown(got)}.")
 
 
 def _tuple(x: object) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def _codebooks(p: SamplingParams) -> None:
         try:
             bare = SamplingParams(**changes)
         except InvalidRequest as e:
-            raise InvalidRequest(f"codebooks number {i}: {e}") from None
+            raise InvalidRequest.at(("codebooks",), f" number {i}: ", *e.words) from None
         found.append(tuple((name, getattr(bare, name)) for name in changes))
     object.__setattr__(p, "codebooks", tuple(found))
 
@@ -473,7 +473,7 @@ class StopRule:
             object.__setattr__(self, "tokens", tuple(self.tokens))
         except BaseException as e:
             expected = "a sequence of tokens, such as [3, 4]"
-            raise InvalidRequest(f"tokens must be {expected}; got {type(self.tokens).__qualname__}.") from e
+            raise InvalidRequest.at(("tokens",), f" must be {expected}; got {type(self.tokens).__qualname__}.") from e
         _check(self.where is None or callable(self.where), "where", "a callable (or None)", self.where)
         _check(_is_real(self.atol) and self.atol >= 0, "atol", "a finite number >= 0", self.atol)
 

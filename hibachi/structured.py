@@ -15,6 +15,7 @@ FORMS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
 MOST_BYTES = 2**20  # of UTF-8, in all
 MOST_CHOICES = 2**15
 AT_ONCE = 2**16  # characters of a schema, which take some milliseconds to read
+_PATH = ("structured_outputs",)
 
 
 @spelled_fields
@@ -48,7 +49,7 @@ class StructuredOutputs:
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = ", ".join(given) or "none of them"
-            raise InvalidRequest(f"structured_outputs must have exactly one of {', '.join(FORMS)}; got {got}.")
+            raise InvalidRequest.at(_PATH, f" must have exactly one of {', '.join(FORMS)}; got {got}.")
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         for name in ("regex", "grammar", "whitespace_pattern"):
@@ -58,13 +59,12 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts(self.choice))
         if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
-            raise InvalidRequest(f"structured_outputs.whitespace_pattern is for JSON; got {self.kind} beside it.")
+            raise InvalidRequest.at((*_PATH, "whitespace_pattern"), f" is for JSON; got {self.kind} beside it.")
         if self.one_of_as_any_of and self.kind != "json":
-            raise InvalidRequest(f"structured_outputs.one_of_as_any_of is for json; got {self.kind} beside it.")
+            raise InvalidRequest.at((*_PATH, "one_of_as_any_of"), f" is for json; got {self.kind} beside it.")
         if (size := _size(self.text) + _size(self.whitespace_pattern or "")) > MOST_BYTES:
-            raise InvalidRequest(
-                f"structured_outputs.{self.kind} must have at most {MOST_BYTES} bytes of UTF-8; got {size}. Make it "
-                f"smaller."
+            raise InvalidRequest.at(
+                (*_PATH, self.kind), f" must have at most {MOST_BYTES} bytes of UTF-8; got {size}. Make it smaller."
             )
 
     @property
@@ -86,29 +86,27 @@ def as_structured(given: Any) -> StructuredOutputs | None:
     if given is None or isinstance(given, StructuredOutputs):
         return given
     if not isinstance(given, Mapping):
-        raise InvalidRequest(
-            f"structured_outputs must be a StructuredOutputs or a mapping (or None); got {shown(given)}."
-        )
+        raise InvalidRequest.at(_PATH, f" must be a StructuredOutputs or a mapping (or None); got {shown(given)}.")
     known = [f.name for f in fields(StructuredOutputs)]
     try:
         found = dict(given)
     except Exception:  # of a class of the caller's own
-        raise InvalidRequest(f"structured_outputs must be a mapping that can be read; got {shown(given)}.") from None
+        raise InvalidRequest.at(_PATH, f" must be a mapping that can be read; got {shown(given)}.") from None
     if others := [name for name in found if name not in known]:
-        raise InvalidRequest(f"structured_outputs has no field {shown(others[0])}; it has {', '.join(known)}.")
+        raise InvalidRequest.at(_PATH, f" has no field {shown(others[0])}; it has {', '.join(known)}.")
     return StructuredOutputs(**found)
 
 
 def _check(ok: bool, name: str, expected: str, got: object) -> None:
     if not ok:
-        raise InvalidRequest(f"structured_outputs.{name} must be {expected}; got {shown(got)}.")
+        raise InvalidRequest.at((*_PATH, name), f" must be {expected}; got {shown(got)}.")
 
 
 def _size(text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest("structured_outputs must be valid Unicode; got a lone surrogate. Remove it.") from None
+        raise InvalidRequest.at(_PATH, " must be valid Unicode; got a lone surrogate. Remove it.") from None
 
 
 def _schema(given: Any) -> str:
@@ -120,9 +118,9 @@ def _schema(given: Any) -> str:
         found = json.loads(given) if isinstance(given, str) else given
         return json.dumps(found, ensure_ascii=False, separators=(",", ":"), default=_mapping)
     except RecursionError:
-        raise InvalidRequest("structured_outputs.json is nested too deep. Make it flatter.") from None
+        raise InvalidRequest.at((*_PATH, "json"), " is nested too deep. Make it flatter.") from None
     except Exception as e:  # what is no data, or a class of the caller's own
-        raise InvalidRequest(f"structured_outputs.json must be a JSON schema; {type(e).__name__}: {e}.") from e
+        raise InvalidRequest.at((*_PATH, "json"), f" must be a JSON schema; {type(e).__name__}: {e}.") from e
 
 
 def _mapping(given: Any) -> Any:

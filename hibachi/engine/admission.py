@@ -64,15 +64,17 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
         if facts.eos_ids and not params.ignore_eos:  # ignore_eos, so that nothing adds them once more
             params = params.with_(stop_token_ids=(*params.stop_token_ids, *facts.eos_ids), ignore_eos=True)
         if request.embeds is not None and params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
+            raise InvalidRequest.at(
+                ("prompt_logprobs",), " needs a prompt of tokens; got prompt_embeds. Leave one of them out."
+            )
         limit = params.max_tokens if limit is None else limit
     if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
-        raise InvalidRequest(f"max_tokens must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
+        raise InvalidRequest.at(("max_tokens",), f" must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
     shows = request.include_stop
     if shows is None:
         shows = None if params is None else params.include_stop
     elif not isinstance(shows, (bool, np.bool_)):
-        raise InvalidRequest(f"include_stop must be True, False or None; got {type(shows).__qualname__}.")
+        raise InvalidRequest.at(("include_stop",), f" must be True, False or None; got {type(shows).__qualname__}.")
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
         _check_codebooks(params, facts.codebooks)
@@ -149,22 +151,25 @@ def _check_codebooks(params: SamplingParams, codebooks: int | None) -> None:
     """Check parameters for tokens of several codebooks, or of one. Raises InvalidRequest."""
     if codebooks is None:
         if params.codebooks:
-            raise InvalidRequest(
-                f"codebooks is for models whose tokens have several; got {len(params.codebooks)} mappings for a model "
-                f"whose tokens are single ids. Leave it out."
+            raise InvalidRequest.at(
+                ("codebooks",),
+                f" is for models whose tokens have several; got {len(params.codebooks)} mappings for a model "
+                f"whose tokens are single ids. Leave it out.",
             )
         return
     if params.codebooks and len(params.codebooks) != codebooks:
-        raise InvalidRequest(
-            f"codebooks must be one mapping for each of {codebooks} codebooks; got {len(params.codebooks)}. {{}} is "
-            f"one that changes nothing."
+        raise InvalidRequest.at(
+            ("codebooks",),
+            f" must be one mapping for each of {codebooks} codebooks; got {len(params.codebooks)}. {{}} is "
+            f"one that changes nothing.",
         )
     for name in _OF_ONE_ID:
         if (got := getattr(params, name)) != getattr(_PLAIN, name):
             mend = "Pass stop_rule=, which sees whole tokens." if name == "stop_token_ids" else "Leave it out."
-            raise InvalidRequest(
-                f"{name} is for tokens that are single ids; got {shown(got)} for a model whose tokens have "
-                f"{codebooks} codebooks. {mend}"
+            raise InvalidRequest.at(
+                (name,),
+                f" is for tokens that are single ids; got {shown(got)} for a model whose tokens have "
+                f"{codebooks} codebooks. {mend}",
             )
 
 
@@ -174,13 +179,16 @@ def _inputs(request: Request, facts: Facts) -> dict[str, HostArray] | None:
     if declared.keys() != given.keys():
         expected = ", ".join(declared) or "none, as the model declares no `inputs`"
         got = ", ".join(given) if len(given) < MOST_NAMES else f"{len(given)} names"
-        raise InvalidRequest(f"inputs must have the arrays {expected}; got {got or 'none'}.")
+        raise InvalidRequest.at(("inputs",), f" must have the arrays {expected}; got {got or 'none'}.")
     found = {}
     for name, one in declared.items():
         host = host_of(given[name], name)
         if one.per == "position" and host.ndim:
             host = host[: facts.limits.max_model_len]  # no request has more positions
-        found[name] = fits(host, one, f"inputs[{name!r}]", InvalidRequest)
+        try:
+            found[name] = fits(host, one, f"inputs[{name!r}]", InvalidRequest)
+        except InvalidRequest as e:
+            raise InvalidRequest.about(("inputs", name), str(e)) from None
     return found or None
 
 
@@ -189,13 +197,13 @@ def _by_name(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise InvalidRequest(f"inputs must be a mapping, {{name: array}}; got {shown(given)}.")
+        raise InvalidRequest.at(("inputs",), f" must be a mapping, {{name: array}}; got {shown(given)}.")
     try:
         found = dict(given)
     except Exception as e:  # of a class of the caller's own
-        raise InvalidRequest(f"inputs must be a mapping that can be read; got {text_of(e)}.") from e
+        raise InvalidRequest.at(("inputs",), f" must be a mapping that can be read; got {text_of(e)}.") from e
     if not all(isinstance(name, str) for name in found):
-        raise InvalidRequest(f"inputs must be a mapping, {{name: array}}; got {shown(given)}.")
+        raise InvalidRequest.at(("inputs",), f" must be a mapping, {{name: array}}; got {shown(given)}.")
     return {str.__str__(name): array for name, array in found.items()}
 
 
@@ -204,7 +212,9 @@ def host_of(given: Any, name: str) -> HostArray:
     try:
         host = to_host(given)
     except Exception as e:  # of a class of the caller's own, or an array without data
-        raise InvalidRequest(f"inputs[{name!r}] must be an array of numbers; got {text_of(e)}.") from e
+        raise InvalidRequest.about(
+            ("inputs", name), f"inputs[{name!r}] must be an array of numbers; got {text_of(e)}."
+        ) from e
     # Floats that NumPy lacks, such as bfloat16; libraries bring them.
     return host.astype(np.float32) if host.dtype.kind == "V" and "float" in host.dtype.name else host
 
@@ -217,9 +227,10 @@ def _covered(given: Mapping[str, HostArray] | None, facts: Facts, n: int, limit:
         if facts.inputs[name].per == "position":
             most = len(array) + 1 - n  # the last token is never computed
             if most < 1 or (limit is not None and limit > most):
-                raise InvalidRequest(
+                raise InvalidRequest.about(
+                    ("inputs", name),
                     f"inputs[{name!r}] must reach over the {n} tokens of the prompt and all new ones but the last: "
-                    f"expected {n + (limit or 1) - 1} positions; got {len(array)}. Send more, or set max_tokens."
+                    f"expected {n + (limit or 1) - 1} positions; got {len(array)}. Send more, or set max_tokens.",
                 )
             limit = most if limit is None else limit
     return limit
@@ -250,17 +261,19 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
     bias = dict(params.logit_bias)
     for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
         if ids and max(ids) >= vocab:
-            raise InvalidRequest(
-                f"{name} must name token ids from 0 to {vocab - 1} (the model's vocabulary); got "
-                f"{max(ids)}. Is this the tokenizer of this model?"
+            raise InvalidRequest.at(
+                (name,),
+                f" must name token ids from 0 to {vocab - 1} (the model's vocabulary); got "
+                f"{max(ids)}. Is this the tokenizer of this model?",
             )
     if limit is not None and params.min_tokens > limit:
-        raise InvalidRequest(f"min_tokens must be at most max_tokens, {limit}; got {params.min_tokens}.")
+        raise InvalidRequest.at(("min_tokens",), f" must be at most max_tokens, {limit}; got {params.min_tokens}.")
     if params.prompt_logprobs is not None and not cached:
-        raise InvalidRequest(
-            f"prompt_logprobs needs a model with a cache (level 2), which sees each token once; got "
+        raise InvalidRequest.at(
+            ("prompt_logprobs",),
+            f" needs a model with a cache (level 2), which sees each token once; got "
             f"prompt_logprobs={params.prompt_logprobs} for one without. Leave it out, or give the model `cache_spec` "
-            f"and `step`."
+            f"and `step`.",
         )
 
 

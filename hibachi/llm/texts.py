@@ -395,9 +395,10 @@ class Texts(Holding):
         """The checked requests for one prompt: one for each continuation."""
         if (p.stop or p.bad_words) and isinstance(self.tokenizer, NoTokenizer):
             name = "stop" if p.stop else "bad_words"
-            raise InvalidRequest(
-                f"{name} takes a tokenizer, and this model has none; got {shown(getattr(p, name))}. Use "
-                f"stop_token_ids; allowed_token_ids and logit_bias keep tokens away."
+            raise InvalidRequest.at(
+                (name,),
+                f" takes a tokenizer, and this model has none; got {shown(getattr(p, name))}. Use "
+                f"stop_token_ids; allowed_token_ids and logit_bias keep tokens away.",
             )
         run = p
         if p.stop or p.bad_words or p.runs > 1:

@@ -315,11 +315,11 @@ def _joined(items: list[Any], host: Any) -> HostArray:
 
 
 def _of_prompt(error: InvalidRequest) -> Refused:
-    """Name the faulty field where the engine refuses a request: the one that the error begins with, else the prompt."""
+    """Name the faulty field where the engine refuses a request: the one that the error is about, else the prompt."""
     refused = as_refused(error)
     if not isinstance(error, PromptTooLong):
-        name = str(error).partition(" ")[0].partition("[")[0]
-        refused.param = name if name in Parameters.__struct_fields__ else "prompt"
+        field = (error.path or ("prompt",))[:1]
+        refused.path = field if field[0] in Parameters.__struct_fields__ else ("prompt",)
         refused.code = refused.code or "invalid_value"
     return refused
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from hibachi.llm.dialects.dialects import ANTHROPIC
+from hibachi.llm.dialects.errors import refusing
 from hibachi.llm.dialects.messages.answers import EVENTS, MessageAnswer, TokenCount
 from hibachi.llm.dialects.messages.bodies import PAGE, CountBody, MessagesBody
-from hibachi.llm.dialects.messages.parse import chat_of, told_as_sent
+from hibachi.llm.dialects.messages.parse import chat_of, in_body
 from hibachi.llm.dialects.messages.preparing import fit, prepared
 from hibachi.llm.dialects.messages.writing import MessagesWriter
 from hibachi.llm.dialects.openai.bodies import read
@@ -23,8 +24,8 @@ async def messages(served: Served, x: Exchange) -> None:
     """Answer a conversation, as Anthropic's API does."""
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    with told_as_sent(body):
-        chat = await served.beside(x, partial(chat_of, body))
+    chat = await served.beside(x, partial(chat_of, body))
+    with refusing(partial(in_body, body)):
         asked, ids = await prepared(partial(prepare, served, x), chat)
         full = fit(asked, len(ids), served.reading.prompts.context)
         writer = MessagesWriter(asked, name, served.vocabulary, served.fingerprint, full=full)
@@ -35,8 +36,8 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     """Number of tokens of a conversation that would be sent to /v1/messages."""
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
-    with told_as_sent(body):
-        chat = await served.beside(x, partial(chat_of, body))
+    chat = await served.beside(x, partial(chat_of, body))
+    with refusing(partial(in_body, body)):
         _, ids = await prepared(partial(prepare, served, x), chat)
     await x.json(TokenCount(len(ids)))
 

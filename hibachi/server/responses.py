@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.openai.answers import encode
 from hibachi.llm.dialects.openai.bodies import read
 from hibachi.llm.dialects.openai.parse import check_count
 from hibachi.llm.dialects.responses.answers import EVENTS, Deleted, ItemList, Response, listed
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
 from hibachi.llm.dialects.responses.items import PAGE, Item
-from hibachi.llm.dialects.responses.parse import as_chat, own_items, told_as_sent
+from hibachi.llm.dialects.responses.parse import as_chat, in_body, own_items
 from hibachi.llm.dialects.responses.preparing import prepared
 from hibachi.llm.dialects.responses.store import Kept, Known, Store, Stored, as_items, no_item, no_response, resolved
 from hibachi.llm.dialects.responses.writing import RESPONSES, ResponsesWriter
@@ -35,10 +35,10 @@ async def create(served: Served, x: Exchange) -> None:
     def keep(done: Response) -> None:
         served.responses.of(x.tenant, x.part).keep(done.id, encode(done), before, own, done.output)
 
-    with told_as_sent(body.tools):
-        items = [*before.each, *own]
-        more = sum(len(item[1]) for item in items if isinstance(item, tuple))
-        chat = await served.beside(x, lambda: as_chat(body, as_items(items), len(before.each)), more)
+    items = [*before.each, *own]
+    more = sum(len(item[1]) for item in items if isinstance(item, tuple))
+    chat = await served.beside(x, lambda: as_chat(body, as_items(items), len(before.each)), more)
+    with refusing(partial(in_body, body.tools)):
         asked, ids = await prepared(
             partial(prepare, served, x), served.reading.check_length, chat, shortens=body.truncation == "auto"
         )

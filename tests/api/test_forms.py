@@ -284,28 +284,33 @@ def test_tokens_of_any_kind():
     assert caught.value.param == "structured_outputs"
 
 
+def about(kind, words):
+    return InvalidRequest.at((forms.OURS, kind), words)
+
+
 @pytest.mark.parametrize(
-    "words, said, told, param",
+    "error, said, told, param",
     [
-        ("structured_outputs.json is too large.", "guided_json", "guided_json is too large.", "guided_json"),
-        ("structured_outputs.json: no.", "grammar.value", "grammar.value: no.", "grammar.value"),
-        ("structured_outputs cannot do it.", "json_schema", "json_schema cannot do it.", "json_schema"),
-        ("structured_outputs.regex: no.", "structured_outputs", "structured_outputs.regex: no.", None),
-        ("structured_outputs.regex: no.", None, "structured_outputs.regex: no.", "structured_outputs.regex"),
-        ("structured_outputs.whitespace_pattern: no.", "json_schema", "guided_whitespace_pattern: no.", None),
-        ("It is too large.", "guided_json", "It is too large.", "guided_json"),
-        ("It is too large.", None, "It is too large.", "structured_outputs"),
+        (about("json", " is too large."), "guided_json", "guided_json is too large.", "guided_json"),
+        (about("json", ": no."), "grammar.value", "grammar.value: no.", "grammar.value"),
+        (InvalidRequest.at((forms.OURS,), " cannot do it."), "json_schema", "json_schema cannot do it.", "json_schema"),
+        (about("regex", ": no."), "structured_outputs", "structured_outputs.regex: no.", None),
+        (about("regex", ": no."), None, "structured_outputs.regex: no.", "structured_outputs.regex"),
+        (about("whitespace_pattern", ": no."), "json_schema", "guided_whitespace_pattern: no.", None),
+        (about("json", ": structured_outputs.json"), "guided_json", "guided_json: structured_outputs.json", None),
+        (InvalidRequest("It is too large."), "guided_json", "It is too large.", "guided_json"),
+        (InvalidRequest("It is too large."), None, "It is too large.", "structured_outputs"),
     ],
 )
-def test_what_an_engine_refuses_later_has_the_name_of_the_request(words, said, told, param):
-    found = refusal(InvalidRequest(words), said)
+def test_what_an_engine_refuses_later_has_the_name_of_the_request(error, said, told, param):
+    found = refusal(error, said)
     assert (str(found), found.code) == (told, "invalid_value")
     assert found.param == (param or told.partition(":")[0])
 
 
 def test_only_a_form_is_told_by_its_name():
     with pytest.raises(Refused) as caught, forms.said_by("guided_json"):
-        raise InvalidRequest("structured_outputs.json: no.")
+        raise about("json", ": no.")
     assert caught.value.param == "guided_json"
     with pytest.raises(InvalidRequest, match="The prompt is"), forms.said_by("guided_json"):
         raise InvalidRequest("The prompt is no good.")

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 pytest.importorskip("msgspec")
 
-from hibachi.errors import DeadlineExceeded, EngineFailed, InternalError, InvalidRequest, PromptTooLong, QueueFull
+from hibachi.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    place_of,
+)
 from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
 from hibachi.llm.dialects.dialects import ANTHROPIC, key_of, spoken
-from hibachi.llm.dialects.errors import Refused, as_refused
+from hibachi.llm.dialects.errors import Refused, as_refused, refusing
 from hibachi.llm.dialects.json_limits import check_weight
 from hibachi.llm.dialects.messages.answers import SIGNATURE, ToolUseBlock, model, models
 from hibachi.llm.dialects.messages.bodies import PAGE, CountBody, MessagesBody
-from hibachi.llm.dialects.messages.parse import SWITCHES, chat_of, told_as_sent
+from hibachi.llm.dialects.messages.parse import SWITCHES, chat_of, in_body
 from hibachi.llm.dialects.messages.writing import Blocks, joined, named
-from hibachi.llm.dialects.openai.bodies import read
+from hibachi.llm.dialects.openai import parse as openai
+from hibachi.llm.dialects.openai.bodies import Bounds, read
+from hibachi.request import SamplingParams
 
 ON, OFF = (dict.fromkeys(SWITCHES, on) for on in (True, False))
 HELLO = {"role": "user", "content": "hello"}
@@ -342,19 +353,42 @@ def test_calls_and_results_that_do_not_belong_together(messages, place, words):
     assert found.value.param == place and words in str(found.value), str(found.value)
 
 
-def test_refusals_are_in_the_words_of_the_sender():
-    for ours, theirs in (
-        ("response_format.json_schema.schema is no schema", "output_config.format is no schema"),
-        ("tools[3].function.parameters must be", "tools[3].input_schema must be"),
-        ("tools[0].function.name is", "tools[0].name is"),
-        ("stop has 17 entries", "stop_sequences has 17 entries"),
-        ("stop_sequences is", "stop_sequences is"),
-        ("the stop is", "the stop is"),
-        ("reasoning_effort is", "output_config.effort is"),
-    ):
-        with pytest.raises(Refused) as told, told_as_sent():
-            raise Refused(ours, param=ours.partition(" ")[0], code="invalid_value")
-        assert (str(told.value), told.value.param, told.value.code) == (theirs, theirs.split()[0], "invalid_value")
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        (
+            {"tools": [{**WEATHER, "name": "reasoning_effort"}] * 2},
+            "tools.1.name is 'reasoning_effort', which tools.0 is called as well. Give each tool a name of its own.",
+            "tools[1].name",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "response_format"}},
+            "tool_choice names 'response_format', and no tool has this name; there are: weather.",
+            "tool_choice",
+        ),
+        (
+            {"tools": [{**WEATHER, "name": "tools[0].function"}]},
+            "tools.0.name must have 1 to 128 letters, digits and any of _ - . : /; got 'tools[0].function'. Rename the "
+            "tool.",
+            "tools[0].name",
+        ),
+        (
+            {"tools": [{**WEATHER, "input_schema": {"properties": {"stop": "messages[0].content"}}}]},
+            "tools.0.input_schema.properties must be schemas by name; got {'stop': 'messages[0].content'}.",
+            "tools[0].input_schema.properties",
+        ),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences has 17 entries; at most 16 are served.", "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences must be non-empty strings; got [''].", "stop_sequences"),
+        ({"temperature": -1.0}, "temperature must be a finite number >= 0 (0 is greedy); got -1.0.", "temperature"),
+    ],
+)
+def test_what_is_refused_of_a_chat_names_the_fields_of_a_message_and_nothing_else(fields, message, param):
+    """Also where a client has called something as a field of a chat is called."""
+    body = read(MessagesBody, json.dumps({"model": "m", "messages": [HELLO], "max_tokens": 1, **fields}).encode(), PAGE)
+    chat = chat_of(body)
+    with pytest.raises(Refused) as found, refusing(partial(in_body, body)):
+        openai.chat(chat, SamplingParams(), Bounds())
+    assert (ANTHROPIC.error(found.value)["error"]["message"], found.value.param) == (message, param)
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
@@ -371,31 +405,36 @@ def test_what_is_refused_of_a_call_is_told_of_its_block(system):
     ):
         calls = [(i, j, c["id"]) for i, m in enumerate(messages) for j, c in enumerate(m.get("tool_calls") or ())]
         [(i, j)] = [at for *at, given in calls if given == id]
-        at = f"messages[{i}].tool_calls"
+        at = ("messages", i, "tool_calls")
         for ours, theirs in (
-            (f"{at}[{j}].function.arguments", f"{place}.input"),
-            (f"{at}[{j}].function.name", f"{place}.name"),
-            (f"{at}[{j}]", place),
+            ((*at, j, "function", "arguments"), f"{place}.input"),
+            ((*at, j, "function", "name"), f"{place}.name"),
+            ((*at, j), place),
             *([(at, place)] if j == 0 else []),
         ):
-            with pytest.raises(Refused) as told_, told_as_sent(body):
-                raise Refused(f"{ours} is wrong: {at}", param=ours, code="invalid_value")
-            assert (told_.value.param, str(told_.value)) == (theirs, f"{theirs} is wrong: {at}")
-    with pytest.raises(Refused, match=r"^messages is wrong"), told_as_sent(body):
-        raise Refused(
-            "messages[99].tool_calls[0].function.arguments is wrong",
-            param="messages[99].tool_calls[0].function.arguments",
-        )
+            with pytest.raises(Refused) as told_, refusing(partial(in_body, body)):
+                raise Refused.at(ours, f" is wrong: {place_of(at)}")
+            assert (told_.value.param, str(told_.value)) == (theirs, f"{theirs} is wrong: {place_of(at)}")
+    with pytest.raises(Refused, match=r"^messages is wrong"), refusing(partial(in_body, body)):
+        raise Refused.at(("messages", 99, "tool_calls", 0, "function", "arguments"), " is wrong")
 
 
 def test_what_else_is_told_of_a_refusal_stays():
-    with pytest.raises(Refused) as told, told_as_sent():
-        raise Refused("stop is too long", status=429, kind="k", param="stop", code="c", headers={"Retry-After": "5"})
-    found = told.value
-    assert (found.status, found.kind, found.param, found.code) == (429, "k", "stop_sequences", "c")
-    assert found.headers == {"Retry-After": "5"}
-    with pytest.raises(Refused, match=r"^stop_sequences is") as told, told_as_sent():
-        raise InvalidRequest("stop is too long")
+    of_body = partial(in_body, read(CountBody, json.dumps({"model": "m", "messages": [HELLO]}).encode(), PAGE))
+    more = {"status": 429, "kind": "k", "code": "c", "headers": {"Retry-After": "5"}}
+    for ours, theirs in (
+        (("response_format", "json_schema", "schema"), "output_config.format"),
+        (("response_format", "type"), "output_config.format.type"),
+        (("reasoning_effort",), "output_config.effort"),
+        (("tool_choice", "function", "name"), "tool_choice.name"),
+    ):
+        with pytest.raises(Refused) as told, refusing(of_body):
+            raise Refused(ours, " is no reasoning_effort", param=ours, **more)
+        found = told.value
+        assert (str(found), found.param) == (f"{theirs} is no reasoning_effort", theirs)
+        assert {name: getattr(found, name) for name in more} == more
+    with pytest.raises(Refused, match=r"^stop_sequences is too long") as told, refusing(of_body):
+        raise InvalidRequest.at(("stop",), " is too long")
     assert (told.value.status, told.value.param) == (400, None)
 
 

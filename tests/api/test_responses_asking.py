@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ import pytest
 pytest.importorskip("msgspec")
 
 
-from hibachi.errors import PromptTooLong
-from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.errors import Refused, refusing
 from hibachi.llm.dialects.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from hibachi.llm.dialects.openai import parse as openai
 from hibachi.llm.dialects.openai.bodies import Bounds, read
 from hibachi.llm.dialects.openai.conversation import conversation
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
 from hibachi.llm.dialects.responses.items import as_kept, kept
-from hibachi.llm.dialects.responses.parse import LOGPROBS, as_chat, own_items, shortened, starts, told_as_sent, turns
+from hibachi.llm.dialects.responses.parse import LOGPROBS, as_chat, in_body, own_items, shortened, starts, turns
+from hibachi.request import SamplingParams
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 BOUNDS = Bounds()
@@ -325,29 +327,63 @@ def test_namespaces_that_are_wrong(space, param, code):
     assert (found.param, found.code) == (param, code)
 
 
+SCHEMA = {"type": "object", "properties": {"tools[0].function": {"type": "string"}}, "required": 7}
+
+
 @pytest.mark.parametrize(
-    ("chat", "ours"), [("tools[0]", "tools[0]"), ("tools[2]", "tools[1].tools[1]"), ("tools[3]", "tools[2]")]
+    ("fields", "message", "param"),
+    [
+        (
+            {"tools": [SPACE, {**FUNCTION, "name": "max_tokens"}, {**FUNCTION, "name": "max_tokens"}]},
+            "tools[2].name is 'max_tokens', which tools[1] is called as well. Give each tool a name of its own.",
+            "tools[2].name",
+        ),
+        (
+            {"tools": [{**SPACE, "tools": [INNER, INNER]}]},
+            "tools[0].tools[1].name is 'crm__find', which tools[0].tools[0] is called as well. Give each tool a name "
+            "of its own.",
+            "tools[0].tools[1].name",
+        ),
+        (
+            {"tools": [SPACE, {**FUNCTION, "name": "tools[0].function.name"}]},
+            "tools[1].name must have 1 to 128 letters, digits and any of _ - . : /; got 'tools[0].function.name'. "
+            "Rename the tool.",
+            "tools[1].name",
+        ),
+        (
+            {"tools": [{**FUNCTION, "parameters": SCHEMA | {"required": "tools[0].function.parameters.required"}}]},
+            "tools[0].parameters.required must be a list of names; got 'tools[0].function.parameters.required'.",
+            "tools[0].parameters.required",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "tool_choice"}},
+            "tool_choice names 'tool_choice', and no tool has this name; there are: weather.",
+            "tool_choice",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": 7}},
+            "tool_choice.name must be the name of a tool; got 7.",
+            "tool_choice.name",
+        ),
+        ({"top_logprobs": 30, "include": [LOGPROBS]}, "top_logprobs must be at most 20; got 30.", "top_logprobs"),
+        (
+            {"max_output_tokens": 0},
+            "max_output_tokens must be an integer >= 1 (or None: no limit); got 0.",
+            "max_output_tokens",
+        ),
+    ],
 )
-def test_what_refuses_a_tool_of_a_chat_names_where_it_stands(chat, ours):
-    tools = [FUNCTION, {**SPACE, "tools": [FUNCTION, INNER]}, FUNCTION]
+def test_what_refuses_a_chat_names_the_fields_of_a_response_and_nothing_else(fields, message, param):
+    """Also where a client has called something as a field of a chat is called."""
+    body = body_of(**fields)
 
     def refuse():
-        with told_as_sent(tools):
-            raise Refused(f"{chat}.function.name is that of tools[1].", param=f"{chat}.function.name")
+        chat = as_chat(body, own_items(body, BOUNDS))
+        with refusing(partial(in_body, body.tools)):
+            openai.chat(chat, SamplingParams(), BOUNDS)
 
     found = refused(refuse)
-    assert (str(found), found.param) == (f"{ours}.name is that of tools[1].tools[0].", f"{ours}.name")
-
-
-@pytest.mark.parametrize("said", ["tools[2]", f"tools[{'9' * 5000}]"])
-def test_what_only_looks_like_the_place_of_a_tool_is_told_as_it_is(said):
-    tools = [FUNCTION, SPACE]
-
-    def refuse():
-        with told_as_sent(tools):
-            raise Refused(f"tools[1].function.name is {said}.", param="tools[1].function.name")
-
-    assert str(refused(refuse)) == f"tools[1].tools[0].name is {said}."
+    assert (str(found), found.param, found.code) == (message, param, "invalid_value")
 
 
 REFUSED = {
@@ -456,31 +492,25 @@ def test_what_is_wrong_with_an_item_is_said_of_its_place(items, param, words, in
 
 
 @pytest.mark.parametrize(
-    ("chat", "name"),
+    ("chat", "ours"),
     [
-        ("messages[3].content", "input"),
-        ("max_completion_tokens", "max_output_tokens"),
-        ("response_format.json_schema.schema", "text.format.schema"),
-        ("response_format.type", "text.format.type"),
-        ("tools[2].function.parameters", "tools[2].parameters"),
-        ("tool_choice.function.name", "tool_choice.name"),
-        ("reasoning_effort", "reasoning.effort"),
-        ("temperature", "temperature"),
+        (("messages", 3, "content"), "input"),
+        (("response_format", "json_schema", "schema"), "text.format.schema"),
+        (("response_format", "type"), "text.format.type"),
+        (("reasoning_effort",), "reasoning.effort"),
+        (("temperature",), "temperature"),
     ],
 )
-def test_what_refuses_a_chat_names_the_fields_of_a_response(chat, name):
+def test_what_else_is_told_of_a_refusal_stays(chat, ours):
+    """The template may say anything, and what it says is not rewritten."""
+
     def refuse():
-        with told_as_sent():
-            raise Refused(f"{chat} is wrong.", status=404, param=chat, code="c", headers={"A": "b"})
+        with refusing(partial(in_body, None)):
+            raise Refused(chat, " is no ", "messages[3].content", status=404, param=chat, code="c", headers={"A": "b"})
 
     found = refused(refuse)
-    assert (str(found), found.param, found.status, found.code) == (f"{name} is wrong.", name, 404, "c")
+    assert (str(found), found.param, found.status, found.code) == (f"{ours} is no messages[3].content", ours, 404, "c")
     assert found.headers == {"A": "b"}
-
-
-def test_a_prompt_that_is_too_long():
-    with pytest.raises(PromptTooLong, match="max_output_tokens is 7"), told_as_sent():
-        raise PromptTooLong("max_tokens is 7")
 
 
 def test_reasoning_in_many_items_is_joined_once():

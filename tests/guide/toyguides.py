@@ -69,7 +69,7 @@ class ToyGuides:
     def check(self, form: Any) -> Grammar:
         rule = json.loads(form.text)
         if "bad" in rule:
-            raise InvalidRequest("structured_outputs.grammar: the keyword `bad` is not supported.")
+            raise InvalidRequest.at(("structured_outputs", "grammar"), ": the keyword `bad` is not supported.")
         return Grammar(form.text)
 
     def knows(self, form: Any) -> bool:

@@ -129,7 +129,7 @@ CHATS = ("--chat-template", TEMPLATE)
 
 def test_a_form_that_the_engine_refuses_is_told_by_the_name_that_it_has_in_the_line(runs, monkeypatch):
     def refuse(*_, **__):
-        raise InvalidRequest("structured_outputs.json is too much.")
+        raise InvalidRequest.at(("structured_outputs", "json"), " is too much.")
 
     assert runs({"in.jsonl": [short("a")]}) == 0
     monkeypatch.setattr(runs.texts, "submit", refuse)

@@ -80,7 +80,7 @@ def refusing(texts, monkeypatch):
     """No form is good enough."""
 
     def check_form(params):
-        raise InvalidRequest(f"structured_outputs.{params.structured_outputs.kind} is too much.")
+        raise InvalidRequest.at(("structured_outputs", params.structured_outputs.kind), " is too much.")
 
     monkeypatch.setattr(texts, "check_form", check_form)
 
@@ -111,7 +111,7 @@ def test_tgi_tells_it_in_its_own_way(here, texts, checked, monkeypatch):
     assert [of for of, _ in checked] == [JSON] * 3
 
     def refuse(params):
-        raise InvalidRequest("structured_outputs.json is too much.")
+        raise InvalidRequest.at(("structured_outputs", "json"), " is too much.")
 
     monkeypatch.setattr(texts, "check_form", refuse)
     said = {"error": "Input validation error: grammar.value is too much.", "error_type": "validation"}
@@ -126,7 +126,7 @@ def test_what_is_refused_when_it_is_queued_has_its_name_too(here, texts, monkeyp
     """A form may be known no longer, or not go with another parameter."""
 
     def refuse(*_, **__):
-        raise InvalidRequest("structured_outputs.json does not go with it.")
+        raise InvalidRequest.at(("structured_outputs", "json"), " does not go with it.")
 
     monkeypatch.setattr(texts.engine, "check", refuse)
     for path, body, field, _ in WAYS:

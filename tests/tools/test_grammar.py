@@ -501,7 +501,7 @@ def test_it_takes_no_longer_than_this_to_find_out_whose_schema_is_refused(mode, 
         asked.append(found.kind)
         now[0] += 3
         if found.kind != "json_object" and len(asked) < 40:
-            raise InvalidRequest("structured_outputs.grammar: it is too complex.")
+            raise InvalidRequest.at(("structured_outputs", "grammar"), ": it is too complex.")
 
     monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     box = Toolbox(tuple(Tool(f"t{i}", {"type": "object"}) for i in range(30)), mode)

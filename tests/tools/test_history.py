@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.format import HERMES, ChatFormat, History
-from hibachi.llm.chatformat.history import NotShown, as_objects, as_written
+from hibachi.llm.chatformat.history import as_objects, as_written
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.tokenizers import render_chat
 
@@ -53,7 +54,7 @@ WORDS = ["look_up", "Aone", "send_off", "Btwo", "Rone", "Rtwo"]
 
 def written(template, messages, tools=TOOLS):
     variables = {"tools": tools, "add_generation_prompt": True}
-    return Talk(Words(template)).prompt_text([as_objects(m, "m") for m in messages], variables)
+    return Talk(Words(template)).prompt_text([as_objects(m, ("m",)) for m in messages], variables)
 
 
 def behind(text, word):
@@ -77,7 +78,7 @@ def test_calls_and_results_are_shown(name):
 
 def test_a_template_that_says_nothing_of_tools_is_refused():
     for name in ("deaf", "fenced"):
-        with pytest.raises(NotShown, match="tools is not supported"):
+        with pytest.raises(BadField, match="tools is not supported"):
             written(TEMPLATES[name], TALK)
 
 

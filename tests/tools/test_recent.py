@@ -120,7 +120,7 @@ def test_the_same_tools_again_are_checked_and_not_written(written):
 def test_what_is_refused_is_refused_again_in_the_same_words(written):
     def check(form):
         if form.kind == "grammar":
-            raise InvalidRequest("structured_outputs.grammar: it is too complex.")
+            raise InvalidRequest.at(("structured_outputs", "grammar"), ": it is too complex.")
 
     given, box = talk.Talk(Tokenizer()), replace(BOX, mode="required")
     for _ in range(2):

@@ -8,8 +8,9 @@ pytest.importorskip("minijinja")
 
 from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.asked import as_shown, toolbox_of
+from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.format import Thinking
-from hibachi.llm.chatformat.history import NotShown, as_objects
+from hibachi.llm.chatformat.history import as_objects
 from hibachi.llm.chatformat.reading.whole import Answer
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
@@ -73,7 +74,7 @@ def history(*names, content=None):
     ]
     sent = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, "tool_calls": calls}]
     results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"R{i}"} for i in range(len(names))]
-    return [as_objects(m, "m") for m in [*sent, *results]]
+    return [as_objects(m, ("m",)) for m in [*sent, *results]]
 
 
 def prompt(given, messages, tools=TOOLS, add_generation_prompt=True, **more):
@@ -112,9 +113,9 @@ def test_where_results_need_names_they_are_those_of_their_calls(base):
 
 
 def test_calls_that_a_template_drops_are_refused_by_name_or_said():
-    with pytest.raises(NotShown) as caught:
+    with pytest.raises(BadField) as caught:
         talk(PLAIN).prompt_text(history("weather"), {})
-    assert caught.value.field == "messages[1].tool_calls"
+    assert caught.value.path == ("messages", 1, "tool_calls")
     text, _ = prompt(talk(PLAIN, tools="hermes"), history("weather", content="Well"))
     assert (
         '[assistant]Well\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bath 0"}}\n</tool_call>[end]' in text
@@ -125,9 +126,9 @@ def test_an_answer_goes_on_behind_calls_that_are_said():
     begun = [*history("weather"), {"role": "assistant", "content": "It is"}]
     text, _ = prompt(talk(PLAIN, tools="hermes"), begun, open_end=True, add_generation_prompt=False)
     assert text.endswith("[assistant]It is") and "<tool_call>" in text
-    with pytest.raises(NotShown) as caught:
+    with pytest.raises(BadField) as caught:
         talk(PLAIN).prompt_text(begun, {}, open_end=True)
-    assert caught.value.field == "messages[1].tool_calls"
+    assert caught.value.path == ("messages", 1, "tool_calls")
 
 
 def test_reasoning_is_looked_for_unless_it_is_said_to_be_text():
@@ -171,9 +172,9 @@ def test_further_messages_of_an_answer_that_goes_on_may_think():
 
 
 def test_tools_that_a_template_drops_are_refused_or_described():
-    with pytest.raises(NotShown) as caught:
+    with pytest.raises(BadField) as caught:
         prompt(talk(DROPS, tools="hermes"), [{"role": "user", "content": "Hi"}])
-    assert caught.value.field == "tools" and "--tool-call-parser generic" in str(caught.value)
+    assert caught.value.path == ("tools",) and "--tool-call-parser generic" in str(caught.value)
     text, _ = prompt(talk(DROPS, tools="generic"), history("weather"))
     assert text.startswith("[system]You can call tools") and '"name": "news"' in text
     assert "[user]<tool_response>\nR0\n</tool_response>[end]" in text
@@ -222,9 +223,9 @@ def test_effort():
     assert talk(switch).prompt(asks, {}, effort="none")[0].endswith("<think></think>")
     assert talk(reads).prompt(asks, {}, effort="high")[0].endswith("high")
     for template, effort in ((switch, "low"), (reads, "none"), (DROPS, "low"), (DROPS, "none")):
-        with pytest.raises(NotShown) as caught:
+        with pytest.raises(BadField) as caught:
             talk(template).prompt(asks, {}, effort=effort)
-        assert caught.value.field == "reasoning_effort"
+        assert caught.value.path == ("reasoning_effort",)
         assert ("'none' turns off" in str(caught.value)) == (template is switch)
 
 

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
@@ -187,7 +188,7 @@ class Checks:
         if found is None:
             found = running.result() if running is not None else self._run(form, mine)
         if isinstance(found, FormRefused):
-            raise FormRefused(str(found), found.keyword)
+            raise copy(found)
         return found
 
     def _run(self, form: StructuredOutputs, waited: Future[Grammar | FormRefused]) -> Grammar | FormRefused:
@@ -228,7 +229,9 @@ class Checks:
             why, keyword, field = *explain(form.kind, said["error"]), None
         else:
             why, keyword, field = said["refused"], said["keyword"], said["field"]
-        return FormRefused(f"structured_outputs.{field or form.kind}: {why}.", keyword)
+        refused = FormRefused.at(("structured_outputs", field or form.kind), f": {why}.")
+        refused.keyword = keyword
+        return refused
 
     def _again(self, process: Process, line: bytes) -> dict[str, Any]:
         """Somebody else ended the process; twice is taken for an effect of the form."""

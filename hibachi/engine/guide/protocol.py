@@ -110,7 +110,9 @@ class Guides(Protocol):
     eos_ids: tuple[int, ...]
 
     def check(self, form: StructuredOutputs) -> Grammar:
-        """Check a form, within bounds of time and memory. Raises InvalidRequest, which names what it cannot do."""
+        """Check a form, within bounds of time and memory. Raises InvalidRequest, which
+        names what it cannot do, and has the path ("structured_outputs", KIND) (see `InvalidRequest.at`).
+        """
         ...
 
     def knows(self, form: StructuredOutputs) -> bool:

@@ -1,6 +1,6 @@
 """The tools that a request names, in the words of OpenAI's API, and which of them it wants to be called.
 
-Every message begins with the field that it is about, as `tools[3].function.name` or `tool_choice`.
+What is raised says the path of the field that it is about, as ("tools", 3, "function", "name") or ("tool_choice",).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, TypeAlias
 
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import FieldPath, shown
+from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.tools import Tool, Toolbox
 
 Mode: TypeAlias = Literal["none", "auto", "required"]
@@ -27,29 +28,31 @@ def toolbox_of(
 
     tools: [{"type": "function", "function": {"name", "description", "parameters", "strict"}}, ...]; [] as None.
     choice: "none", "auto", "required", "any" (as "required"), {"type": "function", "function": {"name"}}, or
-    {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}; None means "auto". Raises InvalidRequest.
+    {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}; None means "auto". Raises BadField.
     """
     if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
-        raise InvalidRequest(f"tools must be a list of tools; got {shown(tools)}.")
+        raise BadField.at(("tools",), f" must be a list of tools; got {shown(tools)}.")
     if not isinstance(parallel, (bool, NoneType)):
-        raise InvalidRequest(f"parallel_tool_calls must be true or false; got {shown(parallel)}.")
+        raise BadField.at(("parallel_tool_calls",), f" must be true or false; got {shown(parallel)}.")
     if tools and len(tools) > most:
-        raise InvalidRequest(f"tools has {len(tools)} entries; at most {most} are served.")
-    found = tuple(_tool(given, f"tools[{i}]") for i, given in enumerate(tools or ()))
+        raise BadField.at(("tools",), f" has {len(tools)} entries; at most {most} are served.")
+    found = tuple(_tool(given, ("tools", i)) for i, given in enumerate(tools or ()))
     known: dict[str, int] = {}
     for i, tool in enumerate(found):
         if (first := known.setdefault(tool.name, i)) != i:
-            raise InvalidRequest(
-                f"tools[{i}].function.name is {tool.name!r}, which tools[{first}] is called as well. Give each tool a "
-                f"name of its own."
+            raise BadField.at(
+                ("tools", i, "function", "name"),
+                f" is {tool.name!r}, which ",
+                ("tools", first),
+                " is called as well. Give each tool a name of its own.",
             )
     mode, allowed = _choice(choice, most)
     if not found and mode == "required":
-        raise InvalidRequest(f"tool_choice wants a call, and there are no tools; got {shown(choice)}. Send tools.")
+        raise BadField.at(("tool_choice",), f" wants a call, and there are no tools; got {shown(choice)}. Send tools.")
     if unknown := [name for name in allowed or () if name not in known]:
-        raise InvalidRequest(
-            f"tool_choice names {shown(unknown[0])}, and no tool has this name; there are: "
-            f"{', '.join(known)[:400] or 'none'}."
+        raise BadField.at(
+            ("tool_choice",),
+            f" names {shown(unknown[0])}, and no tool has this name; there are: {', '.join(known)[:400] or 'none'}.",
         )
     if not found or mode == "none":
         return None
@@ -58,7 +61,7 @@ def toolbox_of(
 
 
 def check_choice(choice: Any) -> None:
-    """What is wrong with a `tool_choice` whatever the tools are. Raises InvalidRequest."""
+    """What is wrong with a `tool_choice` whatever the tools are. Raises BadField."""
     _choice(choice, MOST)
 
 
@@ -76,44 +79,45 @@ def _function(given: Mapping[str, Any]) -> dict[str, Any]:
     return kept if "parameters" in kept else {**kept, "parameters": dict(_NOTHING)}
 
 
-def _tool(given: Any, place: str) -> Tool:
+def _tool(given: Any, place: FieldPath) -> Tool:
     if _kind(given) != "function":
         _refuse_kind(given, place)
-        raise InvalidRequest(f'{place} must be a tool, {{"type": "function", "function": ...}}; got {shown(given)}.')
+        raise BadField.at(place, f' must be a tool, {{"type": "function", "function": ...}}; got {shown(given)}.')
     function = given.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidRequest(
-            f"{place}.function must be an object with the tool's name, description and parameters; got "
-            f"{shown(function)}."
+        raise BadField.at(
+            (*place, "function"),
+            f" must be an object with the tool's name, description and parameters; got {shown(function)}.",
         )
-    at = f"{place}.function"
+    at = (*place, "function")
     name, about = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{at}.name must have 1 to 128 letters, digits and any of _ - . : /; got {shown(name)}. Rename the tool."
+        raise BadField.at(
+            (*at, "name"),
+            f" must have 1 to 128 letters, digits and any of _ - . : /; got {shown(name)}. Rename the tool.",
         )
     if not isinstance(about, (str, type(None))):
-        raise InvalidRequest(f"{at}.description must be a text; got {shown(about)}.")
+        raise BadField.at((*at, "description"), f" must be a text; got {shown(about)}.")
     strict, parameters = function.get("strict"), function.get("parameters")
     if not isinstance(strict, (bool, type(None))):
-        raise InvalidRequest(f"{at}.strict must be true or false; got {shown(strict)}.")
+        raise BadField.at((*at, "strict"), f" must be true or false; got {shown(strict)}.")
     if parameters is None:
         parameters = _NOTHING
-    _check_schema(parameters, f"{at}.parameters")
+    _check_schema(parameters, (*at, "parameters"))
     return Tool(name, parameters, about or "", bool(strict))
 
 
-def _check_schema(given: Any, place: str) -> None:
+def _check_schema(given: Any, place: FieldPath) -> None:
     """What can be said without compiling it: that it is about an object."""
     if not isinstance(given, Mapping):
-        raise InvalidRequest(f"{place} must be a JSON schema of an object; got {shown(given)}.")
+        raise BadField.at(place, f" must be a JSON schema of an object; got {shown(given)}.")
     kind, properties, required = given.get("type", "object"), given.get("properties", {}), given.get("required", [])
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InvalidRequest(f'{place}.type must be "object", as arguments have names; got {shown(kind)}.')
+        raise BadField.at((*place, "type"), f' must be "object", as arguments have names; got {shown(kind)}.')
     if not isinstance(properties, Mapping) or not all(isinstance(s, (Mapping, bool)) for s in properties.values()):
-        raise InvalidRequest(f"{place}.properties must be schemas by name; got {shown(properties)}.")
+        raise BadField.at((*place, "properties"), f" must be schemas by name; got {shown(properties)}.")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise InvalidRequest(f"{place}.required must be a list of names; got {shown(required)}.")
+        raise BadField.at((*place, "required"), f" must be a list of names; got {shown(required)}.")
 
 
 def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
@@ -124,39 +128,42 @@ def _choice(given: Any, most: int) -> tuple[Mode, list[str] | None]:
         return _MODES[given], None
     kind = _kind(given)
     if kind == "function":
-        return "required", [_named(given, "tool_choice")]
+        return "required", [_named(given, ("tool_choice",))]
     if kind == "allowed_tools":
         inner = given.get("allowed_tools")
         mode = inner.get("mode") if isinstance(inner, Mapping) else None
         tools = inner.get("tools") if isinstance(inner, Mapping) else None
         if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
-            raise InvalidRequest(
-                f'tool_choice.allowed_tools must have a mode, "auto" or "required", and a list of tools; got '
-                f"{shown(inner)}."
+            raise BadField.at(
+                ("tool_choice", "allowed_tools"),
+                f' must have a mode, "auto" or "required", and a list of tools; got {shown(inner)}.',
             )
         if len(tools) > most:
-            raise InvalidRequest(f"tool_choice has {len(tools)} tools; at most {most} are served.")
-        return _MODES[mode], [_named(t, f"tool_choice.allowed_tools.tools[{i}]") for i, t in enumerate(tools)]
+            raise BadField.at(("tool_choice",), f" has {len(tools)} tools; at most {most} are served.")
+        return _MODES[mode], [_named(t, ("tool_choice", "allowed_tools", "tools", i)) for i, t in enumerate(tools)]
     if isinstance(kind, str):
-        raise InvalidRequest(
-            f'tool_choice.type is not supported as {shown(kind)}: expected "function" or "allowed_tools". "none", '
-            f'"auto", "required" and "any" are sent as texts, not as objects.'
+        raise BadField.at(
+            ("tool_choice", "type"),
+            f' is not supported as {shown(kind)}: expected "function" or "allowed_tools". "none", "auto", "required" '
+            f'and "any" are sent as texts, not as objects.',
+            code=UNSUPPORTED,
         )
-    raise InvalidRequest(
-        f'tool_choice must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
-        f'{{"type": "allowed_tools", ...}}; got {shown(given)}.'
+    raise BadField.at(
+        ("tool_choice",),
+        f' must be "none", "auto", "required", {{"type": "function", "function": {{"name": ...}}}} or '
+        f'{{"type": "allowed_tools", ...}}; got {shown(given)}.',
     )
 
 
-def _named(given: Any, place: str) -> str:
+def _named(given: Any, place: FieldPath) -> str:
     if (kind := _kind(given)) != "function":
         _refuse_kind(given, place)
         if isinstance(given, Mapping):
-            raise InvalidRequest(f'{place}.type must be "function"; got {shown(kind)}.')
+            raise BadField.at((*place, "type"), f' must be "function"; got {shown(kind)}.')
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise InvalidRequest(f"{place}.function.name must be the name of a tool; got {shown(name)}.")
+        raise BadField.at((*place, "function", "name"), f" must be the name of a tool; got {shown(name)}.")
     return name
 
 
@@ -165,7 +172,11 @@ def _kind(given: Any) -> Any:
     return given.get("type", "function") if isinstance(given, Mapping) else None
 
 
-def _refuse_kind(given: Any, place: str) -> None:
-    """Raise InvalidRequest for a type that has a name, which is another than those that are served."""
+def _refuse_kind(given: Any, place: FieldPath) -> None:
+    """Raise BadField for a type that has a name, which is another than those that are served."""
     if isinstance(kind := _kind(given), str):
-        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only tools of type 'function' are.")
+        raise BadField.at(
+            (*place, "type"),
+            f" is not supported as {shown(kind)}: only tools of type 'function' are.",
+            code=UNSUPPORTED,
+        )

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import FieldPath, InvalidRequest, shown
 from hibachi.llm.chatformat.completed import completed
+from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.format import ChatFormat, History
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -24,38 +25,29 @@ WAY_OUT = (
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
-class NotShown(InvalidRequest):
-    """A field of a chat that cannot be served with this template. unsupported: False means its value is wrong."""
-
-    field: str
-    unsupported: bool
-
-    def __init__(self, message: str, field: str, *, unsupported: bool = True) -> None:
-        super().__init__(message)
-        self.field, self.unsupported = field, unsupported
-
-
-def as_objects(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+def as_objects(message: Mapping[str, Any], place: FieldPath) -> Mapping[str, Any]:
     """A message with the arguments of its calls as objects: OpenAI's API has them as JSON in a text, and templates want
     the object. Calls that we have marked as cut off are left out, as nothing can answer them. place: of the message,
-    such as "messages[3]".
+    such as ("messages", 3).
 
-    Raises InvalidRequest, which begins with the place of what is wrong.
+    Raises BadField.
     """
     calls = message.get("tool_calls")
     if message.get("function_call") is not None:
-        raise InvalidRequest(f"{place}.function_call is not supported: send the call in tool_calls.")
+        raise BadField.at(
+            (*place, "function_call"), " is not supported: send the call in tool_calls.", code=UNSUPPORTED
+        )
     if calls is None or calls == []:
         return message
     if message.get("role") != "assistant":
-        raise InvalidRequest(
-            f"{place}.tool_calls is in a message of {shown(message.get('role'))}: only messages of the role "
-            f"'assistant' have calls."
+        raise BadField.at(
+            (*place, "tool_calls"),
+            f" is in a message of {shown(message.get('role'))}: only messages of the role 'assistant' have calls.",
         )
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InvalidRequest(f"{place}.tool_calls must be a list of calls; got {shown(calls)}.")
+        raise BadField.at((*place, "tool_calls"), f" must be a list of calls; got {shown(calls)}.")
     whole = [
-        _as_object(call, f"{place}.tool_calls[{i}]")
+        _as_object(call, (*place, "tool_calls", i))
         for i, call in enumerate(calls)
         if not (isinstance(call, Mapping) and call.get("incomplete") is True)
     ]
@@ -65,43 +57,48 @@ def as_objects(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     return {**said, "content": said.get("content") or ""}
 
 
-def _as_object(given: Any, place: str) -> dict[str, Any]:
+def _as_object(given: Any, place: FieldPath) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise InvalidRequest(
-            f'{place} must be a call, {{"id": ..., "type": "function", "function": ...}}; got {shown(given)}.'
+        raise BadField.at(
+            place, f' must be a call, {{"id": ..., "type": "function", "function": ...}}; got {shown(given)}.'
         )
     kind, id, function = given.get("type"), given.get("id"), given.get("function")
     if kind not in (None, "function"):
-        raise InvalidRequest(f"{place}.type is not supported as {shown(kind)}: only calls of type 'function' are.")
-    if not isinstance(id, (str, type(None))):
-        raise InvalidRequest(f"{place}.id must be a text; got {shown(id)}.")
-    if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{place}.function must be an object with name and arguments; got {shown(function)}.")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise InvalidRequest(
-            f"{place}.function.name must be the name of a function; got {shown(function.get('name'))}."
+        raise BadField.at(
+            (*place, "type"),
+            f" is not supported as {shown(kind)}: only calls of type 'function' are.",
+            code=UNSUPPORTED,
         )
-    arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
+    if not isinstance(id, (str, type(None))):
+        raise BadField.at((*place, "id"), f" must be a text; got {shown(id)}.")
+    if not isinstance(function, Mapping):
+        raise BadField.at((*place, "function"), f" must be an object with name and arguments; got {shown(function)}.")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadField.at(
+            (*place, "function", "name"), f" must be the name of a function; got {shown(function.get('name'))}."
+        )
+    arguments = _arguments(function.get("arguments"), (*place, "function", "arguments"))
     return {**given, "function": {**function, "arguments": arguments}}
 
 
-def _arguments(given: Any, place: str) -> Mapping[str, Any]:
+def _arguments(given: Any, place: FieldPath) -> Mapping[str, Any]:
     """No text, and null, are no arguments."""
     found = given
     if isinstance(given, str):
         try:
             found = json.loads(given or "{}")
         except RecursionError:
-            raise InvalidRequest(f"{place} is nested too deep.") from None
+            raise BadField.at(place, " is nested too deep.") from None
         except ValueError as e:
-            raise InvalidRequest(
-                f"{place} is no JSON ({e}): expected a text with a JSON object; got {shown(given)}. Leave out a call "
-                f"that was cut off."
+            raise BadField.at(
+                place,
+                f" is no JSON ({e}): expected a text with a JSON object; got {shown(given)}. Leave out a call "
+                f"that was cut off.",
             ) from None
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise InvalidRequest(f"{place} must be a JSON object, or a text with one; got {shown(given)}.")
+        raise BadField.at(place, f" must be a JSON object, or a text with one; got {shown(given)}.")
     return found
 
 
@@ -121,7 +118,7 @@ def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 def hidden_calls(
     render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str, *, open_end: bool = False
-) -> str | None:
+) -> FieldPath | None:
     """The first field with calls that the template does not show to the model; None means there is none.
 
     text: of the conversation as it is, `rendered` with this open_end.
@@ -131,7 +128,7 @@ def hidden_calls(
             without = [*messages[:i], {k: v for k, v in m.items() if k != "tool_calls"}, *messages[i + 1 :]]
             with suppress(InvalidRequest):
                 if rendered(render, without, variables, open_end=open_end, doubted=()) == text:
-                    return f"messages[{i}].tool_calls"
+                    return "messages", i, "tool_calls"
             return None  # the template treats further messages with calls like this one
     return None
 
@@ -232,7 +229,7 @@ def rendered(
     open_end: up to the end of the last message's content, which is to be continued. doubted: variables that the
     template may not look at.
 
-    Raises InvalidRequest if the template takes no form, NotShown for a doubted variable that does not change its text,
+    Raises InvalidRequest if the template takes no form, BadField for a doubted variable that does not change its text,
     and for a last message that it does not show to its end.
     """
     if open_end:
@@ -240,10 +237,11 @@ def rendered(
     text = _rendered(render, messages, variables)
     for name in doubted:
         if variables.get(name) and _without(render, messages, variables, name) == text:
-            raise NotShown(
-                f"{name} is not supported: this model's chat template does not show them to the model."
+            raise BadField.at(
+                (name,),
+                f" is not supported: this model's chat template does not show them to the model."
                 f"{WAY_OUT if name == 'tools' else ''}",
-                name,
+                code=UNSUPPORTED,
             )
     return text
 
@@ -264,19 +262,19 @@ def _opened(
     *before, last = messages
     content = last.get("content")
     if not isinstance(content, str):
-        raise NotShown(
+        raise BadField.about(
+            ("messages",),
             "continue_final_message needs a last message with a content: expected a text, which may be empty.",
-            "messages",
-            unsupported=False,
         )
     mark = f"END{secrets.token_hex(12)}"
     text = rendered(render, [*before, {**last, "content": f"{content}{mark} "}], variables, doubted=doubted)
     front, found, behind = text.rpartition(mark)
     if not found:
-        raise NotShown(
-            "continue_final_message is not supported with this conversation: the model's chat template does not show "
-            "the last message as it is.",
-            "continue_final_message",
+        raise BadField.at(
+            ("continue_final_message",),
+            " is not supported with this conversation: the model's chat template does not show the last message as "
+            "it is.",
+            code=UNSUPPORTED,
         )
     blanks = len(content) - len(content.rstrip())
     if behind.startswith(" ") or not content.strip() or not front.endswith(content[len(content) - blanks :]):

@@ -6,21 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import FieldPath, shown
+from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.history import as_objects
-
-
-class BadMessage(InvalidRequest):
-    """A message that cannot be taken. place: of what is wrong, such as "messages[2].content". code: why, in the words
-    of OpenAI's API.
-    """
-
-    place: str
-    code: str
-
-    def __init__(self, message: str, place: str, code: str) -> None:
-        super().__init__(message)
-        self.place, self.code = place, code
 
 
 def plain_messages(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -28,14 +16,13 @@ def plain_messages(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     was made; one that names none is of the first call in front of it that has no result yet. A call that was cut off
     was not made: it is left out, and so are its results.
 
-    What this returns it takes again, and leaves as it is. Raises BadMessage or InvalidRequest, which begin with the
-    place of what is wrong.
+    What this returns it takes again, and leaves as it is. Raises BadField.
     """
     made, cut = set[Any](), set[Any]()
     open_ = Counter[Any]()  # calls of the last message with calls that have no result, in their order
     found = []
     for i, each in enumerate(given):
-        m = _message(each, f"messages[{i}]")
+        m = _message(each, ("messages", i))
         cut.update(_cut(each))
         if calls := m.get("tool_calls"):
             open_ = Counter(call.get("id") for call in calls)
@@ -43,7 +30,7 @@ def plain_messages(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if m["role"] == "tool":
             if isinstance(id := m.get("tool_call_id"), str) and id in cut and id not in made:
                 continue
-            m = _result(m, f"messages[{i}].tool_call_id", made, open_)
+            m = _result(m, ("messages", i, "tool_call_id"), made, open_)
         found.append(m)
     return found
 
@@ -55,49 +42,48 @@ def _cut(given: Mapping[str, Any]) -> Iterator[str]:
             yield id
 
 
-def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _message(given: Mapping[str, Any], place: FieldPath) -> dict[str, Any]:
     if not isinstance(given.get("role"), str):
-        raise BadMessage(f"{place} has no role.", f"{place}.role", "missing_required_parameter")
+        raise BadField.about((*place, "role"), place, " has no role.", code="missing_required_parameter")
     for name in ("reasoning_content", "reasoning"):
         if not isinstance(given.get(name), (str, type(None))):
-            at = f"{place}.{name}"
-            raise BadMessage(f"{at} must be a text; got {shown(given[name])}.", at, "invalid_type")
+            at = (*place, name)
+            raise BadField.at(at, f" must be a text; got {shown(given[name])}.", code="invalid_type")
     found, content = dict(as_objects(given, place)), given.get("content")
     if content is None or isinstance(content, str):
         return found
-    return {**found, "content": _text(content, f"{place}.content")}
+    return {**found, "content": _text(content, (*place, "content"))}
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, place: FieldPath) -> str:
     """Of a list of parts."""
     if not isinstance(content, (list, tuple)):
-        raise BadMessage(f"{place} must be a text or a list of parts.", place, "invalid_type")
+        raise BadField.at(place, " must be a text or a list of parts.", code="invalid_type")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            raise BadMessage(f"{place}: only parts of text are served; got {str(kind)[:40]!r}.", place, "unsupported")
+            raise BadField.at(place, f": only parts of text are served; got {str(kind)[:40]!r}.", code="unsupported")
         texts.append(part[kind])
     return "\n".join(texts)
 
 
-def _result(m: dict[str, Any], place: str, made: set[Any], open_: Counter[Any]) -> dict[str, Any]:
+def _result(m: dict[str, Any], place: FieldPath, made: set[Any], open_: Counter[Any]) -> dict[str, Any]:
     """A result with the id of its call, which is no longer open."""
     given = m.get("tool_call_id")
     if given is None and open_:
         id = _take(open_, next(iter(open_)))
         return m if id is None else {**m, "tool_call_id": id}
     if given is None:
-        raise BadMessage(
-            f"{place} is missing, and each call in front of this result has one: expected the id of its call.",
+        raise BadField.at(
             place,
-            "missing_required_parameter",
+            " is missing, and each call in front of this result has one: expected the id of its call.",
+            code="missing_required_parameter",
         )
     if not isinstance(given, str) or (given not in made and None not in made):
-        raise BadMessage(
-            f"{place} names a call that was not made: expected the id of a call in front of it; got {shown(given)}.",
+        raise BadField.at(
             place,
-            "invalid_value",
+            f" names a call that was not made: expected the id of a call in front of it; got {shown(given)}.",
         )
     if given in open_:
         _take(open_, given)

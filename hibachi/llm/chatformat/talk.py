@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.format import ChatFormat, Thinking, thinking_of
 from hibachi.llm.chatformat.generic import described, with_calls_said
 from hibachi.llm.chatformat.grammar.answer import served_form
@@ -15,7 +16,6 @@ from hibachi.llm.chatformat.grammar.recent import RecentForms, content_of
 from hibachi.llm.chatformat.history import (
     WAY_OUT,
     Messages,
-    NotShown,
     as_written,
     hidden_calls,
     rendered,
@@ -65,7 +65,7 @@ class Talk:
         """A conversation as the model is shown it. open_end: its last message goes on. tools among the variables are as
         `as_shown` gives them.
 
-        Raises InvalidRequest, and NotShown for what the template does not show.
+        Raises InvalidRequest, and BadField for what the template does not show.
         """
         return self._prompt_text(messages, variables, self._format(variables, messages), open_end=open_end)
 
@@ -86,9 +86,10 @@ class Talk:
         if sure or (field := hidden_calls(self._render, messages, given, text, open_end=open_end)) is None:
             return text
         if format.tools is None:
-            raise NotShown(
-                f"{field} is not supported: this model's chat template does not show calls to the model.{WAY_OUT}",
+            raise BadField.at(
                 field,
+                f" is not supported: this model's chat template does not show calls to the model.{WAY_OUT}",
+                code=UNSUPPORTED,
             )
         said = [with_calls_said(m, format.tools) for m in messages]
         return rendered(self._render, said, given, open_end=open_end, doubted=doubted)
@@ -121,21 +122,19 @@ class Talk:
         given = dict(variables)
         format = self._format(given, messages)
         if box is not None and format.shows and format.tools is None:
-            raise NotShown(f"tools is not supported: how this model writes calls is not known.{WAY_OUT}", "tools")
+            raise BadField.at(
+                ("tools",),
+                f" is not supported: how this model writes calls is not known.{WAY_OUT}",
+                code=UNSUPPORTED,
+            )
         if effort is not None:
-            given |= self._effort(effort, tools=box is not None)
+            given |= self.choosing.effort(self._source(tools=box is not None), effort)
         text = self._prompt_text(messages, given, format, open_end=open_end)
         if box is None and format.reasoning is None and not format.before_said and not format.silent:
             return text, None
         shown = marks(format, self._tokenizer.split_special)
         reader = AnswerReader(format, box or NO_TOOLS, thinking_of(format.reasoning, text), shown)
         return text, _going_on(reader, messages[-1]["content"]) if open_end else reader
-
-    def _effort(self, asked: str, *, tools: bool) -> Mapping[str, Any]:
-        try:
-            return self.choosing.effort(self._source(tools=tools), asked)
-        except InvalidRequest as e:
-            raise NotShown(str(e), "reasoning_effort") from None
 
     def form(
         self,

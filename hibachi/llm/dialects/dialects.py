@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hibachi.errors import FieldPath, message_of, place_of
 from hibachi.llm.dialects.errors import Refused, body_of
 
 Headers = Mapping[bytes, bytes]
@@ -112,8 +112,9 @@ _ANTHROPICS = {
 }
 
 
-_PLACES = re.compile(r"\b(?:messages|system|tools)(?:\[\d+\]|\.[a-z_]+)+")
-"""Places in a body, which Anthropic's API writes as "messages.3.content.0.tool_use_id"."""
+def _dotted(path: FieldPath) -> str:
+    """As Anthropic's API writes it, such as "messages.3.content.0.tool_use_id"."""
+    return place_of(tuple(map(str, path)) if path[0] in ("messages", "system", "tools") else path)
 
 
 def _anthropic_status(refused: Refused) -> int:
@@ -126,7 +127,7 @@ def _anthropic_error(refused: Refused) -> dict[str, Any]:
     """Our code stands where Anthropic's have theirs."""
     status = _anthropic_status(refused)
     kind = _ANTHROPICS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    words = _PLACES.sub(lambda m: re.sub(r"\[(\d+)\]", r".\1", m[0]), str(refused))
+    words = message_of(refused.words, _dotted)
     if refused.code == "context_length_exceeded":
         words = f"{TOO_LONG}{words}"
     more = {} if refused.code is None else {"details": {"error_code": refused.code}}

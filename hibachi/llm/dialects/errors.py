@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hibachi.errors import (
@@ -10,6 +12,7 @@ from hibachi.errors import (
     EngineClosed,
     EngineError,
     EngineFailed,
+    FieldPath,
     HibachiError,
     InternalError,
     InvalidRequest,
@@ -18,8 +21,11 @@ from hibachi.errors import (
     QueueFull,
     RequestError,
     UnsupportedOperation,
+    message_of,
+    place_of,
     shown,
 )
+from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 
 INVALID, DENIED, LIMITED, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
 _KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
@@ -50,30 +56,53 @@ and the engine, three times the time that was allowed.
 
 
 class Refused(HibachiError):
-    """A request that is answered with an error: `status`, `kind` (OpenAI's "type"), `param`, `code`, `headers`."""
+    """A request that is answered with an error: `status`, `kind` (OpenAI's "type"), `code`, `headers`.
+
+    words: the message. path: of the field that is at fault, as `param` is given; None means none. A field that stands
+    in `words` as a path can be moved, and each dialect writes it in its own way.
+    """
 
     status: int
     kind: str
-    param: str | None
     code: str | None
 
     def __init__(
         self,
-        message: str,
-        *,
+        *words: str | FieldPath,
         status: int = 400,
         kind: str = INVALID,
-        param: str | None = None,
+        param: str | FieldPath | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
+        super().__init__(message_of(words))
+        self.words = words
+        self.path: FieldPath | None = (param,) if isinstance(param, str) else param
+        self.status, self.kind, self.code = status, kind, code
         self.headers: dict[str, str] = headers or {}
 
-    def about(self, param: str | None, words: str) -> Refused:
-        """The same, about another field, in other words."""
-        return Refused(words, status=self.status, kind=self.kind, param=param, code=self.code, headers=self.headers)
+    @classmethod
+    def at(cls, path: str | FieldPath, *words: str | FieldPath, code: str = "invalid_value") -> Refused:
+        """What is wrong with a field, with which the message begins."""
+        path = (path,) if isinstance(path, str) else path
+        return cls(path, *words, param=path, code=code)
+
+    @classmethod
+    def of(cls, error: InvalidRequest) -> Refused:
+        """The same about the field that the error is about."""
+        return cls(*error.words, param=error.path, code="invalid_value")
+
+    @property
+    def param(self) -> str | None:
+        return None if self.path is None else place_of(self.path)
+
+    def moved(self, move: Callable[[FieldPath], FieldPath]) -> Refused:
+        """The same about a body in which fields stand elsewhere. move: where each does."""
+        words = [part if isinstance(part, str) else move(part) for part in self.words]
+        path = None if self.path is None else move(self.path)
+        return Refused(
+            *words, status=self.status, kind=self.kind, param=path, code=self.code, headers=dict(self.headers)
+        )
 
 
 def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
@@ -83,8 +112,12 @@ def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
     for cls, status, kind, code in _KNOWN:
         if isinstance(error, cls):
             again = {"Retry-After": str(retry_after)} if status in (429, 503) else NO_RETRY if status == 408 else None
-            words = next((words for secret, words in _WORDS if isinstance(error, secret)), str(error))
-            return Refused(words, status=status, kind=kind, code=code, headers=again and dict(again))
+            about = error.path if isinstance(error, BadField) else None
+            said = error.words if isinstance(error, RequestError) else (str(error),)
+            hidden = next(((text,) for secret, text in _WORDS if isinstance(error, secret)), None)
+            code = error.code if isinstance(error, BadField) else code
+            headers = again and dict(again)
+            return Refused(*(hidden or said), status=status, kind=kind, param=about, code=code, headers=headers)
     if isinstance(error, HibachiError):
         words = "The model did something wrong on this request. The server's log says what."
         return Refused(words, status=500, kind=SERVER, code="model_fault")
@@ -96,7 +129,22 @@ def body_of(refused: Refused) -> dict[str, Any]:
     return {"error": about}
 
 
-def unsupported(name: str, why: str, value: Any = None) -> Refused:
+def unsupported(name: str | FieldPath, why: str, value: Any = None) -> Refused:
     """value: the one that is not supported; None means no value of this field is."""
     which = "" if value is None else f" as {shown(value)}"
-    return Refused(f"{name} is not supported{which}: {why}.", param=name, code="unsupported_parameter")
+    return Refused.at(name, f" is not supported{which}: {why}.", code=UNSUPPORTED)
+
+
+@contextmanager
+def refusing(move: Callable[[FieldPath], FieldPath] | None = None) -> Iterator[None]:
+    """What is wrong with a field of a chat is refused. move: where its fields stand in the body that the chat was made
+    of: then all that is wrong with the chat is refused by these.
+    """
+    try:
+        yield
+    except (Refused, InvalidRequest, PromptTooLong) as e:
+        if move is not None:
+            raise as_refused(e).moved(move) from e
+        if isinstance(e, BadField):
+            raise as_refused(e) from None
+        raise

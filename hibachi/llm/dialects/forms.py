@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import encode
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import FieldPath, InvalidRequest
 from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.structured import StructuredOutputs
 
@@ -36,7 +35,6 @@ _PLAIN = {
 }
 """Fields of a body that say a form by themselves, and which field of `StructuredOutputs` that is."""
 _SAME = ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern", "one_of_as_any_of")
-_ABOUT = re.compile(rf"{OURS}(?:\.\w+)?")
 
 
 class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -149,8 +147,8 @@ def of_format(given: Format, field: str) -> tuple[str, Fields] | None:
     if isinstance(given, JsonSchemaFormat):
         name = _one_of(given, field, "json_schema", "value")
         if name is None:
-            missing = f"{field}.json_schema"
-            raise Refused(f"The field {missing} is missing.", param=missing, code="missing_required_parameter")
+            missing = (field, "json_schema")
+            raise Refused("The field ", missing, " is missing.", param=missing, code="missing_required_parameter")
         inner: NamedSchema | GivenSchema = getattr(given, name)
         if inner.schema is None:
             return f"{field}.{name}", {"json_object": True}
@@ -188,16 +186,15 @@ def refused(error: InvalidRequest, said: str | None) -> Refused:
     """What is wrong with a form, by the name that it has in the request. said: the field that says it; None means
     `structured_outputs`.
     """
-    words = str(error)
-    about = _ABOUT.match(words)
-    name = said or OURS
-    if about is not None:
-        if said is None or said.startswith(OURS):
-            name = about[0]
-        elif about[0].endswith(".whitespace_pattern"):
-            name = "guided_whitespace_pattern"
-        words = name + words[about.end() :]
-    return Refused(words, param=name, code="invalid_value")
+    path, words = error.path or (), error.words
+    name: FieldPath = tuple((said or OURS).split("."))
+    if path[:1] == (OURS,):
+        if name[0] == OURS:
+            name = path
+        elif path[-1] == "whitespace_pattern":
+            name = ("guided_whitespace_pattern",)
+        words = (name, *words[1:])
+    return Refused(*words, param=name, code="invalid_value")
 
 
 @contextmanager
@@ -206,7 +203,7 @@ def said_by(said: str | None) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as e:
-        if not _ABOUT.match(str(e)):
+        if e.path is None or e.path[0] != OURS:
             raise
         raise refused(e, said) from e
 
@@ -234,4 +231,4 @@ def _one_of(given: Any, field: str, *names: str) -> str | None:
 
 
 def _invalid(name: str, why: str) -> Refused:
-    return Refused(f"{name} {why}.", param=name, code="invalid_value")
+    return Refused.at(tuple(name.split(".")), f" {why}.")

@@ -56,9 +56,10 @@ class Reading:
                 f"Shorten it."
             )
         if limit is not None and n + limit > longest:
-            raise PromptTooLong(
-                f"max_tokens is {limit} and the prompt has {n} tokens, and this model's context holds {longest}. Ask "
-                f"for at most {longest - n}."
+            raise PromptTooLong.at(
+                ("max_tokens",),
+                f" is {limit} and the prompt has {n} tokens, and this model's context holds {longest}. Ask for at most "
+                f"{longest - n}.",
             )
 
     # ---- beside an event loop ------------------------------------------------------------------------------------

@@ -312,8 +312,8 @@ class RemoteEngine(Closing):
             check_tokens(prompt, kind_of(facts), facts.vocab_size)
             sent = checked(request, prompt, len(prompt), facts, self.forms)
         if (size := sum(array.nbytes for array in (sent.inputs or {}).values())) > MOST_UNSENT:
-            raise InvalidRequest(
-                f"inputs must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
+            raise InvalidRequest.at(
+                ("inputs",), f" must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
             )
         return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.arrays or bool(sent.pooling))
 

@@ -26,7 +26,9 @@ class Prompts:
         texts = word.lstrip(), " " + word.lstrip()
         found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {()}
         if not found:
-            raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {shown(word)}.")
+            raise InvalidRequest.at(
+                ("bad_words",), f" must be texts that the tokenizer has tokens for; got {shown(word)}."
+            )
         return found
 
     def given(self, prompt: Prompt) -> list[int]:

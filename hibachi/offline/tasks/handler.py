@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hibachi.errors import FieldPath
+from hibachi.llm.dialects.errors import refusing
 from hibachi.llm.dialects.messages import parse as of_messages
 from hibachi.llm.dialects.messages import preparing as messages
 from hibachi.llm.dialects.messages.bodies import MessagesBody
@@ -38,22 +40,23 @@ BODIES: dict[str, Any] = {
     MESSAGES: MessagesBody,
 }
 """By url."""
-WORDS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
-    RESPONSES: lambda body: of_responses.told_as_sent(body.tools),
-    MESSAGES: of_messages.told_as_sent,
+IN_BODY: dict[str, Callable[[Any, FieldPath], FieldPath]] = {
+    RESPONSES: lambda body, path: of_responses.in_body(body.tools, path),
+    MESSAGES: of_messages.in_body,
 }
-"""By url, of a body: within it, what is refused of a chat is told of the body that the chat was made of."""
+"""By url: where a field of the chat that is made of a body stands in it."""
 
 
 def body_of(url: str, given: Mapping[str, Any], name: str) -> Any:
     """The record of a body. name: of the model, which a line may leave out. Raises Refused."""
     if url == MESSAGES and given.get("model") is None:
         given = {**given, "model": name}
-    return taken(BODIES[url], given, PAGE if url in WORDS else CHATS_PAGE)
+    return taken(BODIES[url], given, PAGE if url in IN_BODY else CHATS_PAGE)
 
 
 def words(url: str, body: Any) -> AbstractContextManager[None]:
-    return WORDS[url](body) if url in WORDS else nullcontext()
+    """Within it, what is refused of a chat is told of the body that the chat was made of."""
+    return refusing(partial(IN_BODY[url], body) if url in IN_BODY else None)
 
 
 def chat_for(body: Any, bounds: Bounds) -> ChatBody:
@@ -74,8 +77,9 @@ def check(url: str, body: Any, bounds: Bounds) -> None:
     if isinstance(body, CompletionBody):
         asking.completion(body, SamplingParams(), bounds)
         return
+    chat = chat_for(body, bounds)
     with words(url, body):
-        asking.chat(chat_for(body, bounds), SamplingParams(), bounds)
+        asking.chat(chat, SamplingParams(), bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +97,16 @@ class Answering:
         """What writes the answer to a body, and the token ids of its prompts. name: of the model. id_of: makes an id
         of one kind. Raises Refused, InvalidRequest or PromptTooLong.
         """
+        chat = body if url == COMPLETIONS else chat_for(body, self.bounds)
         with words(url, body):
             if url == COMPLETIONS:
                 writer, ids = self._completion(body, name, id_of("text"))
             elif url == RESPONSES:
-                writer, ids = self._response(body, name, id_of("response"))
+                writer, ids = self._response(body, chat, name, id_of("response"))
             elif url == MESSAGES:
-                writer, ids = self._message(body, name, id_of("message"))
+                writer, ids = self._message(chat, name, id_of("message"))
             else:
-                asked, own = at_once(self.prepare(body))
+                asked, own = at_once(self.prepare(chat))
                 writer, ids = self._usual(ChatWriter, asked, name, id_of("chat")), [own]
             for own in ids:
                 self.reading.check_length(own, writer.asked.limit)
@@ -125,15 +130,15 @@ class Answering:
         ids = self.reading.encode_now(asked.prompts, "prompt", special=asked.special, truncation=asked.truncation)
         return self._usual(CompletionWriter, asked, name, id), ids
 
-    def _response(self, body: ResponsesBody, name: str, id: str) -> tuple[Writer, list[list[int]]]:
-        chat, fits = chat_for(body, self.bounds), self.reading.check_length
+    def _response(self, body: ResponsesBody, chat: ChatBody, name: str, id: str) -> tuple[Writer, list[list[int]]]:
+        fits = self.reading.check_length
         asked, ids = at_once(responses.prepared(self.prepare, fits, chat, shortens=body.truncation == "auto"))
         writer = ResponsesWriter(
             asked, name, self.vocabulary, body, server=None, id=id, created=self.created, cached=False
         )
         return writer, [ids]
 
-    def _message(self, body: MessagesBody, name: str, id: str) -> tuple[Writer, list[list[int]]]:
-        asked, ids = at_once(messages.prepared(self.prepare, chat_for(body, self.bounds)))
+    def _message(self, chat: ChatBody, name: str, id: str) -> tuple[Writer, list[list[int]]]:
+        asked, ids = at_once(messages.prepared(self.prepare, chat))
         full = messages.fit(asked, len(ids), self.reading.prompts.context)
         return MessagesWriter(asked, name, self.vocabulary, id=id, cached=False, full=full), [ids]

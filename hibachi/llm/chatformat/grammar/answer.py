@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hibachi.engine.guide.worker import Refused, read_schema
-from hibachi.errors import InvalidRequest, MissingExtra, UnsupportedOperation
+from hibachi.errors import InvalidRequest, MissingExtra, UnsupportedOperation, message_of
+from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.format import ChatFormat, Json, ReasoningFormat, Slot, Thinking, ToolFormat
 from hibachi.llm.chatformat.grammar.arguments import arguments, as_object, closed
 from hibachi.llm.chatformat.grammar.lark import BLANKS, EMPTY, Rules, Special, joined, quoted, trie
@@ -57,9 +57,10 @@ def unchecked_form(
     format, toolbox = reader.format, reader.toolbox
     tools = toolbox.callable if format.tools is not None else ()
     if not tools and toolbox.mode == "required":
-        raise InvalidRequest(
-            "tools: a call was required, and there is no tool that may be called, or it is not known how the model "
-            "writes calls. Send a tool that may be called, or tool_choice auto."
+        raise BadField.at(
+            ("tools",),
+            ": a call was required, and there is no tool that may be called, or it is not known how the model "
+            "writes calls. Send a tool that may be called, or tool_choice auto.",
         )
     if not tools and (answer is None or (reader.thinking is Thinking.NONE and not format.before_said)):
         return answer
@@ -97,7 +98,7 @@ def checked_form(
                 check(answer)
             errors = {each.tool: each for each in faults(reader.toolbox, check, until) if each.tool not in loose}
             if not errors:
-                raise InvalidRequest(f"tools: {words_of(e)}.") from None
+                raise BadField.at(("tools",), f": {words_of(e)}.") from None
             guilty, error = set(errors), next(iter(errors.values()))
         toolbox = reader.toolbox
         strict = {tool.name for tool in toolbox.callable if tool.strict or toolbox.mode == "required"}
@@ -126,7 +127,7 @@ def served_form(
         if must:
             raise
     except InvalidRequest as e:
-        if must or not str(e).startswith("tools: "):
+        if must or e.path != ("tools",):
             raise
     return None
 
@@ -136,15 +137,19 @@ def check_any(check: Callable[[StructuredOutputs], object]) -> None:
     try:
         check(StructuredOutputs(json_object=True))
     except InvalidRequest as e:
-        raise InvalidRequest(f"tools: {words_of(e)}.") from None
+        raise BadField.at(("tools",), f": {words_of(e)}.") from None
 
 
-class ToolRefused(InvalidRequest):
+class ToolRefused(BadField):
     """The schema of a tool cannot be served. tool: its name."""
 
-    def __init__(self, place: int, tool: str, why: str) -> None:
-        super().__init__(f"tools[{place}].function.parameters: {why}.")
-        self.tool = tool
+    tool: str
+
+    @classmethod
+    def of(cls, place: int, tool: str, why: str) -> ToolRefused:
+        error = cls.at(("tools", place, "function", "parameters"), f": {why}.")
+        error.tool = tool
+        return error
 
 
 def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object], until: float) -> list[ToolRefused]:
@@ -154,20 +159,23 @@ def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object], until
     found = []
     for place, tool in enumerate(toolbox.tools):
         if time.monotonic() > until:
-            raise InvalidRequest(
-                f"tools: their schemas are too complex: checking them took more than {SECONDS:g} s. Make them simpler, "
-                f"or send fewer tools."
+            raise BadField.at(
+                ("tools",),
+                f": their schemas are too complex: checking them took more than {SECONDS:g} s. Make them simpler, "
+                f"or send fewer tools.",
             )
         try:
             check(StructuredOutputs(json=tool.parameters or {"type": "object"}, one_of_as_any_of=True))
         except InvalidRequest as e:
-            found.append(ToolRefused(place, tool.name, words_of(e)))
+            found.append(ToolRefused.of(place, tool.name, words_of(e)))
     return found
 
 
 def words_of(error: InvalidRequest) -> str:
     """What a form's check says, without the name of the form and the end of its sentence."""
-    return re.sub(r"^structured_outputs\.\w+:? ", "", str(error)).removesuffix(".")
+    path = error.path or ()
+    words = error.words[1:] if len(path) > 1 and path[0] == "structured_outputs" else error.words
+    return message_of(words).removeprefix(":").strip().removesuffix(".")
 
 
 # ---- reasoning, and what is said -------------------------------------------------------------------------------------
@@ -304,7 +312,7 @@ def said_as(rules: Rules, answer: StructuredOutputs) -> str:
             return rules.terminal(rules.either(list(answer.choice)), "CHOICE")
         return rules.embed(text)
     except Refused as e:
-        raise InvalidRequest(f"structured_outputs.{answer.kind}: {e}.") from None
+        raise InvalidRequest.at(("structured_outputs", answer.kind), f": {e}.") from None
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -358,9 +366,9 @@ class CallRules:
         try:
             return arguments(self._rules, self._format.arguments, self._parameters(tool))
         except Refused as e:
-            raise ToolRefused(place, tool.name, str(e)) from None
+            raise ToolRefused.of(place, tool.name, str(e)) from None
         except RecursionError:
-            raise ToolRefused(place, tool.name, "it is nested too deep, or a reference leads to itself") from None
+            raise ToolRefused.of(place, tool.name, "it is nested too deep, or a reference leads to itself") from None
 
     def only(self, *, first: bool) -> str:
         """Calls and nothing else. first: at the beginning of the answer."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from hibachi.engine.guide.worker import GBNF, Refused, json_part, own_name, read_schema
-from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat.errors import BadField
 from hibachi.structured import MOST_BYTES
 
 Special: TypeAlias = Callable[[str], Sequence[str | int]]
@@ -74,9 +74,10 @@ class Rules:
     def _count(self, *texts: str) -> None:
         self._size += sum(map(len, texts))
         if self._size > MOST_BYTES:
-            raise InvalidRequest(
-                f"tools: their names and schemas make a grammar that is too large: expected at most {MOST_BYTES} "
-                f"bytes. Send fewer tools, or smaller schemas."
+            raise BadField.at(
+                ("tools",),
+                f": their names and schemas make a grammar that is too large: expected at most {MOST_BYTES} "
+                f"bytes. Send fewer tools, or smaller schemas.",
             )
 
     def reserve(self, hint: str) -> str:

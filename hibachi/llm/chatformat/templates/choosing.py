@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import shown
+from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.format import HERMES, PLAIN, ChatFormat
 from hibachi.llm.chatformat.templates.derive import derive
 from hibachi.llm.chatformat.templates.known import Named, named, recognized
@@ -105,16 +106,17 @@ class Choosing:
         return named or _THINKS.search(template) is not None or recognized(template) is not None
 
     def effort(self, template: str, asked: str) -> Mapping[str, Any]:
-        """The variables of the template by which it reads OpenAI's reasoning_effort. Raises InvalidRequest, whose
-        message begins with this name, if there are none.
+        """The variables of the template by which it reads OpenAI's reasoning_effort. Raises BadField if
+        there are none.
         """
         found = self._formats.of(template, self._render)
         if asked == "none" and found.switch is not None:
             return {found.switch: False}
         if not found.effort or (asked == "none" and not _KNOWS_NONE.search(template)):
             none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
-            raise InvalidRequest(
-                f"reasoning_effort is not supported as {shown(asked)}: this model's chat template has no such setting"
-                f"{none}."
+            raise BadField.at(
+                ("reasoning_effort",),
+                f" is not supported as {shown(asked)}: this model's chat template has no such setting{none}.",
+                code=UNSUPPORTED,
             )
         return {"reasoning_effort": asked}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from msgspec import UNSET
+from msgspec import UNSET, ValidationError, convert
 from msgspec.json import encode
 
-from hibachi.errors import InvalidRequest, shown
-from hibachi.llm.dialects.errors import Refused, as_refused, unsupported
+from hibachi.errors import FieldPath, shown
+from hibachi.llm.chatformat.errors import UNSUPPORTED
+from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.forms import JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.messages.bodies import (
     OF_SERVER,
@@ -28,9 +28,9 @@ from hibachi.llm.dialects.messages.bodies import (
     ToolUse,
     Turn,
 )
-from hibachi.llm.dialects.openai.bodies import ChatBody, taken
+from hibachi.llm.dialects.openai.bodies import ChatBody, refused_by
 
-Placed: TypeAlias = tuple[str, Block]  # where a block stands in the body, such as "messages[0].content[1]"
+Placed: TypeAlias = tuple[FieldPath, Block]  # where a block stands, such as ("messages", 0, "content", 1)
 Message: TypeAlias = dict[str, Any]  # in OpenAI's form
 TOOL_DEFAULTS: dict[str, tuple[list[Any], str]] = {
     "allowed_callers": ([None, [], ["direct"]], "Only the model itself calls tools"),
@@ -47,14 +47,6 @@ KEEPING = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all",
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off. A template reads one of them at most."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_OURS = (  # names in OpenAI's form, and those that its sender knows
-    (re.compile(r"\bresponse_format(\.json_schema\.schema|\.json_schema|\.schema)?(?![\w])"), "output_config.format"),
-    (re.compile(r"\btools\[(\d+)\]\.function\.parameters\b"), r"tools[\1].input_schema"),
-    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
-    (re.compile(r"^stop\b(?!_)"), "stop_sequences"),
-    (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
-    (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
-)
 
 
 def chat_of(body: CountBody) -> ChatBody:
@@ -129,7 +121,7 @@ def _set_thinking(chat: ChatBody, body: CountBody) -> None:
 
 def _set_tools(chat: ChatBody, body: CountBody) -> None:
     if body.tools:
-        chat.tools = [_tool(given, f"tools[{i}]") for i, given in enumerate(body.tools)]
+        chat.tools = [_tool(given, ("tools", i)) for i, given in enumerate(body.tools)]
     choice = body.tool_choice
     if choice is None:
         return
@@ -151,27 +143,29 @@ def _choice(given: Choice) -> Any:
     return _CHOICES[given.type]
 
 
-def _tool(given: dict[str, Any], place: str) -> dict[str, Any]:
+def _tool(given: dict[str, Any], place: FieldPath) -> dict[str, Any]:
     kind = given.get("type")
     if kind == "function":
-        raise unsupported(f"{place} of type 'function'", "Here a tool has name, description and input_schema")
+        raise _unserved(place, kind, "Here a tool has name, description and input_schema")
     if isinstance(kind, str) and kind != "custom":
-        raise unsupported(f"{place} of type {kind[:60]!r}", OF_SERVER)
+        raise _unserved(place, kind, OF_SERVER)
     try:
-        tool = taken(CustomTool, given)
-    except Refused as e:
-        at = place if e.param is None else f"{place}.{e.param}"
-        words = str(e) if e.param is None else str(e).replace(e.param, at, 1)
-        raise e.about(at, words) from None
+        tool = convert(given, CustomTool)
+    except ValidationError as e:
+        raise refused_by(e, CustomTool, within=place) from None
     for name, (values, why) in TOOL_DEFAULTS.items():
         if getattr(tool, name) not in values:
-            raise unsupported(f"{place}.{name}", f"{why}, so only {encode(values[-1]).decode()} is")
+            raise unsupported((*place, name), f"{why}, so only {encode(values[-1]).decode()} is")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": function}
+
+
+def _unserved(place: FieldPath, kind: str, why: str) -> Refused:
+    return Refused.at(place, f" of type {kind[:60]!r} is not supported: {why}.", code=UNSUPPORTED)
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ def _system(given: str | list[TextBlock] | None) -> str:
 def _messages(given: Sequence[Turn], system: str) -> tuple[list[Message], bool]:
     """In OpenAI's form, behind the system prompt, and whether the last one is to be continued."""
     out: list[Message] = []
-    calls: dict[str, str] = {}  # by id, those of the message before that have no result yet
+    calls: dict[str, FieldPath] = {}  # by id, those of the message before that have no result yet
     last: Message = {}
     for role, blocks in _turns(given, system):
         last = {}
@@ -197,7 +191,8 @@ def _messages(given: Sequence[Turn], system: str) -> tuple[list[Message], bool]:
             calls = {}
     if calls:
         raise Refused(
-            f"{calls.popitem()[1]}: the last message calls a tool. Send its result, in a message of the user.",
+            calls.popitem()[1],
+            ": the last message calls a tool. Send its result, in a message of the user.",
             param="messages",
             code="invalid_value",
         )
@@ -212,7 +207,7 @@ def _turns(given: Sequence[Turn], system: str) -> Iterator[tuple[str, list[Place
     """
     role, blocks = "system", list[Placed]()
     if system:
-        blocks.append(("system", TextBlock(system)))
+        blocks.append((("system",), TextBlock(system)))
     for of, own in _made(given):
         if of == "system" and role != "system":
             of = "user"
@@ -231,7 +226,7 @@ def _made(given: Sequence[Turn]) -> Iterator[tuple[str, list[Placed]]]:
     """
     cut = set[str]()  # ids of calls
     for i, turn in enumerate(given):
-        place = f"messages[{i}].content"
+        place: FieldPath = ("messages", i, "content")
         if isinstance(turn.content, str):
             yield turn.role, [(place, TextBlock(turn.content))]
             continue
@@ -244,7 +239,7 @@ def _made(given: Sequence[Turn]) -> Iterator[tuple[str, list[Placed]]]:
                 cut.discard(block.id)
             elif isinstance(block, ToolResult) and turn.role != "assistant" and block.tool_use_id in cut:
                 continue
-            blocks.append((f"{place}[{j}]", block))
+            blocks.append(((*place, j), block))
         if len(blocks) == len(turn.content) or turn.role != "assistant" or any(_says(block) for _, block in blocks):
             yield turn.role, blocks
 
@@ -254,10 +249,10 @@ def _says(block: Block) -> bool:
     return bool(block.text) if isinstance(block, TextBlock) else isinstance(block, (ToolUse, ToolResult))
 
 
-def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:
+def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, FieldPath]]:
     """The message, and where its calls stand, by their ids."""
     said, thought, calls = list[str](), list[str](), list[dict[str, Any]]()
-    places: dict[str, str] = {}
+    places: dict[str, FieldPath] = {}
     for place, block in blocks:
         if isinstance(block, TextBlock):
             said.append(block.text)
@@ -265,16 +260,14 @@ def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:
             thought.append(block.thinking)
         elif isinstance(block, ToolUse):
             if block.id in places:
-                raise Refused(
-                    f"{place}.id: expected an id of its own for each call; {block.id[:60]!r} is that of "
-                    f"{places[block.id]}, too.",
-                    param=f"{place}.id",
-                    code="invalid_value",
+                raise Refused.at(
+                    (*place, "id"),
+                    f": expected an id of its own for each call; {block.id[:60]!r} is that of ",
+                    places[block.id],
+                    ", too.",
                 )
             if not block.name:
-                raise Refused(
-                    f"{place}.name must be the name of a tool; got ''.", param=f"{place}.name", code="invalid_value"
-                )
+                raise Refused.at((*place, "name"), " must be the name of a tool; got ''.")
             places[block.id] = place
             function = {"name": block.name, "arguments": encode(block.input).decode()}
             calls.append({"id": block.id, "type": "function", "function": function})
@@ -289,7 +282,7 @@ def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, str]]:
     return message, places
 
 
-def _of_user(role: str, blocks: Sequence[Placed], calls: dict[str, str]) -> Iterator[Message]:
+def _of_user(role: str, blocks: Sequence[Placed], calls: dict[str, FieldPath]) -> Iterator[Message]:
     """Results of calls first, in the order in which they came, and then what is said."""
     said, answered = list[str](), set[str]()
     for place, block in blocks:
@@ -299,9 +292,7 @@ def _of_user(role: str, blocks: Sequence[Placed], calls: dict[str, str]) -> Iter
             name = block.tool_use_id
             if name not in calls or name in answered:
                 why = "has a result already" if name in answered else "is not of a tool_use in the message before"
-                raise Refused(
-                    f"{place}.tool_use_id: {name[:60]!r} {why}.", param=f"{place}.tool_use_id", code="invalid_value"
-                )
+                raise Refused.at((*place, "tool_use_id"), f": {name[:60]!r} {why}.")
             answered.add(name)
             yield {"role": "tool", "tool_call_id": name, "content": _result(block)}
         else:
@@ -321,39 +312,42 @@ def _joined(texts: Iterator[str] | Sequence[str]) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def _elsewhere(place: str, kind: str, role: str) -> Refused:
-    return Refused(f"{place}: a block {kind!r} stands in a message of the {role}.", param=place, code="invalid_value")
+def _elsewhere(place: FieldPath, kind: str, role: str) -> Refused:
+    return Refused.at(place, f": a block {kind!r} stands in a message of the {role}.")
 
 
-# ---- in its sender's words ---------------------------------------------------------------------------------------
+# ---- where the fields of a chat stand in its body ----------------------------------------------------------------
 
 
-@contextmanager
-def told_as_sent(body: CountBody | None = None) -> Iterator[None]:
-    """What is refused of the chat that is made of a body, is told of the fields that were sent. body: in which calls of
-    the chat are looked up.
-    """
-    try:
-        yield
-    except (Refused, InvalidRequest) as e:
-        refused = as_refused(e)
-        if refused.param is None:
-            raise refused.about(None, _as_sent(str(refused))) from e
-        words = str(refused)
-        if body is not None and (call := _CALL.fullmatch(refused.param)):
-            found = _place(body, int(call[1]), int(call[2] or 0))
-            place = "messages" if found is None else found + _OF_CALLS.get(call[3], "")
-            words, refused.param = words.replace(refused.param, place, 1), place
-        raise refused.about(_as_sent(refused.param), _as_sent(words)) from e
+def in_body(body: CountBody, path: FieldPath) -> FieldPath:
+    """Where a field of the chat that is made of a body stands in it."""
+    match path:
+        case "response_format", *rest:
+            rest = rest[rest[:1] == ["json_schema"] :]
+            return "output_config", "format", *rest[rest[:1] == ["schema"] :]
+        case "tools", int(i), "function", "parameters", *rest:
+            return "tools", i, "input_schema", *rest
+        case "tools", int(i), "function", *rest:
+            return "tools", i, *rest
+        case "tool_choice", "function", *rest:
+            return "tool_choice", *rest
+        case "stop", *rest:
+            return "stop_sequences", *rest
+        case "reasoning_effort", *rest:
+            return "output_config", "effort", *rest
+        case "messages", int(i), "tool_calls", *rest:
+            call = rest[0] if rest and isinstance(rest[0], int) else 0
+            found = _call_in(body, i, call)
+            return ("messages",) if found is None else (*found, *_OF_CALLS.get(rest[-1] if rest else None, ()))
+    return path
 
 
-_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls(?:\[(\d+)\](?:\.function)?(\.\w+)?)?")
-_OF_CALLS = {".name": ".name", ".arguments": ".input", ".id": ".id"}
+_OF_CALLS: dict[str | int | None, FieldPath] = {"name": ("name",), "arguments": ("input",), "id": ("id",)}
 
 
-def _place(body: CountBody, message: int, call: int) -> str | None:
+def _call_in(body: CountBody, message: int, call: int) -> FieldPath | None:
     """Where the body has a call of a message of its chat; None means it has none."""
-    calls: list[list[str]] = []  # of each message
+    calls: list[list[FieldPath]] = []  # of each message
     for role, blocks in _turns(body.messages, _system(body.system)):
         if role == "assistant":
             calls.append([place for place, block in blocks if isinstance(block, ToolUse)])
@@ -363,9 +357,3 @@ def _place(body: CountBody, message: int, call: int) -> str | None:
             calls += [[]] * (results + (said or not results))
     found = calls[message] if message < len(calls) else []
     return found[call] if call < len(found) else None
-
-
-def _as_sent(text: str) -> str:
-    for ours, theirs in _OURS:
-        text = ours.sub(theirs, text)
-    return text

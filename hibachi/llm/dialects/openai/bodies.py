@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from hibachi.errors import MOST_SHOWN
+from hibachi.errors import MOST_SHOWN, FieldPath
+from hibachi.llm.chatformat.errors import UNSUPPORTED
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.expected import choices, same
 from hibachi.llm.dialects.forms import Backend, Format, Schema, Structured
@@ -308,6 +309,7 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 PAGE = "docs/serving.md"
+_STEPS = re.compile(r"\[(\d+)\]|\[(\.\.\.)\]|([^.\[\]]+)")
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
@@ -338,32 +340,34 @@ def taken(kind: type[T], value: Any, page: str = PAGE) -> T:
         raise refused_by(e, kind, page) from None
 
 
-def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, within: str = "") -> Refused:
+def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, within: FieldPath = ()) -> Refused:
     """What names the field. kind: the type that was read; within: where in the body that stands."""
     text = str(error)
     at = _AT.search(text)
-    place = inner = at[1] if at else None
-    if within:
-        place = f"{within}{'' if place is None or place.startswith('[') else '.'}{place or ''}"
+    inner = at[1] if at else ""
+    path = (*within, *path_of(inner))
     what = text[: at.start()] if at else text
     if unknown := _UNKNOWN.search(what):
         own = unknown[1][:MOST_SHOWN]
-        name = f"{place}.{own}" if place else own
-        may = f", and {found} says the same" if not place and (found := same(kind, own)) else ""
+        may = f", and {found} says the same" if not path and (found := same(kind, own)) else ""
         return Refused(
-            f"Unknown field: {name}. There is none of that name here{may}; {page} lists them.",
-            param=name,
+            "Unknown field: ",
+            (*path, own),
+            f". There is none of that name here{may}; {page} lists them.",
+            param=(*path, own),
             code="unknown_parameter",
         )
     if missing := re.search(r"missing required field `(.*)`", what):
-        name = f"{place}.{missing[1]}" if place else missing[1]
-        return Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter")
-    if place and (none := _NONE.fullmatch(what)):
-        return Refused(
-            f"{place} is not supported as {none[1][:MOST_SHOWN]}; {page} lists what it may be.",
-            param=place,
-            code="unsupported_parameter",
-        )
-    if inner and (value := _NO_CHOICE.fullmatch(what)) and (values := choices(kind, inner)):
-        what = f"expected {' or '.join(map(repr, values))}; got {value[1]}"
-    return Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type")
+        path = (*path, missing[1])
+        return Refused("The field ", path, " is missing.", param=path, code="missing_required_parameter")
+    if path and (none := _NONE.fullmatch(what)):
+        value = none[1][:MOST_SHOWN]
+        return Refused.at(path, f" is not supported as {value}; {page} lists what it may be.", code=UNSUPPORTED)
+    if inner and (got := _NO_CHOICE.fullmatch(what)) and (values := choices(kind, inner)):
+        what = f"expected {' or '.join(map(repr, values))}; got {got[1]}"
+    return Refused(path or "The body", f": {what[:MOST_SHOWN]}.", param=path or None, code="invalid_type")
+
+
+def path_of(place: str) -> FieldPath:
+    """The path of a place such as "messages[0].content[...]", as msgspec tells it."""
+    return tuple(int(index) if index else key or name for index, key, name in _STEPS.findall(place))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from hibachi.errors import InvalidRequest
-from hibachi.llm.chatformat.history import NotShown
-from hibachi.llm.chatformat.messages import BadMessage, plain_messages
-from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.chatformat.messages import plain_messages
+from hibachi.llm.dialects.errors import Refused, refusing
 
 MOST_VALUES = 1 << 18  # of the arguments of a call; commas and brackets count them
 MOST_OF_ALL = 1 << 19  # of all calls, or of all tools
@@ -18,22 +15,18 @@ MOST_OF_ALL = 1 << 19  # of all calls, or of all tools
 def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """The messages of a conversation for a template. Raises Refused."""
     if not given:
-        raise Refused(
-            'messages is empty: send at least one, such as {"role": "user", "content": "Hello"}.',
-            param="messages",
+        raise Refused.at(
+            "messages",
+            ' is empty: send at least one, such as {"role": "user", "content": "Hello"}.',
             code="empty_array",
         )
     if len(given) > most:
-        raise Refused(
-            f"messages has {len(given)} entries; at most {most} are served.", param="messages", code="invalid_value"
-        )
+        raise Refused.at("messages", f" has {len(given)} entries; at most {most} are served.")
     calls = sum(len(c) for m in given if isinstance(c := m.get("tool_calls"), list))
     if calls > most:
-        raise Refused(
-            f"messages has {calls} tool_calls; at most {most} are served.", param="messages", code="invalid_value"
-        )
+        raise Refused.at("messages", f" has {calls} tool_calls; at most {most} are served.")
     _check_arguments(given)
-    with by_name():
+    with refusing():
         return plain_messages(given)
 
 
@@ -48,10 +41,10 @@ def _check_arguments(messages: Sequence[dict[str, Any]]) -> None:
             n = sum(arguments.count(sign) for sign in ",[{") if isinstance(arguments, str) else 0
             total += n
             if n > MOST_VALUES or total > MOST_OF_ALL:
-                place = f"messages[{i}].tool_calls[{j}].function.arguments"
-                most = f"{MOST_VALUES}, or with those before it {MOST_OF_ALL}"
-                raise Refused(
-                    f"{place} has more than {most} commas and brackets. Shorten it.", param=place, code="invalid_value"
+                raise Refused.at(
+                    ("messages", i, "tool_calls", j, "function", "arguments"),
+                    f" has more than {MOST_VALUES}, or with those before it {MOST_OF_ALL} commas and brackets. Shorten "
+                    f"it.",
                 )
 
 
@@ -61,29 +54,5 @@ def check_values(tools: Any) -> int:
 
     text = encode(tools)
     if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MOST_OF_ALL:
-        raise Refused(
-            f"tools has more than {MOST_OF_ALL} commas and brackets. Shorten it.", param="tools", code="invalid_value"
-        )
+        raise Refused.at("tools", f" has more than {MOST_OF_ALL} commas and brackets. Shorten it.")
     return len(text)
-
-
-@contextmanager
-def by_name() -> Iterator[None]:
-    """Where a message begins with the field that it is about, the refusal names it."""
-    try:
-        yield
-    except BadMessage as e:
-        raise Refused(str(e), param=e.place, code=e.code) from None
-    except InvalidRequest as e:
-        code = "unsupported_parameter" if " is not supported" in str(e) else "invalid_value"
-        raise Refused(str(e), param=str(e).partition(" ")[0], code=code) from None
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """What a template does not show is refused by name."""
-    try:
-        yield
-    except NotShown as e:
-        code = "unsupported_parameter" if e.unsupported else "invalid_value"
-        raise Refused(str(e), param=e.field, code=code) from None

@@ -14,10 +14,10 @@ from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.chatformat.asked import as_shown, toolbox_of
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.tools import Toolbox
-from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import form_of
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, Generation, same_fields
-from hibachi.llm.dialects.openai.conversation import by_name, check_values, conversation
+from hibachi.llm.dialects.openai.conversation import check_values, conversation
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.request import SamplingParams, Terms
 from hibachi.structured import StructuredOutputs
@@ -126,7 +126,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     size = check_values(body.tools)
-    with by_name():
+    with refusing():
         toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
     _check_most("top_logprobs", body.top_logprobs, bounds.logprobs)
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
@@ -162,18 +162,14 @@ def _limit(body: ChatBody) -> int | None:
         )
     named, limit = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
     if limit is not None and limit < 1:
-        raise Refused(
-            f"{named} must be an integer >= 1 (or None: no limit); got {shown(limit)}.",
-            param=named,
-            code="invalid_value",
-        )
+        raise Refused.at(named, f" must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
     return limit
 
 
 def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:
     """The variables of the template for tools, where only the prompt is wanted. Raises Refused."""
     check_values(tools)
-    with by_name():
+    with refusing():
         return {} if toolbox_of(tools, tool_choice) is None else {"tools": as_shown(tools or ())}
 
 
@@ -308,7 +304,7 @@ def _params(body: Any, defaults: SamplingParams, more: dict[str, Any]) -> Sampli
     try:
         params = replace(defaults, **changes)
     except InvalidRequest as e:
-        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+        raise Refused.of(e) from None
     if body.stream and params.runs > params.n:
         raise Refused(
             "best_of cannot be streamed: which are the best is known at the end.", param="best_of", code="invalid_value"
@@ -333,7 +329,7 @@ def terms_of(body: Any) -> Terms:
             getattr(body, "cache_salt", None),
         )
     except InvalidRequest as e:
-        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+        raise Refused.of(e) from None
 
 
 def _check_rows(params: SamplingParams, prompts: int, bounds: Bounds) -> None:
@@ -357,9 +353,9 @@ def request_id(given: str | None) -> str | None:
 
 def _check_most(name: str, given: int | None, most: int) -> None:
     if given is not None and given > most:
-        raise Refused(f"{name} must be at most {most}; got {shown(given)}.", param=name, code="invalid_value")
+        raise Refused.at(name, f" must be at most {most}; got {shown(given)}.")
 
 
 def check_count(name: str, given: Any, most: int, what: str = "entries") -> None:
     if given is not None and len(given) > most:
-        raise Refused(f"{name} has {len(given)} {what}; at most {most} are served.", param=name, code="invalid_value")
+        raise Refused.at(name, f" has {len(given)} {what}; at most {most} are served.")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hibachi.errors import InvalidRequest
+from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.history import Messages
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
-from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.errors import Refused, as_refused, refusing
 from hibachi.llm.dialects.forms import refused
-from hibachi.llm.dialects.openai.conversation import refusing
 from hibachi.llm.dialects.openai.parse import Asked
 from hibachi.structured import StructuredOutputs
 
@@ -66,14 +66,7 @@ class ChatTalk:
         try:
             found = self._talk.form(reader, answer, check, ends)
         except InvalidRequest as e:
-            raise _refused(e, asked.form) from e
+            raise (as_refused(e) if isinstance(e, BadField) else refused(e, asked.form)) from e
         if found is not answer:
             asked.params = asked.params.with_(structured_outputs=found)
             asked.form = asked.form or "tools"
-
-
-def _refused(error: InvalidRequest, said: str | None) -> Refused:
-    words = str(error)
-    if not words.startswith("tools"):
-        return refused(error, said)
-    return Refused(words, param=words.partition(" ")[0].rstrip(":"), code="invalid_value")

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from hibachi.errors import FieldPath
 from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.openai.bodies import refused_by
 
@@ -141,7 +142,7 @@ def as_kept(item: Item, id: str) -> bytes:
     return _encode(item)
 
 
-def given(raw: Any, place: str) -> Given:
+def given(raw: Any, place: FieldPath) -> Given:
     """One item of a request. place: where it stands. Raises Refused, which names the field."""
     kind = raw.get("type")
     if kind is None:
@@ -150,7 +151,7 @@ def given(raw: Any, place: str) -> Given:
     found = _KINDS.get(kind) if isinstance(kind, str) else None
     if found is None:
         raise unsupported(
-            f"{place}.type", f"{str(kind)[:40]!r} is none of the items that are served, which are {', '.join(_KINDS)}"
+            (*place, "type"), f"{str(kind)[:40]!r} is none of the items that are served, which are {', '.join(_KINDS)}"
         )
     try:
         item: Given = msgspec.convert(_as_sent(raw), found)
@@ -158,12 +159,12 @@ def given(raw: Any, place: str) -> Given:
         raise refused_by(e, found, PAGE, place) from None
     for name in _NULL:
         if getattr(item, name, UNSET) not in (UNSET, None):
-            raise unsupported(f"{place}.{name}", "It is of another server, so only null is")
+            raise unsupported((*place, name), "It is of another server, so only null is")
     for part in item.content if isinstance(item, Message) and isinstance(item.content, list) else ():
         if isinstance(part, OutputText):  # no model is shown these, so they take no room
             part.annotations, part.logprobs = [], []
     if isinstance(item, FunctionCall | FunctionCallOutput) and not item.call_id:
-        raise Refused(f"{place}.call_id is empty.", param=f"{place}.call_id", code="invalid_value")
+        raise Refused.at((*place, "call_id"), " is empty.")
     return item
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from hibachi.errors import PromptTooLong
-from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.errors import FieldPath
+from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody
 from hibachi.llm.dialects.openai.conversation import conversation
@@ -27,7 +26,7 @@ from hibachi.llm.dialects.responses.items import (
     RefusalText,
     given,
 )
-from hibachi.llm.dialects.responses.tools import functions, joined, of_chat, placed_in
+from hibachi.llm.dialects.responses.tools import functions, joined, of_chat
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 REFUSED = {
@@ -57,7 +56,7 @@ def own_items(body: ResponsesBody, bounds: Bounds) -> list[Given]:
     if isinstance(body.input, str):
         return [Message(role="user", content=body.input)]
     check_count("input", body.input, bounds.messages, "items")
-    return [given(raw, f"input[{i}]") for i, raw in enumerate(body.input)]
+    return [given(raw, ("input", i)) for i, raw in enumerate(body.input)]
 
 
 def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> ChatBody:
@@ -86,20 +85,24 @@ def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> Chat
 def _checked(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
     """The messages that items stand for, with what can be wrong in them refused by its item. Raises Refused."""
     found = turns(items, instructions)
-    try:
+    with refusing(partial(_in_items, items, [own for _, own in found], before)):
         return conversation([message for message, _ in found], len(found) + len(items))
-    except Refused as e:
-        at = _IN_MESSAGES.match(e.param or "")
-        if at is None:
-            raise
-        own = [k for k in found[int(at[1])][1] if at[2] is None or isinstance(items[k], FunctionCall)]
-        k = own[int(at[2] or 0)]
-        place = f"input[{k - before}]{_OF_ITEMS.get(at[3], at[3])}" if k >= before else "input"
-        raise Refused(str(e).replace(at[0], place), param=place, code=e.code) from None
 
 
-_IN_MESSAGES = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?(.*)")
-_OF_ITEMS = {".id": ".call_id", ".tool_call_id": ".call_id"}
+def _in_items(items: Sequence[Item], of: Sequence[Sequence[int]], before: int, path: FieldPath) -> FieldPath:
+    """Where a field of a message stands in the input. of: places of the items of each message."""
+    match path:
+        case "messages", int(i), "tool_calls", int(j), "function", *rest:
+            return _in_items(items, of, before, ("messages", i, "tool_calls", j, *rest))
+        case "messages", int(i), "tool_calls", int(j), *rest:
+            k = [k for k in of[i] if isinstance(items[k], FunctionCall)][j]
+        case "messages", int(i), *rest:
+            k = of[i][0]
+        case _:
+            return in_body(None, path)
+    if k < before:
+        return ("input",)
+    return "input", k - before, *("call_id" if name in ("id", "tool_call_id") else name for name in rest)
 
 
 def turns(items: Iterable[Item], instructions: str | None = None) -> list[tuple[dict[str, Any], list[int]]]:
@@ -246,41 +249,24 @@ def shortened(chat: ChatBody, start: int) -> ChatBody:
     return msgspec.structs.replace(chat, messages=[*kept, *chat.messages[start:]])
 
 
-# ---- refusals in the words of this route ----------------------------------------------------------------------------
-
-_NAMES = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"messages\b.*", "input"),
-        (r"max_(completion_)?tokens", "max_output_tokens"),
-        (r"response_format\.json_schema\b", "text.format"),
-        (r"response_format\b", "text.format"),
-        (r"(tools\[\d+\])\.function\b", r"\1"),
-        (r"tool_choice\.(function|allowed_tools)\b", "tool_choice"),
-        (r"reasoning_effort", "reasoning.effort"),
-        (r"logprobs", "include"),
-    )
-)
+# ---- where the fields of a chat stand in its body -------------------------------------------------------------------
 
 
-def _named(param: str) -> str:
-    for pattern, name in _NAMES:
-        if pattern.match(param):
-            return pattern.sub(name, param, count=1)
-    return param
-
-
-@contextmanager
-def told_as_sent(tools: Sequence[dict[str, Any]] | None = None) -> Iterator[None]:
-    """What refuses a chat names the fields of a response. tools: those of its body."""
-    try:
-        yield
-    except Refused as e:
-        if e.param is None or (name := placed_in(_named(e.param), tools)) == e.param:
-            raise
-        words = placed_in(str(e).replace(e.param, _named(e.param)), tools)
-        raise e.about(name, words) from e
-    except PromptTooLong as e:
-        if "max_tokens" not in str(e):
-            raise
-        raise PromptTooLong(str(e).replace("max_tokens", "max_output_tokens")) from e
+def in_body(tools: Sequence[dict[str, Any]] | None, path: FieldPath) -> FieldPath:
+    """Where a field of the chat that is made of a body stands in it. tools: those of the body."""
+    match path:
+        case "messages", *_:
+            return ("input",)
+        case (("max_tokens" | "max_completion_tokens"), *_):
+            return ("max_output_tokens",)
+        case "response_format", *rest:
+            return "text", "format", *rest[rest[:1] == ["json_schema"] :]
+        case "tools", int(i), *rest:
+            return *functions(tools)[i].place, *rest[rest[:1] == ["function"] :]
+        case "tool_choice", ("function" | "allowed_tools"), *rest:
+            return "tool_choice", *rest
+        case "reasoning_effort", *_:
+            return "reasoning", "effort"
+        case "logprobs", *_:
+            return ("include",)
+    return path

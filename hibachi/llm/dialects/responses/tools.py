@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from hibachi.errors import FieldPath
 from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.openai.bodies import refused_by
 from hibachi.llm.dialects.responses.bodies import FunctionTool, Namespace
@@ -15,13 +15,12 @@ from hibachi.llm.dialects.responses.items import PAGE
 
 Raw = dict[str, Any]
 JOINT = "__"
-_FLAT = re.compile(r"\btools\[(\d{1,9})\]")  # a tool in the words of a chat
 
 
 class Placed(NamedTuple):
-    """A function, and where it stands in the body, such as "tools[2].tools[0]"."""
+    """A function, and where it stands in the body, such as ("tools", 2, "tools", 0)."""
 
-    place: str
+    place: FieldPath
     namespace: Namespace | None
     function: FunctionTool
 
@@ -39,7 +38,7 @@ def functions(tools: Sequence[Raw] | None) -> list[Placed]:
     """All functions, those in namespaces as well. Raises Refused."""
     found = list[Placed]()
     for i, raw in enumerate(tools or ()):
-        place = f"tools[{i}]"
+        place: FieldPath = ("tools", i)
         if raw.get("type") == "namespace":
             found += _in_namespace(raw, place)
         else:
@@ -64,53 +63,46 @@ def split(placed: Sequence[Placed]) -> dict[str, tuple[str, str]]:
     return {p.name: (p.namespace.name, p.function.name) for p in placed if p.namespace is not None}
 
 
-def placed_in(text: str, tools: Sequence[Raw] | None) -> str:
-    """The same text with the places that tools have in the body, in the place of those in the chat."""
-    if not tools or all(raw.get("type") != "namespace" for raw in tools):
-        return text
-    places = {str(i): placed.place for i, placed in enumerate(functions(tools))}
-    return _FLAT.sub(lambda found: places.get(found[1], found[0]), text)  # others are words of the body
-
-
-def _in_namespace(raw: Raw, place: str) -> Iterator[Placed]:
+def _in_namespace(raw: Raw, place: FieldPath) -> Iterator[Placed]:
     space = _read(Namespace, raw, place)
     _check_name(space, place)
     for i, inner in enumerate(space.tools):
-        at = f"{place}.tools[{i}]"
+        at = (*place, "tools", i)
         function = _function(inner, at)
         _check_name(function, at)  # as the name that the model knows is never empty
         yield Placed(at, space, function)
 
 
-def _check_name(named: Namespace | FunctionTool, place: str) -> None:
+def _check_name(named: Namespace | FunctionTool, place: FieldPath) -> None:
     if not named.name:
-        raise Refused(f"{place}.name is empty.", param=f"{place}.name", code="invalid_value")
+        raise Refused.at((*place, "name"), " is empty.")
 
 
-def _function(raw: Raw, place: str) -> FunctionTool:
+def _function(raw: Raw, place: FieldPath) -> FunctionTool:
     kind = raw.get("type")
     if kind != "function":
         raise unsupported(
-            f"{place}.type",
+            (*place, "type"),
             f"Only tools of type 'function' and namespaces of them are served, not {str(kind)[:40]!r}",
         )
     if "function" in raw:
         raise Refused(
-            f"Unknown field: {place}.function. In tools of /v1/responses name, description and parameters stand "
-            f"beside type.",
-            param=f"{place}.function",
+            "Unknown field: ",
+            (*place, "function"),
+            ". In tools of /v1/responses name, description and parameters stand beside type.",
+            param=(*place, "function"),
             code="unknown_parameter",
         )
     tool: FunctionTool = _read(FunctionTool, raw, place)
     for name in ("output_schema", "allowed_callers", "defer_loading"):
         if getattr(tool, name):
-            raise unsupported(f"{place}.{name}", "It is of tools that OpenAI runs")
+            raise unsupported((*place, name), "It is of tools that OpenAI runs")
     if tool.asynchronous:
-        raise unsupported(f"{place}.async", "The next request comes with the result of a call")
+        raise unsupported((*place, "async"), "The next request comes with the result of a call")
     return tool
 
 
-def _read(kind: Any, raw: Raw, place: str) -> Any:
+def _read(kind: Any, raw: Raw, place: FieldPath) -> Any:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as e:

@@ -172,7 +172,7 @@ def _params(p: Parameters, runs: int, seed: int | None, *, scored: bool, top: in
             prompt_logprobs=0 if p.decoder_input_details else None,
         )
     except InvalidRequest as e:
-        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+        raise Refused.of(e) from None
 
 
 def _no(name: str, why: str) -> Refused:

@@ -82,7 +82,7 @@ def asked_of(
         if defaults is None and (stop is not None or said.atol is not None):
             asked.stop = _rule(stop, said.atol, bounds)
     except InvalidRequest as e:
-        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+        raise Refused.of(e) from None
     return asked
 
 
