@@ -59,7 +59,7 @@ RULES = {
         "errors request common backend engine.ladder llm.model llm.tokenizers", third_party="numpy typing_extensions"
     ),
     "hibachi/llm/tokenizers": Rule("errors request common llm.model llm.tokenizers"),
-    "hibachi/llm/chatformat": Rule("errors structured engine.guide llm.chatformat", third_party=""),
+    "hibachi/llm/chatformat": Rule("errors structured request engine.guide llm.chatformat", third_party=""),
     "hibachi/llm/dialects": Rule(
         "errors structured request engine.streams llm.textstream llm.tokenizers llm.chatformat llm.dialects",
         third_party="msgspec",

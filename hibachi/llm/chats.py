@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from hibachi.llm.chatformat.asked import as_shown, toolbox_of
@@ -15,7 +14,6 @@ from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.textstream import Choice, Completion, cut_off
 from hibachi.llm.tokenizers.prompts import Prompts
 from hibachi.request import SamplingParams
-from hibachi.structured import StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +95,15 @@ class Chats:
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
         prompt, reader = talk.prompt(plain_messages(messages), given, box, effort=asking.effort)
         self._prompts.check_text(prompt)
-        answer = params.structured_outputs
         if reader is not None:
-            assert answer is None or isinstance(answer, StructuredOutputs)
-            answer = talk.form(reader, answer, partial(self._check, params), self._ends)
-        return Chat(prompt, reader, params.with_(structured_outputs=answer))
+            params = talk.formed(reader, params, self._checks, self._ends)
+        return Chat(prompt, reader, params)
 
     def _talk(self, parsers: Parsers, template: str | None) -> Talk:
         found = self._talks.get((parsers, template))
         if found is None:
             found = self._talks[parsers, template] = Talk(self._prompts.tokenizer, template, parsers)
         return found
-
-    def _check(self, params: SamplingParams, form: StructuredOutputs) -> None:
-        self._checks(params.with_(structured_outputs=form))
 
 
 def _completion(chat: Chat, done: Completion, id: str) -> Completion:

@@ -34,7 +34,7 @@ from hibachi.llm.dialects.tokens.bodies import (
     TokensBody,
     is_json,
 )
-from hibachi.llm.dialects.tokens.parse import AskedTokens, asked_of, check_room
+from hibachi.llm.dialects.tokens.parse import AskedTokens, asked_of
 from hibachi.llm.dialects.tokens.writing import (
     NDJSON,
     SSE,
@@ -52,6 +52,7 @@ from hibachi.llm.dialects.tokens.writing import (
     about,
 )
 from hibachi.llm.texts import Texts
+from hibachi.llm.tokenizers.prompts import check_fits
 from hibachi.llm.tokens import Tokens
 from hibachi.request import SamplingParams, StopRule
 from hibachi.server.openapi import BINARY, Error
@@ -120,7 +121,8 @@ async def _answer(
 ) -> None:
     facts = served.what.engine.facts
     n = 1 if facts.feedforward or not prompt.ndim else len(prompt)
-    check_room(n, said.max_tokens, facts.limits.max_model_len)
+    if n < facts.limits.max_model_len:  # whether they fit without new ones is for the engine to say
+        check_fits(n, said.max_tokens, facts.limits.max_model_len)
     token = facts.token or (prompt.shape[1:], prompt.dtype.name)
     if not facts.arrays:
         token = IDS.shape, IDS.dtype.name

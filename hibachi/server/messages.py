@@ -8,11 +8,9 @@ from hibachi.llm.dialects.dialects import ANTHROPIC
 from hibachi.llm.dialects.errors import refusing
 from hibachi.llm.dialects.messages.answers import EVENTS, MessageAnswer, TokenCount
 from hibachi.llm.dialects.messages.bodies import PAGE, CountBody, MessagesBody
-from hibachi.llm.dialects.messages.parse import chat_of, in_body
-from hibachi.llm.dialects.messages.preparing import fit, prepared
+from hibachi.llm.dialects.messages.parse import fit, in_body, request
 from hibachi.llm.dialects.messages.writing import MessagesWriter
 from hibachi.llm.dialects.openai.bodies import read
-from hibachi.server.conversing import prepare
 from hibachi.server.openai import MESSAGES
 from hibachi.server.routes import About, Route, for_chat
 from hibachi.server.served import Served
@@ -24,11 +22,10 @@ async def messages(served: Served, x: Exchange) -> None:
     """Answer a conversation, as Anthropic's API does."""
     body = read(MessagesBody, await served.body(x), PAGE)
     name = served.check_name(body.model)
-    chat = await served.beside(x, partial(chat_of, body))
+    asked, ids = await served.read(x, request(served.model, body))
+    full = fit(asked, len(ids), served.reading.prompts.context)
+    writer = MessagesWriter(asked, name, served.vocabulary, served.fingerprint, full=full)
     with refusing(partial(in_body, body)):
-        asked, ids = await prepared(partial(prepare, served, x), chat)
-        full = fit(asked, len(ids), served.reading.prompts.context)
-        writer = MessagesWriter(asked, name, served.vocabulary, served.fingerprint, full=full)
         await answer_text(served, x, writer, [ids])
 
 
@@ -36,9 +33,7 @@ async def count_tokens(served: Served, x: Exchange) -> None:
     """Number of tokens of a conversation that would be sent to /v1/messages."""
     body = read(CountBody, await served.body(x), PAGE)
     served.check_name(body.model)
-    chat = await served.beside(x, partial(chat_of, body))
-    with refusing(partial(in_body, body)):
-        _, ids = await prepared(partial(prepare, served, x), chat)
+    _, ids = await served.read(x, request(served.model, body))
     await x.json(TokenCount(len(ids)))
 
 

@@ -25,7 +25,6 @@ from hibachi.llm.dialects.openai.conversation import conversation
 from hibachi.llm.dialects.openai.writing import CompletionWriter
 from hibachi.llm.dialects.vectors import shortened
 from hibachi.request import SamplingParams, Terms
-from hibachi.server.conversing import prepare
 from hibachi.server.openapi import Error
 from hibachi.server.record import Record, Vectors
 from hibachi.server.routes import About, Route, for_chat, for_ids, for_text, for_vectors
@@ -85,10 +84,7 @@ async def complete(served: Served, x: Exchange, raw: bytes) -> None:
     """`completions` with a body that was read."""
     body = read(CompletionBody, raw)
     name = served.check_name(body.model)
-    asked = asking.completion(body, served.texts.default_params, served.bounds)
-    ids = await served.reading.encode(
-        asked.prompts, "prompt", x.tenant, special=asked.special, truncation=asked.truncation
-    )
+    asked, ids = await served.read(x, served.model.completion(body))
     await answer_text(served, x, CompletionWriter(asked, name, served.vocabulary, served.fingerprint), ids)
 
 
@@ -101,7 +97,7 @@ async def converse(served: Served, x: Exchange, raw: bytes) -> None:
     """`chat` with a body that was read."""
     body = read(ChatBody, raw)
     name = served.check_name(body.model)
-    asked, ids = await prepare(served, x, body)
+    asked, ids = await served.read(x, served.model.chat(body))
     await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.fingerprint), [ids])
 
 
@@ -109,7 +105,7 @@ async def embeddings(served: Served, x: Exchange) -> None:
     """A vector for each input."""
     body = read(EmbeddingBody, await served.body(x))
     name = served.check_name(body.model)
-    ids = await served.reading.encode(asking.embedding(body, served.bounds), "input", x.tenant)
+    ids = await served.read(x, served.reading.encode(asking.embedding(body, served.bounds), "input"))
     packed = body.encoding_format == "base64"
 
     def answer(vectors: Sequence[HostArray], tokens: int) -> Any:
@@ -161,10 +157,10 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
         variables |= asking.tools_shown(body.tools)
         open_end = asking.goes_on(body.continue_final_message, body.add_generation_prompt)
         messages = conversation(body.messages, served.bounds.messages)
-        ids = await served.reading.render(messages, variables, x.tenant, open_end=open_end)
+        ids = await served.read(x, served.reading.render(messages, variables, open_end=open_end))
     elif body.prompt is not None and body.messages is None:
         served.texts.prompts.check_size(body.prompt)
-        [ids] = await served.reading.tokens([body.prompt], body.add_special_tokens, x.tenant)
+        [ids] = await served.read(x, served.reading.tokens([body.prompt], body.add_special_tokens))
     else:
         raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
     told: Tokenized = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}

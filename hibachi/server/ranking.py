@@ -33,7 +33,7 @@ async def score(served: Served, x: Exchange) -> None:
         found = ranking.cosines(vectors[: len(ours)], vectors[len(ours) :])
         return ranking.scores(found, id_, int(time.time()), name, tokens)
 
-    ids = await served.reading.encode([*ours, *theirs], "text_1", x.tenant, truncation=truncation(body))
+    ids = await served.read(x, served.reading.encode([*ours, *theirs], "text_1", truncation=truncation(body)))
     await answer_vectors(served, x, ids, terms_of(body), answer)
 
 
@@ -48,7 +48,8 @@ async def rerank(served: Served, x: Exchange) -> None:
         found = ranking.cosines(vectors[:1], vectors[1:])
         return ranking.ranking(found, texts, most, id_, name, tokens, with_texts=with_texts)
 
-    ids = await served.reading.encode([body.query, *texts], "documents", x.tenant, truncation=truncation(body))
+    reading = served.reading.encode([body.query, *texts], "documents", truncation=truncation(body))
+    ids = await served.read(x, reading)
     await answer_vectors(served, x, ids, terms_of(body), answer)
 
 

@@ -12,11 +12,9 @@ from hibachi.llm.dialects.openai.parse import check_count
 from hibachi.llm.dialects.responses.answers import EVENTS, Deleted, ItemList, Response, listed
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
 from hibachi.llm.dialects.responses.items import PAGE, Item
-from hibachi.llm.dialects.responses.parse import as_chat, in_body, own_items
-from hibachi.llm.dialects.responses.preparing import prepared
+from hibachi.llm.dialects.responses.parse import in_body, own_items, request
 from hibachi.llm.dialects.responses.store import Kept, Known, Store, Stored, as_items, no_item, no_response, resolved
 from hibachi.llm.dialects.responses.writing import RESPONSES, ResponsesWriter
-from hibachi.server.conversing import prepare
 from hibachi.server.routes import About, Route, for_chat
 from hibachi.server.served import Served
 from hibachi.server.streaming import answer_text
@@ -36,21 +34,13 @@ async def create(served: Served, x: Exchange) -> None:
         served.responses.of(x.tenant, x.part).keep(done.id, encode(done), before, own, done.output)
 
     items = [*before.each, *own]
-    more = sum(len(item[1]) for item in items if isinstance(item, tuple))
-    chat = await served.beside(x, lambda: as_chat(body, as_items(items), len(before.each)), more)
+    size = sum(len(item[1]) for item in items if isinstance(item, tuple))
+    steps = request(served.model, body, partial(as_items, items), len(before.each), size)
+    asked, ids = await served.read(x, steps)
+    writer = ResponsesWriter(
+        asked, name, served.vocabulary, body, server=served.responses.tag, keeps=keeps, keep=keep if keeps else None
+    )
     with refusing(partial(in_body, body.tools)):
-        asked, ids = await prepared(
-            partial(prepare, served, x), served.reading.check_length, chat, shortens=body.truncation == "auto"
-        )
-        writer = ResponsesWriter(
-            asked,
-            name,
-            served.vocabulary,
-            body,
-            server=served.responses.tag,
-            keeps=keeps,
-            keep=keep if keeps else None,
-        )
         await answer_text(served, x, writer, [ids])
 
 
@@ -117,7 +107,7 @@ def _listed(found: Kept, query: dict[str, str]) -> Sequence[str]:
     ids = found.items[: found.inputs]
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise Refused(f"order must be asc or desc; got {order[:40]!r}.", param="order", code="invalid_value")
+        raise Refused.at("order", f" must be asc or desc; got {order[:40]!r}.")
     if order == "desc":
         ids = ids[::-1]
     if (after := query.get("after")) is not None:
@@ -131,9 +121,7 @@ def _limit(given: str | None) -> int:
     if given is None:
         return LISTED
     if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= MOST_LISTED):
-        raise Refused(
-            f"limit must be from 1 to {MOST_LISTED}; got {given[:40]!r}.", param="limit", code="invalid_value"
-        )
+        raise Refused.at("limit", f" must be from 1 to {MOST_LISTED}; got {given[:40]!r}.")
     return int(given)
 
 

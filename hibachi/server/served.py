@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from hibachi.backend.array_backend import HostArray
@@ -22,12 +22,12 @@ from hibachi.llm.dialects.forms import OURS, refused
 from hibachi.llm.dialects.json_limits import LIGHT, check_packed_weight, check_weight, may_be_deep
 from hibachi.llm.dialects.openai.answers import Vocabulary
 from hibachi.llm.dialects.openai.bodies import Bounds
-from hibachi.llm.dialects.openai.parse import Asked
 from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.responses.store import Stores
+from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.dialects.tgi.writing import Words
-from hibachi.llm.dialects.tokenizing import Tokenizing
 from hibachi.llm.dialects.tokens.parse import AskedTokens
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import TextStream
@@ -36,6 +36,7 @@ from hibachi.request import Request, SamplingParams, Terms
 from hibachi.server.gate import Gate
 from hibachi.server.record import Meter, NoMeter, Record
 from hibachi.server.tenant_pool import Aside
+from hibachi.server.tokenizing import Tokenizing
 from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.tenants import Tenants, salt_of
 from hibachi.structured import StructuredOutputs
@@ -48,20 +49,6 @@ LARGE_FORM = 1 << 17  # bytes of tools and schemas that are checked when no othe
 def smaller(a: float | None, b: float | None) -> float | None:
     """The smaller of two limits; None means no limit."""
     return min((x for x in (a, b) if x is not None), default=None)
-
-
-class _Text:
-    """Reads and writes text."""
-
-    def __init__(self, texts: Texts, served: Served) -> None:
-        tokenizer, tgi = texts.tokenizer, served.tgi
-        self.texts = texts
-        self.vocabulary = Vocabulary(
-            tokenizer.token_bytes, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
-        )
-        longest = None if tgi is None else tgi.max_input_tokens
-        self.reading = Reading(texts.prompts, texts.vocab_size, served.chat_template, longest, served.parsers)
-        self.words = Words(self.vocabulary, tokenizer, texts.eos_ids)
 
 
 @dataclass(eq=False)
@@ -98,7 +85,8 @@ class Served:
 
     def __post_init__(self) -> None:
         self.gate = Gate(None if self.tgi is None else self.tgi.max_concurrent_requests)
-        self._text = _Text(self.what, self) if isinstance(self.what, Texts) else None
+        self._model = self._of_texts(self.what) if isinstance(self.what, Texts) else None
+        self._texts = Tokenizing()
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
         self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
@@ -211,16 +199,6 @@ class Served:
         except InvalidRequest as e:
             raise refused(e, said) from e
 
-    async def form_chat(self, asked: Asked, tenant: str) -> None:
-        """Make and check the form of the answer to a chat, see `Talk.form`. Raises Refused and QueueFull."""
-        if asked.reader is None or (asked.toolbox is None and asked.params.structured_outputs is None):
-            return
-
-        def check(form: StructuredOutputs) -> None:
-            self.what.check_form(asked.params.with_(structured_outputs=form))
-
-        await self._check(partial(self.reading.talk.form, asked, check, self.texts.eos_ids), asked.form_size, tenant)
-
     async def _check(self, check: Callable[[], object], size: int, tenant: str) -> None:
         """Check a form, which a client has said in so many bytes. Raises QueueFull, and what `check()` raises."""
         checking = self._checking if size <= LARGE_FORM else self._checking_large
@@ -228,29 +206,62 @@ class Served:
 
     # ---- texts -------------------------------------------------------------------------------------------------
 
+    def _of_texts(self, texts: Texts) -> TextModel:
+        decode = partial(texts.tokenizer.decode, skip_special_tokens=False)
+        longest = None if self.tgi is None else self.tgi.max_input_tokens
+        reading = Reading(texts.prompts, texts.vocab_size, self.chat_template, longest, self.parsers)
+        return TextModel(texts, reading, Vocabulary(texts.tokenizer.token_bytes, decode), self.bounds)
+
+    @property
+    def model(self) -> TextModel:
+        """Raises Refused, as the other methods of this part, where the model serves no text."""
+        if self._model is None:
+            raise Refused("This model makes no text. Ask for its tokens: POST /v1/generate.", code="no_text")
+        return self._model
+
     @property
     def texts(self) -> Texts:
-        """The text interface of the model. Raises Refused, as the other methods of this part, where it serves no
-        text.
-        """
-        return self._of_text().texts
+        texts = self.model.texts
+        assert isinstance(texts, Texts)
+        return texts
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return self._of_text().vocabulary
+        return self.model.vocabulary
 
     @property
     def reading(self) -> Reading:
-        return self._of_text().reading
+        return self.model.reading
 
-    @property
+    @cached_property
     def words(self) -> Words:
-        return self._of_text().words
+        return Words(self.vocabulary, self.texts.tokenizer, self.texts.eos_ids)
 
-    def _of_text(self) -> _Text:
-        if self._text is None:
-            raise Refused("This model makes no text. Ask for its tokens: POST /v1/generate.", code="no_text")
-        return self._text
+    async def read(self, x: Exchange, steps: Steps[T]) -> T:
+        """Run the steps of a request, long ones beside the event loop. Raises Refused or QueueFull if too much of this
+        tenant waits already, and what they raise.
+        """
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    found = await self._step(x, step)
+                except BaseException as e:
+                    step = steps.throw(e)
+                else:
+                    step = steps.send(found)
+        except StopIteration as e:
+            result: T = e.value
+            return result
+
+    async def _step(self, x: Exchange, step: Step) -> Any:
+        if step.kind == "body":
+            return await self.beside(x, step.work, step.size)
+        if step.kind == "text":
+            return await self._texts.run(step.size, step.work, x.tenant)
+        if step.kind == "template":
+            return await self._texts.aside(step.work, x.tenant)
+        return await self._check(step.work, step.size, x.tenant)
 
     @contextmanager
     def submit(

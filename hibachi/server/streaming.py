@@ -34,7 +34,7 @@ async def answer_text(
     for own in ids:
         served.reading.check_length(own, asked.limit)
     if asked.prediction and served.texts.engine.facts.speculates:
-        asked.predicted = await served.reading.predicted(asked.prediction, x.tenant)
+        asked.predicted = await served.read(x, served.reading.predicted(asked.prediction))
     await served.check_form(asked.params, x.tenant, asked.form)
     with (
         said_by(asked.form),

@@ -88,7 +88,7 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
     tools = tools_shown(body.tools, body.tool_choice)
     messages = conversation(body.messages, served.bounds.messages)
     try:
-        text = await served.reading.prompt_text(messages, {"add_generation_prompt": True, **tools}, x.tenant)
+        text = await served.read(x, served.reading.prompt_text(messages, {"add_generation_prompt": True, **tools}))
     except PromptTooLong:
         raise
     except InvalidRequest as e:
@@ -149,7 +149,7 @@ async def _generate(served: Served, x: Exchange, body: GenerateBody, *, stream: 
     limits, prompts = _limits(served), served.reading.prompts
     given = generation(body, limits, served.bounds, prompts.context, stream=stream, full_text=compatible)
     (prompts.check_text if given.truncate is None else prompts.check_size)(given.inputs)
-    [ids] = await served.reading.tokens([given.inputs], True, x.tenant)
+    [ids] = await served.read(x, served.reading.tokens([given.inputs], True))
     ids = fit(given, ids, limits, served.bounds, prompts.context)
     writer = GenerateWriter(given, served.names[0], served.words, fork, listed=compatible)
 
@@ -190,7 +190,7 @@ def _headers(served: Served, writer: GenerateWriter, record: Record) -> dict[str
 
 async def _tokens(served: Served, x: Exchange, text: str, *, special: bool) -> list[SimpleToken]:
     served.reading.prompts.check_size(text)
-    spans = await served.reading.spans(text, special, x.tenant)
+    spans = await served.read(x, served.reading.spans(text, special))
     if len(spans) > (most := max(served.max_model_len, openai.MOST_SHOWN)):
         raise Refused(f"There are {len(spans)} tokens; at most {most} are shown.", param="inputs")
     return simple_tokens(text, spans)

@@ -51,9 +51,10 @@ async def warm(served: Served, x: Exchange) -> None:
         variables |= tools_shown(body.tools)
         if body.documents:
             variables["documents"] = body.documents
-        text = await reading.prompt_text(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        messages = conversation(body.messages, served.bounds.messages)
+        text = await served.read(x, reading.prompt_text(messages, variables))
         special = bool(special)
-    ids = await reading.encode([text], "text", x.tenant, special=special is not False)
+    ids = await served.read(x, reading.encode([text], "text", special=special is not False))
     params = SamplingParams(temperature=0, max_tokens=1)
     asked = Asked(params, terms_of(body), False, False, False, False, unwritten=True)
     writer = WarmWriter(asked, name, served.vocabulary)

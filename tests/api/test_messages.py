@@ -391,6 +391,25 @@ def test_what_is_refused_of_a_chat_names_the_fields_of_a_message_and_nothing_els
     assert (ANTHROPIC.error(found.value)["error"]["message"], found.value.param) == (message, param)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "tool_result"}], "The field messages.0.content.0.tool_use_id is missing."),
+        ([call("a")], "messages.0.content.0: a block 'tool_use' stands in a message of the assistant."),
+        (
+            [{"type": "text", "text": "see messages[7].content", "messages[0].a": 1}],
+            "Unknown field: messages.0.content.0.messages[0].a. There is none of that name here; docs/agents.md lists "
+            "them.",
+        ),
+        (7, "messages.0.content: Expected `str | array`, got `int`."),
+    ],
+)
+def test_places_are_written_as_anthropics_api_does(content, message):
+    with pytest.raises(Refused) as found:
+        asked(messages=[{"role": "user", "content": content}])
+    assert ANTHROPIC.error(found.value)["error"]["message"] == message
+
+
 @pytest.mark.parametrize("system", [None, "be brief"])
 def test_what_is_refused_of_a_call_is_told_of_its_block(system):
     told = {"role": "assistant", "content": [text("a"), call("1"), cut("2"), call("3")]}

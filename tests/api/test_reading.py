@@ -1,8 +1,6 @@
-"""Prompts and conversations become ids that were checked: the same beside an event loop as in a plain call."""
+"""Prompts and conversations become ids that were checked."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 
@@ -10,6 +8,7 @@ from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.parse import Asked
 from hibachi.llm.dialects.reading import Reading
+from hibachi.llm.dialects.steps import run
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.llm.tokenizers.prompts import Prompts
 from hibachi.request import SamplingParams, Terms
@@ -34,16 +33,8 @@ class Letters:
         return "".join(m["content"] for m in messages) + variables.get("end", "") + chat_template
 
 
-@pytest.fixture(params=["now", "beside a loop"])
-def read(request):
-    """read(reading, "encode" or "chat", ...): by either way."""
-
-    def call(reading, name, *args, **kwargs):
-        if request.param == "now":
-            return getattr(reading, f"{name}_now")(*args, **kwargs)
-        return asyncio.run(getattr(reading, name)(*args, **kwargs))
-
-    return call
+def read(reading, name, *args, **kwargs):
+    return run(getattr(reading, name)(*args, **kwargs))
 
 
 def reading(template="", context=8):
@@ -62,7 +53,7 @@ def of(text):
     return [ord(c) % 99 for c in text]
 
 
-def test_prompts_become_ids_in_their_order(read):
+def test_prompts_become_ids_in_their_order():
     mixed = ["ab", (7, 8), "c"]
     assert read(reading(), "encode", mixed, "prompt") == [[99, *of("ab")], [7, 8], [99, *of("c")]]
     assert read(reading(), "encode", mixed, "prompt", special=False) == [of("ab"), [7, 8], of("c")]
@@ -79,18 +70,18 @@ def test_prompts_become_ids_in_their_order(read):
         (["a\0"], InvalidRequest, "no NUL"),
     ],
 )
-def test_what_is_wrong_with_a_prompt(read, prompts, error, message):
+def test_what_is_wrong_with_a_prompt(prompts, error, message):
     with pytest.raises(error) as e:
         read(reading(), "encode", prompts, "input", special=False)
     assert str(e.value).startswith(message)
 
 
-def test_all_prompts_are_checked_before_any_is_read(read):
+def test_all_prompts_are_checked_before_any_is_read():
     with pytest.raises(PromptTooLong):
         read(reading(), "encode", ["a\0", [7] * 8], "prompt")
 
 
-def test_a_conversation_becomes_ids(read):
+def test_a_conversation_becomes_ids():
     asked = talk(("user", "ab"), ("assistant", None), end="e")
     asked.template |= {"chat_template": "theirs", "messages": "theirs"}  # which are not for a sender to say
     assert read(reading("t"), "chat", asked) == of("abet")
@@ -100,13 +91,13 @@ def test_a_conversation_becomes_ids(read):
         read(reading("t"), "chat", talk(("user", "a" * 8)))
 
 
-def test_a_model_without_a_template_has_no_conversations(read):
+def test_a_model_without_a_template_has_no_conversations():
     with pytest.raises(Refused, match="no chat template") as e:
         read(reading(None), "chat", talk(("user", "a")))
     assert (e.value.param, e.value.code) == ("messages", "no_chat_template")
 
 
-def test_what_is_too_long_may_be_cut(read):
+def test_what_is_too_long_may_be_cut():
     """truncate_prompt_tokens: of what is to be cut the text may be longer than the context."""
     last = Truncation(3)
     assert read(reading(), "encode", ["abcdefghijkl", list(range(20))], "prompt", truncation=last) == [
@@ -131,12 +122,12 @@ def test_what_is_too_long_may_be_cut(read):
         read(reading(), "encode", [""], "prompt", special=False, truncation=last)
 
 
-def test_special_tokens_of_a_conversation(read):
+def test_special_tokens_of_a_conversation():
     assert read(reading(), "chat", talk(("user", "ab"))) == of("ab")
     assert read(reading(), "chat", talk(("user", "ab"), special=True)) == [99, *of("ab")]
 
 
-def test_a_conversation_that_goes_on(read):
+def test_a_conversation_that_goes_on():
     begun = "assistant", "ab"
     assert read(reading(), "chat", talk(begun, end=".", open_end=True)) == of("ab")
     assert read(reading(), "chat", talk(begun, end=".")) == of("ab.")
@@ -144,11 +135,11 @@ def test_a_conversation_that_goes_on(read):
 
 def test_a_conversation_is_only_cut_into_tokens():
     chat = [{"role": "assistant", "content": "ab"}]
-    assert asyncio.run(reading("t").render(chat, {"end": "."})) == of("ab.t")
-    assert asyncio.run(reading().render(chat, {"end": "."}, open_end=True)) == of("ab")
+    assert read(reading("t"), "render", chat, {"end": "."}) == of("ab.t")
+    assert read(reading(), "render", chat, {"end": "."}, open_end=True) == of("ab")
     with pytest.raises(Refused, match="The conversation is empty"):
-        asyncio.run(reading().render([{"role": "user", "content": ""}], {}))
+        read(reading(), "render", [{"role": "user", "content": ""}], {})
     with pytest.raises(PromptTooLong, match="9 characters"):
-        asyncio.run(reading("t").render([{"role": "user", "content": "a" * 8}], {}))
+        read(reading("t"), "render", [{"role": "user", "content": "a" * 8}], {})
     with pytest.raises(Refused, match="no chat template"):
-        asyncio.run(reading(None).render(chat, {}))
+        read(reading(None), "render", chat, {})

@@ -13,8 +13,9 @@ from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.llm.dialects.tokens.accept import Accept, media_type
 from hibachi.llm.dialects.tokens.arrays import as_npy
 from hibachi.llm.dialects.tokens.bodies import Given, of_query
-from hibachi.llm.dialects.tokens.parse import asked_of, check_room
+from hibachi.llm.dialects.tokens.parse import asked_of
 from hibachi.llm.dialects.tokens.writing import NDJSON, SSE, STREAMS, WHOLE
+from hibachi.llm.tokenizers.prompts import check_fits
 from hibachi.request import SamplingParams
 
 JSON, MSGPACK, NPY = WHOLE[0], WHOLE[2], WHOLE[1]
@@ -191,10 +192,12 @@ def test_what_is_out_of_range(stop, more, param):
 
 
 def test_as_many_as_were_asked_for_must_fit():
-    check_room(5, 5, 10)
-    check_room(50, None, 10)  # which the engine refuses
-    with pytest.raises(PromptTooLong, match="at most 5"):
-        check_room(5, 6, 10)
+    check_fits(5, 5, 10)
+    with pytest.raises(PromptTooLong, match="max_tokens is 6 and the prompt has 5 tokens, .* at most 5") as found:
+        check_fits(5, 6, 10)
+    assert found.value.path == ("max_tokens",)
+    with pytest.raises(PromptTooLong, match="The prompt has 10 tokens, .* holds 10, at least one of them new"):
+        check_fits(10, None, 10)
 
 
 # ---- Accept --------------------------------------------------------------------------------------------------------

@@ -190,17 +190,9 @@ def test_what_is_wrong_is_refused_by_name_and_harms_nobody(server):
     expected = whole(server)["content"]
     for more, words in (
         ({"max_tokens": 0}, "max_tokens must be"),
-        ({"messages": []}, "messages is empty"),
-        ({"temperature": -1}, "temperature must be"),
-        ({"top_k": -5}, "top_k must be"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences has 99 entries"),
-        ({"container": "c"}, "container is not supported"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
-        ({"context_management": {"a": 1}}, "context_management is not supported"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 of type 'bash_20250124' is not supported"),
         ({"tools": [{"name": f"t{i}", "input_schema": {}} for i in range(10_000)]}, "tools has 10000 entries"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not supported as 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x' is not of"),
     ):
         answers = []
         beside = threading.Thread(target=lambda a=answers: a.append(whole(server)["content"]))

@@ -17,7 +17,6 @@ import pytest
 from hibachi.errors import EngineFailed, ModelError, QueueFull
 from hibachi.llm.dialects.openai.answers import encode
 from hibachi.llm.dialects.openai.bodies import Bounds
-from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.responses.answers import Response, ResponseReasoning, ResponseText
 from hibachi.llm.dialects.responses.items import Message
 from hibachi.llm.dialects.responses.store import Known
@@ -265,7 +264,7 @@ def test_the_statuses_are_those_that_are_given(tiny, monkeypatch):
         told = "POST", path, {"requestBody": {"content": {"application/json": {"example": body}}}}
         tried(*told, json=body | {"model": "nope"})
         tried(*told, json=body | {"there_is_none": 1})
-        broken(Reading, "spans", raising(ModelError("no")), *told)
+        broken(Served, "read", raising(ModelError("no")), *told)
     for method, path in [told for told in found if "{response}" in told[1]]:
         found[method, path].add(site.ask(method, path, headers=key, check=False).status_code)
     found["GET", "/v1/models/{model}"].add(site.ask("GET", "/v1/models/nope", headers=key, check=False).status_code)

@@ -90,18 +90,3 @@ def test_a_megabyte_of_it_is_cut_to_the_context(server):
     text = chat(server)["choices"][0]["message"]["content"]
     told = chat(server, content(text + "word " * 200_000))
     assert used(told["usage"])[0] > 25
-
-
-@pytest.mark.parametrize(
-    "given, param",
-    [
-        ("a", "prediction"),
-        ({"type": "text", "content": "a"}, "prediction.type"),
-        (content([{"type": "image_url", "image_url": {"url": "a"}}]), "prediction.content[0].type"),
-        (content([{"type": "text", "text": 7}]), "prediction.content[0].text"),
-        (content(7), "prediction.content"),
-    ],
-)
-def test_what_is_none_is_refused_by_name(server, given, param):
-    answer = server.post("/v1/chat/completions", {**BODY, "prediction": given})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param

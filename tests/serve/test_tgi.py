@@ -236,17 +236,11 @@ def test_what_is_refused_is_an_event_of_a_stream(server):
 
 
 def test_facts_of_validation_over_http(server):
-    """T-25, T-26, T-27, T-28, T-29 and T-30, with TGI's own limits."""
+    """T-25, with TGI's own limits; T-26 to T-30 are in tests/api."""
     limits = TgiLimits(2, 3, 4, 5, 6)
     with site(server.texts, tgi=limits) as like:
         for inputs, parameters, words in (
             ("It", {"max_new_tokens": 10}, "must be <= 6. Given: 1 `inputs` tokens and 10"),
-            ("It", {"best_of": 2}, "you must use sampling"),
-            ("It", {"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
-            ("It", {"top_n_tokens": 5}, "<= 4. Given: 5"),
-            ("It", {"temperature": 0.0}, "`temperature` must be strictly positive"),
-            ("It", {"stop": ["a"] * 4}, "up to 3"),
-            ("", {}, "`inputs` cannot be empty"),
             (PROMPT * 2, {"max_new_tokens": 1}, "`max_new_tokens`"),
         ):
             assert words in refused(like.post("/generate", {"inputs": inputs, "parameters": parameters})), words
@@ -259,22 +253,10 @@ def test_facts_of_validation_over_http(server):
     "body",
     (
         b"",
-        b"null",
         b"[]",
-        b'"inputs"',
         b'{"inputs": 5}',
-        b'{"inputs": ["a"]}',
-        b'{"inputs": "\\ud800"}',
-        b'{"inputs": "a", "inputs": ',
         b'{"inputs": "\xff"}',
-        b'{"inputs": "a", "parameters": []}',
-        b'{"inputs": "a", "parameters": {"temperature": 1e999}}',
-        b'{"inputs": "a", "parameters": {"temperature": NaN}}',
-        b'{"inputs": "a", "parameters": {"seed": 1.5}}',
         b'{"inputs": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}",
-        b'{"inputs": "a", "parameters": {"top_k": true}}',
-        b'{"inputs": "a", "parameters": {"stop": "a"}}',
-        b'{"inputs": "a", "parameters": {"stop": [null]}}',
         b'{"inputs": "a", "parameters": {"grammar": ' + b"[" * 100_000 + b"}}",
         b'{"inputs": "a", "parameters": {"best_of": 1e9}}',
         b'{"inputs": "a", "parameters": {"best_of": 128, "do_sample": true, "max_new_tokens": -1}}',

@@ -25,6 +25,7 @@ from hibachi.llm.chatformat.marks import marks
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.templates.choosing import Choosing, Parsers
 from hibachi.llm.chatformat.tools import NO_TOOLS, Toolbox
+from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
 
@@ -135,6 +136,21 @@ class Talk:
         shown = marks(format, self._tokenizer.split_special)
         reader = AnswerReader(format, box or NO_TOOLS, thinking_of(format.reasoning, text), shown)
         return text, _going_on(reader, messages[-1]["content"]) if open_end else reader
+
+    def formed(
+        self,
+        reader: AnswerReader,
+        params: SamplingParams,
+        check: Callable[[SamplingParams], object],
+        ends: Collection[int],
+    ) -> SamplingParams:
+        """Parameters with the form of an answer that `reader` reads, which joins theirs; see `form`. check: raises
+        InvalidRequest where no form can be had; it may take seconds.
+        """
+        answer = params.structured_outputs
+        assert answer is None or isinstance(answer, StructuredOutputs)
+        found = self.form(reader, answer, lambda form: check(params.with_(structured_outputs=form)), ends)
+        return params if found is answer else params.with_(structured_outputs=found)
 
     def form(
         self,

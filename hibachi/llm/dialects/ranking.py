@@ -37,7 +37,7 @@ def scored(body: ScoreBody, bounds: Bounds) -> tuple[list[str], list[str]]:
         texts = getattr(body, name)
         found.append([texts] if isinstance(texts, str) else texts)
         if not texts:
-            raise Refused(f"{name} is empty: send a text, or a list of texts.", param=name, code="empty_array")
+            raise Refused.at(name, " is empty: send a text, or a list of texts.", code="empty_array")
         check_count(name, found[-1], bounds.prompts)
     ours, theirs = found
     if len(ours) not in (1, len(theirs)):
@@ -53,12 +53,10 @@ def ranked(body: RerankBody, bounds: Bounds) -> tuple[list[str], int]:
     """The texts of the documents, and how many are wanted. Raises Refused."""
     _check_ranking(body)
     if not body.documents:
-        raise Refused("documents is empty: send at least one text.", param="documents", code="empty_array")
+        raise Refused.at("documents", " is empty: send at least one text.", code="empty_array")
     check_count("documents", body.documents, bounds.prompts)
     if body.top_n is not None and body.top_n < 0:
-        raise Refused(
-            f"top_n must be at least 0 (0: all); got {shown(body.top_n)}.", param="top_n", code="invalid_value"
-        )
+        raise Refused.at("top_n", f" must be at least 0 (0: all); got {shown(body.top_n)}.")
     texts = [d.text if isinstance(d, Document) else d for d in body.documents]
     return texts, body.top_n or len(texts)
 
@@ -91,12 +89,12 @@ def inputs(raw: Raw, kind: tuple[tuple[int, ...], str] | None, bounds: Bounds) -
 
 def _check_inputs(given: Any, bounds: Bounds) -> None:
     if not len(given):
-        raise Refused("input is empty: send at least one.", param="input", code="empty_array")
+        raise Refused.at("input", " is empty: send at least one.", code="empty_array")
     check_count("input", given, bounds.prompts)
 
 
 def _no_input(expected: str, got: str) -> Refused:
-    return Refused(f"input: expected {expected}; got {got}.", param="input", code="invalid_value")
+    return Refused.at("input", f": expected {expected}; got {got}.")
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------

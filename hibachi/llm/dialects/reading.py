@@ -1,4 +1,4 @@
-"""Turns requests into checked token ids. Beside an event loop, long texts are read in threads."""
+"""Turns requests into checked token ids, in steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.parse import Asked
 from hibachi.llm.dialects.openai.talk import ChatTalk
-from hibachi.llm.dialects.tokenizing import Tokenizing
+from hibachi.llm.dialects.steps import Step, Steps
 from hibachi.llm.dialects.truncation import Truncation
-from hibachi.llm.tokenizers.prompts import Prompts
+from hibachi.llm.tokenizers.prompts import Prompts, check_fits
 
 
 class Reading:
@@ -33,125 +33,78 @@ class Reading:
         self.longest = longest
         self.prompts: Prompts = prompts
         self.vocab_size: int | None = vocab_size
-        self._tokenizing = Tokenizing()
         self.talk: ChatTalk = ChatTalk(prompts.tokenizer, chat_template, parsers)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.vocab_size
         if ids and size is not None and not (min(ids) >= 0 and max(ids) < size):
-            raise Refused(
-                f"{param}: token ids must be from 0 to {size - 1}; got {min(ids)} to {max(ids)}.",
-                param=param,
-                code="invalid_value",
-            )
+            raise Refused.at(param, f": token ids must be from 0 to {size - 1}; got {min(ids)} to {max(ids)}.")
 
     def check_length(self, ids: Sequence[int], limit: int | None) -> None:
         """Raise PromptTooLong for a prompt that does not fit, or not with the new tokens that were asked for."""
-        longest, n = self.prompts.context, len(ids)
-        if self.longest is not None and n > self.longest:
-            raise PromptTooLong(f"The prompt has {n} tokens; at most {self.longest} are taken. Shorten it.")
-        if n >= longest:
-            raise PromptTooLong(
-                f"The prompt has {n} tokens, and this model's context holds {longest}, at least one of them new. "
-                f"Shorten it."
-            )
-        if limit is not None and n + limit > longest:
-            raise PromptTooLong.at(
-                ("max_tokens",),
-                f" is {limit} and the prompt has {n} tokens, and this model's context holds {longest}. Ask for at most "
-                f"{longest - n}.",
-            )
+        if self.longest is not None and len(ids) > self.longest:
+            raise PromptTooLong(f"The prompt has {len(ids)} tokens; at most {self.longest} are taken. Shorten it.")
+        check_fits(len(ids), limit, self.prompts.context)
 
-    # ---- beside an event loop ------------------------------------------------------------------------------------
-
-    async def encode(
-        self,
-        prompts: Sequence[Any],
-        param: str,
-        tenant: str = "",
-        *,
-        special: bool = True,
-        truncation: Truncation | None = None,
-    ) -> list[list[int]]:
+    def encode(
+        self, prompts: Sequence[Any], param: str, *, special: bool = True, truncation: Truncation | None = None
+    ) -> Steps[list[list[int]]]:
         """Token ids of prompts, none of them too long. Raises Refused, InvalidRequest or PromptTooLong."""
         self._check(prompts, param, truncation)
-        found = await self.tokens(_texts(prompts), special, tenant)
+        found = yield from self.tokens([p for p in prompts if isinstance(p, str)], special)
         return self._kept(_filled(prompts, found, param), truncation)
 
-    async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
-        """Token ids of texts of any length. Raises Refused if too much is being read already, InvalidRequest."""
-        return await self._tokenizing.run(sum(map(len, texts)), partial(self._cut, texts, special), tenant)
+    def tokens(self, texts: Sequence[str], special: bool) -> Steps[list[list[int]]]:
+        """Token ids of texts of any length. Raises InvalidRequest."""
+        encode = self.prompts.tokenizer.encode
+        found: list[list[int]] = yield Step(
+            "text", lambda: [encode(text, add_special_tokens=special) for text in texts], sum(map(len, texts))
+        )
+        return found
 
-    async def predicted(self, text: str, tenant: str = "") -> list[int]:
-        """Token ids of a text that an answer may be; what cannot fit into the context is cut off. Raises Refused if too
-        much is being read already, InvalidRequest.
+    def predicted(self, text: str) -> Steps[list[int]]:
+        """Token ids of a text that an answer may be; what cannot fit into the context is cut off. Raises
+        InvalidRequest.
         """
-        return await self._tokenizing.run(len(text), partial(self.prompts.predicted, text), tenant)
+        found: list[int] = yield Step("text", partial(self.prompts.predicted, text), len(text))
+        return found
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        tenant: str = "",
-        *,
-        open_end: bool = False,
-    ) -> list[int]:
+    def spans(self, text: str, special: bool) -> Steps[list[tuple[int, int, int]]]:
+        """`tokens` of one text, each as id, begin and end in the text, in characters."""
+        spans = self.prompts.tokenizer.spans
+        found: list[tuple[int, int, int]] = yield Step(
+            "text", lambda: spans(text, add_special_tokens=special), len(text)
+        )
+        return found
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, open_end: bool = False
+    ) -> Steps[list[int]]:
         """Token ids of a conversation that is not too long. open_end: its last message goes on. Raises Refused,
         InvalidRequest or PromptTooLong.
         """
-        text = await self.prompt_text(messages, variables, tenant, open_end=open_end)
-        [ids] = await self.tokens([text], False, tenant)
+        text = yield from self.prompt_text(messages, variables, open_end=open_end)
+        [ids] = yield from self.tokens([text], False)
         return _said(ids)
 
-    async def prompt_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        tenant: str = "",
-        *,
-        open_end: bool = False,
-    ) -> str:
+    def prompt_text(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, open_end: bool = False
+    ) -> Steps[str]:
         """The text that `render` tokenizes. Raises as it does."""
         self.talk.check()
-        rendering = partial(self.talk.prompt_text, messages, variables, open_end=open_end)
-        text = await self._tokenizing.aside(rendering, tenant)
+        text: str = yield Step("template", partial(self.talk.prompt_text, messages, variables, open_end=open_end))
         self.prompts.check_text(text)
         return text
 
-    async def spans(self, text: str, special: bool, tenant: str = "") -> list[tuple[int, int, int]]:
-        """`tokens` of one text, each as id, begin and end in the text, in characters."""
-        spans = self.prompts.tokenizer.spans
-        return await self._tokenizing.run(len(text), lambda: spans(text, add_special_tokens=special), tenant)
-
-    async def chat(self, asked: Asked, tenant: str = "") -> list[int]:
+    def chat(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> Steps[list[int]]:
         """Token ids of the prompt of a chat, not too long. What is found out about its answer is noted in `asked`, see
-        `Talk.prompt`. Raises Refused, InvalidRequest or PromptTooLong.
+        `Talk.prompt`. variables: further ones for the template. Raises Refused, InvalidRequest or PromptTooLong.
         """
         self.talk.check()
-        text = await self._tokenizing.aside(partial(self.talk.prompt, asked), tenant)
+        text: str = yield Step("template", partial(self.talk.prompt, asked, variables))
         self._check_text(text, asked.truncation)
-        return self._chat(await self.tokens([text], asked.special, tenant), asked)
-
-    def _chat(self, ids: list[list[int]], asked: Asked) -> list[int]:
-        return self._kept([_said(own) for own in ids], asked.truncation)[0]
-
-    # ---- here and now, where nobody else waits -------------------------------------------------------------------
-
-    def encode_now(
-        self, prompts: Sequence[Any], param: str, *, special: bool = True, truncation: Truncation | None = None
-    ) -> list[list[int]]:
-        """As `encode`."""
-        self._check(prompts, param, truncation)
-        return self._kept(_filled(prompts, self._cut(_texts(prompts), special), param), truncation)
-
-    def chat_now(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> list[int]:
-        """As `chat`. variables: further ones for the template."""
-        self.talk.check()
-        text = self.talk.prompt(asked, variables)
-        self._check_text(text, asked.truncation)
-        return self._chat(self._cut([text], asked.special), asked)
-
-    # ---- what both do --------------------------------------------------------------------------------------------
+        [ids] = yield from self.tokens([text], asked.special)
+        return self._kept([_said(ids)], asked.truncation)[0]
 
     def _check(self, prompts: Sequence[Any], param: str, truncation: Truncation | None) -> None:
         """Check all prompts before any is read."""
@@ -174,20 +127,13 @@ class Reading:
             return ids
         return [truncation.cut(own, self.prompts.context, self.longest) for own in ids]
 
-    def _cut(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        return [self.prompts.tokenizer.encode(text, add_special_tokens=special) for text in texts]
-
-
-def _texts(prompts: Sequence[Any]) -> list[str]:
-    return [p for p in prompts if isinstance(p, str)]
-
 
 def _filled(prompts: Sequence[Any], found: Sequence[list[int]], param: str) -> list[list[int]]:
     """The ids of all prompts. found: of the prompts that are texts. Raises Refused if any is empty."""
     next_ = iter(found)
     ids = [next(next_) if isinstance(p, str) else list(p) for p in prompts]
     if not all(ids):
-        raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
+        raise Refused.at(param, " is empty: it must hold at least one token.", code="empty_string")
     return ids
 
 

@@ -15,11 +15,9 @@ def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
     if dimensions is None:
         return list(vectors)
     if any(dimensions > len(v) for v in vectors):
-        raise Refused(
-            f"dimensions must be at most {min(map(len, vectors))}, as many as this model's vectors have; got "
-            f"{dimensions}.",
-            param="dimensions",
-            code="invalid_value",
+        raise Refused.at(
+            "dimensions",
+            f" must be at most {min(map(len, vectors))}, as many as this model's vectors have; got {dimensions}.",
         )
     return [unit(v[:dimensions]).astype(v.dtype) for v in vectors]
 

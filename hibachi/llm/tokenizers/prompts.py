@@ -109,6 +109,21 @@ class Prompts:
         return before, after
 
 
+def check_fits(n: int, new: int | None, context: int) -> None:
+    """Do n tokens of a prompt, and as many new ones as were asked for, fit? Raises PromptTooLong."""
+    if n >= context:
+        raise PromptTooLong(
+            f"The prompt has {n} tokens, and this model's context holds {context}, at least one of them new. Shorten "
+            f"it."
+        )
+    if new is not None and n + new > context:
+        raise PromptTooLong.at(
+            ("max_tokens",),
+            f" is {shown(new)} and the prompt has {n} tokens, and this model's context holds {context}. Ask for at "
+            f"most {context - n}.",
+        )
+
+
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.80}"

@@ -21,6 +21,8 @@ from hibachi.llm.dialects.openai.answers import Vocabulary
 from hibachi.llm.dialects.openai.bodies import Bounds, EmbeddingBody, taken
 from hibachi.llm.dialects.openai.writing import Writer
 from hibachi.llm.dialects.reading import Reading
+from hibachi.llm.dialects.steps import run
+from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.vectors import shortened
 from hibachi.llm.remote.identity import system_fingerprint
 from hibachi.llm.texts import Texts
@@ -84,7 +86,8 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         tokenizer = texts.tokenizer
         vocabulary = Vocabulary(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
         created = self._lines.created
-        self._answering = Answering(texts, self._reading, vocabulary, self._bounds, created, self._fingerprint)
+        model = TextModel(texts, self._reading, vocabulary, self._bounds, {"strftime_now": created})
+        self._answering = Answering(model, created, self._fingerprint)
         return told_of(texts)
 
     @property
@@ -115,7 +118,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         if url == EMBEDDINGS:
             embedding = taken(EmbeddingBody, body)
             name = self._check_name(embedding.model)
-            ids = self._reading.encode_now(asking.embedding(embedding, self._bounds), "input")
+            ids = run(self._reading.encode(asking.embedding(embedding, self._bounds), "input"))
             for own in ids:
                 self._reading.check_length(own, None)
             packed = embedding.encoding_format == "base64"

@@ -11,7 +11,7 @@ import numpy as np
 
 from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.scheduler.compose import blocks_of
-from hibachi.errors import ConfigError, HibachiError, InvalidRequest, ModelError, text_of
+from hibachi.errors import ConfigError, HibachiError, ModelError, text_of
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.chats import Asking as Talking
 from hibachi.llm.chats import Chats
@@ -20,6 +20,7 @@ from hibachi.llm.dialects.openai.conversation import conversation
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import Logprobs, Piece, TextChoice, TextStream
 from hibachi.llm.tokenizers.own import NoTokenizer
+from hibachi.llm.tokenizers.prompts import check_fits
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.chat_rows import Answers, continuation_of
@@ -119,7 +120,7 @@ class TextWork(ColumnRows, EngineTask[Texts]):
             asked = self._asking.read(row)
             chat = self._chat(asked) if self._columns.talks else None
             ids = self.texts.prompts.encode(asked.prompt) if chat is None else chat.ids[0]
-            self._check_length(len(ids))
+            check_fits(len(ids), None, self.texts.prompts.context)
         params = asked.params if chat is None else chat.params[0]
         if not asked.seeded:
             params = params.with_(seed=fork(self._seed, row.number + 1))
@@ -141,14 +142,6 @@ class TextWork(ColumnRows, EngineTask[Texts]):
             options.tools, options.tool_choice, options.parallel_tool_calls, self._parsers, options.reasoning_effort
         )
         return self._chats.ready([messages], [asked.params], talking, variables)
-
-    def _check_length(self, n: int) -> None:
-        most = self.texts.prompts.context
-        if n >= most:
-            raise InvalidRequest(
-                f"The prompt has {n} tokens, and this model's context holds {most}, at least one of them new. "
-                f"Shorten it."
-            )
 
     def start(self, number: int, prepared: Prepared) -> None:
         ready: _Ready = prepared.what

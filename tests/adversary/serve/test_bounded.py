@@ -18,8 +18,8 @@ import pytest
 from hibachi.errors import PromptTooLong
 from hibachi.llm.dialects import tokenizing
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.tokenizing import Tokenizing
 from hibachi.server import streaming
+from hibachi.server.tokenizing import Tokenizing
 from hibachi.server.web.deadlines import MOST_BYTES
 
 from ...engine.models import until

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from msgspec import UNSET, ValidationError, convert
@@ -11,7 +12,7 @@ from msgspec.json import encode
 
 from hibachi.errors import FieldPath, shown
 from hibachi.llm.chatformat.errors import UNSUPPORTED
-from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.messages.bodies import (
     OF_SERVER,
@@ -29,6 +30,9 @@ from hibachi.llm.dialects.messages.bodies import (
     Turn,
 )
 from hibachi.llm.dialects.openai.bodies import ChatBody, refused_by
+from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.textmodel import TextModel
 
 Placed: TypeAlias = tuple[FieldPath, Block]  # where a block stands, such as ("messages", 0, "content", 1)
 Message: TypeAlias = dict[str, Any]  # in OpenAI's form
@@ -49,6 +53,33 @@ SWITCHES = ("enable_thinking", "thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
+def request(model: TextModel, body: CountBody) -> Steps[tuple[Asked, list[int]]]:
+    """What a message asks for, and the token ids of its prompt. An effort is a wish, which agents send to any model:
+    many chat templates have no such setting. Raises Refused, InvalidRequest or PromptTooLong.
+    """
+    chat: ChatBody = yield Step("body", partial(chat_of, body))
+    with refusing(partial(in_body, body)):
+        try:
+            return (yield from model.chat(chat))
+        except Refused as e:
+            if chat.reasoning_effort is None or e.path != ("reasoning_effort",):
+                raise
+        chat.reasoning_effort = None
+        return (yield from model.chat(chat))
+
+
+def fit(asked: Asked, prompt: int, context: int) -> bool:
+    """max_tokens is what an answer has at most, and must be sent: where the context holds less, that is the limit.
+
+    prompt: its tokens. context: tokens that it holds. Returns whether it is the limit.
+    """
+    wanted, room = asked.params.max_tokens, context - prompt
+    if wanted is None or not 1 <= room < wanted:
+        return False
+    asked.params, asked.limit = asked.params.with_(max_tokens=room), room
+    return True
+
+
 def chat_of(body: CountBody) -> ChatBody:
     """The same as a chat. Raises Refused, which names the field."""
     for name, why in REFUSED.items():
@@ -58,7 +89,7 @@ def chat_of(body: CountBody) -> ChatBody:
                 refused.code = "thread_unsupported_request"
             raise refused
     if not body.messages:
-        raise Refused("messages is empty: send at least one.", param="messages", code="empty_array")
+        raise Refused.at("messages", " is empty: send at least one.", code="empty_array")
     messages, goes_on = _messages(body.messages, _system(body.system))
     chat = ChatBody(messages=messages, model=body.model)
     if goes_on:
@@ -80,11 +111,10 @@ def _keeps_all(name: str, given: Any) -> bool:
 
 def _set_limits(chat: ChatBody, body: MessagesBody) -> None:
     if body.max_tokens < 1:
-        raise Refused(
-            f"max_tokens must be an integer >= 1; got {shown(body.max_tokens)}. To fill the cache alone, send the "
+        raise Refused.at(
+            "max_tokens",
+            f" must be an integer >= 1; got {shown(body.max_tokens)}. To fill the cache alone, send the "
             f"beginning of a conversation to POST /v1/warm.",
-            param="max_tokens",
-            code="invalid_value",
         )
     chat.max_tokens, chat.stream, chat.stop = body.max_tokens, body.stream, body.stop_sequences
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
@@ -95,11 +125,7 @@ def _set_format(chat: ChatBody, body: CountBody) -> None:
     config = body.output_config
     wanted = body.output_format if config is None or config.format is None else config.format
     if config is not None and config.format is not None and body.output_format is not None:
-        raise Refused(
-            "output_format is the old name of output_config.format. Send one of them.",
-            param="output_format",
-            code="invalid_value",
-        )
+        raise Refused.at("output_format", " is the old name of output_config.format. Send one of them.")
     if config is not None:
         chat.reasoning_effort = EFFORTS.get(config.effort or "", config.effort)
     if wanted is not None:
@@ -127,11 +153,9 @@ def _set_tools(chat: ChatBody, body: CountBody) -> None:
         return
     if (choice.name is None) is (choice.type == "tool"):
         what = "is missing" if choice.name is None else "is for the type 'tool'"
-        raise Refused(f"tool_choice.name {what}.", param="tool_choice.name", code="invalid_value")
+        raise Refused.at("tool_choice.name", f" {what}.")
     if not body.tools and choice.type in ("any", "tool"):
-        raise Refused(
-            f"tool_choice is {choice.type!r}, and there are no tools.", param="tool_choice", code="invalid_value"
-        )
+        raise Refused.at("tool_choice", f" is {choice.type!r}, and there are no tools.")
     if body.tools:
         chat.tool_choice = _choice(choice)
         chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None

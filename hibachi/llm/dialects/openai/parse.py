@@ -103,7 +103,7 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
     echo, none = bool(body.echo), body.max_tokens == 0
     if none:
         if not echo:
-            raise Refused("max_tokens must be at least 1; 0 is for echo.", param="max_tokens", code="invalid_value")
+            raise Refused.at("max_tokens", " must be at least 1; 0 is for echo.")
         body.max_tokens = 1
     asked = _asked(body, defaults, bounds, body.max_tokens or 16, body.logprobs)
     asked.prompt_scores = body.prompt_logprobs is not None
@@ -124,7 +124,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     if body.verbosity not in (UNSET, None, "medium"):  # OpenAI's default
         raise unsupported("verbosity", 'The models served have no such setting, so only "medium" is')
     if body.top_logprobs is not None and not body.logprobs:
-        raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
+        raise Refused.at("top_logprobs", " needs logprobs to be true.")
     size = check_values(body.tools)
     with refusing():
         toolbox = toolbox_of(body.tools, body.tool_choice, body.parallel_tool_calls, bounds.tools)
@@ -155,10 +155,8 @@ def _limit(body: ChatBody) -> int | None:
     """The most new tokens of a chat. Raises Refused."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new not in (None, old):
-        raise Refused(
-            "max_tokens is the old name of max_completion_tokens; they say different things. Send one of them.",
-            param="max_tokens",
-            code="invalid_value",
+        raise Refused.at(
+            "max_tokens", " is the old name of max_completion_tokens; they say different things. Send one of them."
         )
     named, limit = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
     if limit is not None and limit < 1:
@@ -176,11 +174,10 @@ def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None)
 def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:
     """Whether the last message of a conversation is to be continued. Raises Refused."""
     if continue_final_message and add_generation_prompt:
-        raise Refused(
-            "continue_final_message and add_generation_prompt exclude each other: the last message goes on, or an "
+        raise Refused.at(
+            "continue_final_message",
+            " and add_generation_prompt exclude each other: the last message goes on, or an "
             "answer begins. Send add_generation_prompt false, as true is its default.",
-            param="continue_final_message",
-            code="invalid_value",
         )
     return bool(continue_final_message)
 
@@ -192,15 +189,11 @@ def truncation(body: Any, new: int | None = None) -> Truncation | None:
     most, side = body.truncate_prompt_tokens, body.truncation_side
     if most is None:
         if side is not None:
-            raise Refused(
-                "truncation_side needs truncate_prompt_tokens.", param="truncation_side", code="invalid_value"
-            )
+            raise Refused.at("truncation_side", " needs truncate_prompt_tokens.")
         return None
     if most < 1 and most != -1:
-        raise Refused(
-            f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds; got {shown(most)}.",
-            param="truncate_prompt_tokens",
-            code="invalid_value",
+        raise Refused.at(
+            "truncate_prompt_tokens", f" must be at least 1, or -1 for what the context holds; got {shown(most)}."
         )
     return Truncation(None if most == -1 else most, first=side == "right", new=1 if new is None else new)
 
@@ -208,9 +201,7 @@ def truncation(body: Any, new: int | None = None) -> Truncation | None:
 def embedding(body: EmbeddingBody, bounds: Bounds) -> list[Any]:
     """The prompts of a request for vectors. Raises Refused."""
     if body.dimensions is not None and body.dimensions < 1:
-        raise Refused(
-            f"dimensions must be at least 1; got {shown(body.dimensions)}.", param="dimensions", code="invalid_value"
-        )
+        raise Refused.at("dimensions", f" must be at least 1; got {shown(body.dimensions)}.")
     return listed(body.input, "input", bounds.prompts)
 
 
@@ -219,16 +210,16 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not given:
-        raise Refused(f"{name} is empty: send a text, token ids, or a list of these.", param=name, code="empty_array")
+        raise Refused.at(name, " is empty: send a text, token ids, or a list of these.", code="empty_array")
     if isinstance(given[0], int):
         if not all(isinstance(i, int) for i in given):
-            raise Refused(f"{name} mixes token ids with other things.", param=name, code="invalid_type")
+            raise Refused.at(name, " mixes token ids with other things.", code="invalid_type")
         return [given]
     if any(isinstance(p, int) for p in given):
-        raise Refused(f"{name} mixes token ids with other things.", param=name, code="invalid_type")
+        raise Refused.at(name, " mixes token ids with other things.", code="invalid_type")
     check_count(name, given, most)
     if any(not p for p in given if not isinstance(p, str)):
-        raise Refused(f"{name} holds an empty list.", param=name, code="empty_array")
+        raise Refused.at(name, " holds an empty list.", code="empty_array")
     return list(given)
 
 
@@ -238,11 +229,9 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     _check_bounds(body, bounds, logprobs)
     options = body.stream_options
     if options is not None and not body.stream:
-        raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
+        raise Refused.at("stream_options", " needs stream to be true.")
     if body.return_tokens_as_token_ids and logprobs is None:
-        raise Refused(
-            "return_tokens_as_token_ids needs logprobs.", param="return_tokens_as_token_ids", code="invalid_value"
-        )
+        raise Refused.at("return_tokens_as_token_ids", " needs logprobs.")
     form, most = form_of(body), [n for n in (limit, bounds.new) if n is not None]
     more: dict[str, Any] = {"max_tokens": min(most, default=None)}
     if logprobs is not None:
@@ -306,15 +295,13 @@ def _params(body: Any, defaults: SamplingParams, more: dict[str, Any]) -> Sampli
     except InvalidRequest as e:
         raise Refused.of(e) from None
     if body.stream and params.runs > params.n:
-        raise Refused(
-            "best_of cannot be streamed: which are the best is known at the end.", param="best_of", code="invalid_value"
-        )
+        raise Refused.at("best_of", " cannot be streamed: which are the best is known at the end.")
     return params
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
     if not all(_DIGITS.fullmatch(token) for token in given):
-        raise Refused("logit_bias maps token ids to numbers.", param="logit_bias", code="invalid_value")
+        raise Refused.at("logit_bias", " maps token ids to numbers.")
     return {int(token): value for token, value in given.items()}
 
 
@@ -345,9 +332,7 @@ def _check_rows(params: SamplingParams, prompts: int, bounds: Bounds) -> None:
 
 def request_id(given: str | None) -> str | None:
     if given is not None and not _ID.fullmatch(given):
-        raise Refused(
-            "request_id must have 1 to 128 visible ASCII characters.", param="request_id", code="invalid_value"
-        )
+        raise Refused.at("request_id", " must have 1 to 128 visible ASCII characters.")
     return given
 
 

@@ -13,7 +13,7 @@ from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import Refused, as_refused, refusing
 from hibachi.llm.dialects.forms import refused
 from hibachi.llm.dialects.openai.parse import Asked
-from hibachi.structured import StructuredOutputs
+from hibachi.request import SamplingParams
 
 
 class ChatTalk:
@@ -53,20 +53,17 @@ class ChatTalk:
         asked.reasoning_fields = self._talk.choosing.parsers.fields if asked.include_reasoning else ()
         return text
 
-    def form(self, asked: Asked, check: Callable[[StructuredOutputs], object], ends: Collection[int]) -> None:
+    def form(self, asked: Asked, check: Callable[[SamplingParams], object], ends: Collection[int]) -> None:
         """Make the form of the answer to a chat, behind `prompt`: of its tools, its reasoning and what was asked for.
 
         check: checks a form, which may take seconds. ends: tokens that end a text. Raises Refused, which names a tool,
         and what `check` raises.
         """
-        reader, answer = asked.reader, asked.params.structured_outputs
-        if reader is None:
+        if asked.reader is None:
             return
-        assert answer is None or isinstance(answer, StructuredOutputs)
         try:
-            found = self._talk.form(reader, answer, check, ends)
+            found = self._talk.formed(asked.reader, asked.params, check, ends)
         except InvalidRequest as e:
             raise (as_refused(e) if isinstance(e, BadField) else refused(e, asked.form)) from e
-        if found is not answer:
-            asked.params = asked.params.with_(structured_outputs=found)
-            asked.form = asked.form or "tools"
+        if found is not asked.params:
+            asked.params, asked.form = found, asked.form or "tools"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from hibachi.errors import FieldPath
+from hibachi.errors import FieldPath, PromptTooLong
 from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody
 from hibachi.llm.dialects.openai.conversation import conversation
-from hibachi.llm.dialects.openai.parse import check_count
+from hibachi.llm.dialects.openai.parse import Asked, check_count
 from hibachi.llm.dialects.responses.bodies import SAME, ObjectFormat, ResponsesBody, SchemaFormat
 from hibachi.llm.dialects.responses.items import (
     FunctionCall,
@@ -27,6 +27,8 @@ from hibachi.llm.dialects.responses.items import (
     given,
 )
 from hibachi.llm.dialects.responses.tools import functions, joined, of_chat
+from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.textmodel import TextModel
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 REFUSED = {
@@ -49,6 +51,41 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 """Fields, what they may be, and why nothing else."""
 MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # OpenAI's
 _BY_NAME = "function", "allowed_tools"  # forms of tool_choice that are objects
+
+
+def request(
+    model: TextModel, body: ResponsesBody, items: Callable[[], Sequence[Item]], before: int = 0, size: int = 0
+) -> Steps[tuple[Asked, list[int]]]:
+    """What a response asks for, and the token ids of its prompt, which fits into the context. Where truncation is
+    "auto", the oldest turns are left out as far as they must; what system and developer say stays.
+
+    items: gives the whole conversation, references resolved; the first `before` of them are kept, in `size` bytes.
+    Raises Refused, InvalidRequest or PromptTooLong.
+    """
+    chat: ChatBody = yield Step("body", lambda: as_chat(body, items(), before), size)
+    with refusing(partial(in_body, body.tools)):
+        try:
+            return (yield from _fitting(model, chat))
+        except PromptTooLong:
+            turns = starts(chat)
+            if body.truncation != "auto" or not turns:
+                raise
+        best = yield from _fitting(model, shortened(chat, turns[-1]))
+        low, high = 0, len(turns) - 1  # from turns[high] on it fits, and from none before turns[low]
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                best = yield from _fitting(model, shortened(chat, turns[middle]))
+                high = middle
+            except PromptTooLong:
+                low = middle + 1
+        return best
+
+
+def _fitting(model: TextModel, chat: ChatBody) -> Steps[tuple[Asked, list[int]]]:
+    asked, ids = yield from model.chat(chat)
+    model.reading.check_length(ids, asked.limit)
+    return asked, ids
 
 
 def own_items(body: ResponsesBody, bounds: Bounds) -> list[Given]:
@@ -172,9 +209,9 @@ def _check(body: ResponsesBody) -> None:
         if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported("include", f"{name[:80]!r} is of tools or inputs that are not served")
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
-        raise Refused(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs", code="invalid_value")
+        raise Refused.at("top_logprobs", f' needs include: ["{LOGPROBS}"].')
     if body.stream_options is not None and not body.stream:
-        raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
+        raise Refused.at("stream_options", " needs stream to be true.")
     check_count("metadata", body.metadata, MOST_METADATA)
     for key, value in (body.metadata or {}).items():
         check_count("metadata", key, LONGEST_KEY, "characters in a key")
@@ -201,7 +238,7 @@ def _choice(given: Any, tools: bool) -> Any:
         return _named_tool(given)
     listed = given.get("tools")
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-        raise Refused("tool_choice.tools must be a list of tools.", param="tool_choice.tools", code="invalid_type")
+        raise Refused.at("tool_choice.tools", " must be a list of tools.", code="invalid_type")
     names = [_named_tool(one) for one in listed]
     return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": names}}
 

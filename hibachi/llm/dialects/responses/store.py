@@ -267,11 +267,7 @@ def resolved(own: Sequence[Given], before: Known, store: Store) -> list[Item | S
         place, refers = f"input[{i}].id", isinstance(item, ItemReference)
         if isinstance(item.id, str) and item.id in (seen if refers else known_before):
             what = "reference" if refers else "item"
-            raise Refused(
-                f"{place}: the conversation has the item {item.id[:100]!r} already. Leave the {what} out.",
-                param=place,
-                code="invalid_value",
-            )
+            raise Refused.at(place, f": the conversation has the item {item.id[:100]!r} already. Leave the {what} out.")
         if not isinstance(item, ItemReference):
             found.append(item)
             continue

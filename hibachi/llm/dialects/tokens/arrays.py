@@ -41,7 +41,7 @@ class Packed(Struct, forbid_unknown_fields=True):
 
 
 def no(param: str, why: str, code: str = "invalid_array") -> Refused:
-    return Refused(f"{param}: {why}", param=param, code=code)
+    return Refused.at(param, f": {why}", code=code)
 
 
 # ---- in -------------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def of_query(pairs: Pairs) -> Parameters:
             try:
                 fields[name] = msgspec.json.decode(value, type=_OF_JSON[name])
             except (msgspec.DecodeError, RecursionError) as e:
-                raise Refused(f"{name}: {e}.", param=name, code="invalid_type") from None
+                raise Refused.at(name, f": {e}.", code="invalid_type") from None
     stop, inputs = fields.pop("stop", _NOTHING), fields.pop("inputs", None)
     try:
         said = msgspec.convert(fields, Parameters, strict=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hibachi.backend.array_backend import HostArray
-from hibachi.errors import InvalidRequest, PromptTooLong, shown
+from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.forms import OURS, made, of_structured
 from hibachi.llm.dialects.openai.bodies import Bounds, same_fields
@@ -86,16 +86,6 @@ def asked_of(
     return asked
 
 
-def check_room(n: int, asked: int | None, longest: int) -> None:
-    """Do so many tokens, and as many new ones as were asked for, fit? Raises PromptTooLong; whether they fit without
-    new ones is for the engine to say."""
-    if asked is not None and n < longest < n + asked:
-        raise PromptTooLong(
-            f"max_tokens is {shown(asked)} and the prompt has {n} tokens, and this model's context holds {longest}. "
-            f"Ask for at most {longest - n}."
-        )
-
-
 def _sampling(
     said: Parameters,
     defaults: SamplingParams,
@@ -149,13 +139,11 @@ def _none(said: Parameters, names: tuple[str, ...], why: str) -> None:
 
 
 def _no(name: str, why: str) -> Refused:
-    return Refused(
-        f"{name} is not supported: this model {why}. Leave it out.", param=name, code="unsupported_parameter"
-    )
+    return Refused.at(name, f" is not supported: this model {why}. Leave it out.", code="unsupported_parameter")
 
 
 def _invalid(name: str, why: str) -> Refused:
-    return Refused(f"{name} {why}.", param=name, code="invalid_value")
+    return Refused.at(name, f" {why}.")
 
 
 def _at_most(name: str, given: int | None, most: int, what: str = "") -> None:

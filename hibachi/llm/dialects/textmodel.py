@@ -1,0 +1,60 @@
+"""What dialects know of a model of texts, and how chats become requests to it: for all dialects, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from hibachi.llm.dialects.openai import parse
+from hibachi.llm.dialects.openai.answers import Vocabulary
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody
+from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.reading import Reading
+from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.request import SamplingParams
+
+
+class Serving(Protocol):
+    """Of `hibachi.llm.texts.Texts`, what is asked here."""
+
+    @property
+    def default_params(self) -> SamplingParams: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def check_form(self, params: SamplingParams, /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """variables: for chat templates, where a chat says no others."""
+
+    texts: Serving
+    reading: Reading
+    vocabulary: Vocabulary
+    bounds: Bounds
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def completion(self, body: CompletionBody) -> Steps[tuple[Asked, list[list[int]]]]:
+        """What a completion asks for, and the token ids of its prompts. Raises Refused, InvalidRequest or
+        PromptTooLong.
+        """
+        asked = parse.completion(body, self.texts.default_params, self.bounds)
+        ids = yield from self.reading.encode(
+            asked.prompts, "prompt", special=asked.special, truncation=asked.truncation
+        )
+        return asked, ids
+
+    def chat(self, body: ChatBody) -> Steps[tuple[Asked, list[int]]]:
+        """What a chat asks for, with what reads its answer in `Asked.reader`, and the token ids of its prompt. Raises
+        as `completion`.
+        """
+        asked: Asked = yield Step("body", partial(parse.chat, body, self.texts.default_params, self.bounds))
+        ids = yield from self.reading.chat(asked, self.variables)
+        if asked.reader is not None and (asked.toolbox is not None or asked.params.structured_outputs is not None):
+            form = partial(self.reading.talk.form, asked, self.texts.check_form, self.texts.eos_ids)
+            yield Step("form", form, asked.form_size)
+        return asked, ids
