@@ -3,9 +3,10 @@
     python tools/house.py              the figures
     python tools/house.py draw PNG     the rooms and the imports between them, floor by floor (matplotlib)
     python tools/house.py walk [ROOT]  files that a request passes, from `run()` to its first token, for each level
+    python tools/house.py index        every file and what it is
     python tools/house.py table [ROOT] counts, one a line; of another checkout where ROOT names one (hatchling)
 
-tests/test_house.py holds the walls with what is here.
+tests/test_house.py holds the walls with what is here, and the counts within [tool.house] of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -420,6 +421,19 @@ def table(root: Path) -> dict[str, int]:
     }
 
 
+def index() -> str:
+    """The first sentence of each file, room by room."""
+    lines = []
+    for f in sorted(files(), key=lambda f: (str(Path(f.path).parent), f.path)):
+        said = (ast.get_docstring(f.tree) or "").split("\n")[0]
+        lines.append(
+            f"\n{Path(f.path).parent}/  {said}"
+            if f.path.endswith("__init__.py")
+            else f"  {Path(f.path).name:<24}{said}"
+        )
+    return "\n".join(lines)
+
+
 def checkout(path: Path | str = ROOT) -> Path:
     root = Path(path).resolve()
     if not (root / "hibachi").is_dir():
@@ -433,6 +447,8 @@ def main() -> None:
             print(figures())
         case ["draw", path]:
             draw(path)
+        case ["index"]:
+            print(index())
         case ["walk", *root] if len(root) < 2:
             print(walk(checkout(*root)))
         case ["table", *root] if len(root) < 2:
