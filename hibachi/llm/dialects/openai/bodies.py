@@ -76,7 +76,7 @@ class Prediction(Struct, forbid_unknown_fields=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Sampling(Struct, kw_only=True):
+class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of every request for tokens: of `SamplingParams` and `Terms` by the same names, and three more."""
 
     model: str | None = None
@@ -108,7 +108,7 @@ def same_fields(body: type[Struct], *but: str) -> tuple[str, ...]:
     return tuple(name for name in body.__struct_fields__ if name in known)
 
 
-class _Ignored(Sampling, kw_only=True):
+class _Ignored(Struct, kw_only=True):
     user: Anything = UNSET
     store: Anything = UNSET
     metadata: Anything = UNSET
@@ -120,9 +120,20 @@ class _Ignored(Sampling, kw_only=True):
     session_id: Anything = UNSET
 
 
-class Generation(_Ignored, kw_only=True):
+class Generation(Sampling, kw_only=True, forbid_unknown_fields=True):
     """Fields of both kinds of completion. Those that OpenAI does not have are vLLM's, by the same names."""
 
+    # Those of IGNORED.
+    user: Anything = UNSET
+    store: Anything = UNSET
+    metadata: Anything = UNSET
+    service_tier: Anything = UNSET
+    safety_identifier: Anything = UNSET
+    prompt_cache_key: Anything = UNSET
+    prompt_cache_retention: Anything = UNSET
+    prompt_cache_options: Anything = UNSET
+    session_id: Anything = UNSET
+    # The others.
     n: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
