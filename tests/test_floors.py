@@ -48,7 +48,9 @@ RULES = {
     "hibachi/engine/scheduler": Rule(
         "errors request common.installed common.shapes engine.scheduler", not_std=f"{SOCKETS} {CLOCKS}"
     ),
-    "hibachi/engine/recording": Rule("errors request engine.scheduler engine.recording"),
+    "hibachi/engine/recording": Rule(
+        "errors request engine.scheduler engine.recording", third_party="numpy typing_extensions"
+    ),
     "hibachi/engine/simulator": Rule("errors request engine.scheduler engine.simulator"),
     "hibachi/engine/sampling": Rule("errors request backend engine.sampling"),
     "hibachi/engine/guide": Rule("errors structured common.installed engine.guide", third_party="numpy llguidance"),

@@ -15,10 +15,10 @@ from hibachi.engine.conversions import Conversions
 from hibachi.engine.engine import Engine
 from hibachi.engine.forms import Forms
 from hibachi.engine.health import Health
+from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.runners.runner import Runner
-from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.stats import Stats
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.engine.streams.loops import in_thread
@@ -77,7 +77,7 @@ class BatchInference(Closing):
         if self._closed:
             raise EngineClosed("The engine is closed. Make a new one.")
 
-    def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
+    def _serve(self, scheduler: RecordedScheduler, runner: Runner) -> Worker:
         """Start a worker. The caller holds `_building`, has checked that the batcher is open, and keeps the worker."""
         config = self._config
         restart = config.restart == "on_failure"

@@ -22,6 +22,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.config import EngineConfig
 from hibachi.engine.conversions import said_by
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
+from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.cached import CachedRunner
 from hibachi.engine.runners.extra_inputs import Beside, check_taken, declared_by, kept_by, wanted
 from hibachi.engine.runners.frames import FrameSampler
@@ -101,7 +102,7 @@ class Built:
     """The parts of a built engine. block_size: 0 means nothing is shared."""
 
     facts: Facts
-    scheduler: Scheduler
+    scheduler: RecordedScheduler
     runner: Runner
     prompts: Prompts
     block_size: int
@@ -149,7 +150,7 @@ def build(
             main = position_bytes(spec.model.cache_spec(), spec.dtype)
             remarks.append(f"a token takes {main} bytes of the cache, and {spec.draft.position} of the draft model's")
         size = spec.config.block_size or backend.block_size
-        scheduler = Scheduler(_cached_limits(spec, backend, size), policy, partial(_generated_key, tables, size))
+        scheduler = RecordedScheduler(_cached_limits(spec, backend, size), policy, partial(_generated_key, tables, size))
         runner = cached = cached_runner(spec.model, backend, scheduler, tables, sampler, spec.dtype, beside)
         deterministic = check(cached)
     elif has_own_cache(spec.model):
@@ -167,10 +168,10 @@ def build(
         deterministic, remarks = own.deterministic, own.remarks
         if spec.config.enable_prefix_caching and own.try_copies():
             limits, size = replace(limits, copies=True), limits.block_size
-        scheduler = Scheduler(limits, policy, partial(_generated_key, tables, size) if size else None)
+        scheduler = RecordedScheduler(limits, policy, partial(_generated_key, tables, size) if size else None)
         own.adopt(scheduler)
     else:
-        scheduler = Scheduler(_whole_limits(spec), policy)
+        scheduler = RecordedScheduler(_whole_limits(spec), policy)
         remarks.append(WHOLE_SEQUENCES)
         runner = whole = WholeRunner(
             spec.model,
@@ -217,7 +218,7 @@ def _nine(
             f"`draws` and `inputs` need a hibachi.ArrayBackend, which takes arrays from the host; {backend.name} has "
             f"the nine operations only. Inherit from hibachi.ArrayBackend, or leave them out."
         )
-    prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(spec), policy)
+    prompts, scheduler = NinePrompts(backend, **tokens), RecordedScheduler(_whole_limits(spec), policy)
     grouping = _grouping(spec, tokens, backend)
     if deterministic:  # tokens that cannot be compared cannot be shared
         grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(spec.model))

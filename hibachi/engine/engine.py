@@ -19,7 +19,7 @@ from hibachi.engine.budget import TokenBudget, guilty_of
 from hibachi.engine.compiling import Compiling
 from hibachi.engine.guide.protocol import GuideFailed
 from hibachi.engine.promise import Promise
-from hibachi.engine.recording.recorder import Recorder
+from hibachi.engine.recording.recorder import RecordedScheduler, Recorder
 from hibachi.engine.runners.faults import drop_frames, internal, no_room, too_late
 from hibachi.engine.runners.guiding import Guided, stuck
 from hibachi.engine.runners.job import Job
@@ -35,7 +35,6 @@ from hibachi.engine.runners.runner import (
     raise_for_all,
 )
 from hibachi.engine.scheduler.policy import Policy
-from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Sent, StepPlan
 from hibachi.engine.scheduler.timeshares import TimeShares
@@ -56,14 +55,14 @@ MEMORY_EVERY = 2.0  # seconds between two questions to the device about its memo
 class Engine:
     """Owns the scheduler and a runner. Not thread-safe: the thread that steps it also adds and cancels requests."""
 
-    scheduler: Scheduler
+    scheduler: RecordedScheduler
     invalid: int
     restarts: int
     runner: Runner
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: RecordedScheduler,
         runner: Runner,
         *,
         restart: bool = False,
@@ -76,7 +75,9 @@ class Engine:
         asynchronous.
         """
         self.scheduler, self.runner = scheduler, runner
-        self.recorder: Recorder = Recorder(scheduler, path=record)
+        self.recorder: Recorder = scheduler.recorder
+        if record is not None:
+            self.recorder.write_to(record)
         self.restarts = 0
         self.moved: float | None = None  # when the last step ended, by time.monotonic()
         self.inbox: SimpleQueue[Command] = SimpleQueue()  # commands of other threads, for the thread that steps
@@ -93,7 +94,7 @@ class Engine:
         self._lost = 0  # devices lost since a step last succeeded
         self.invalid = 0  # steps in a row in which no output was valid
         self.invalid_why: str = ""  # the error of the last of these steps
-        self._budget = TokenBudget(scheduler.limits, self._limit)
+        self._budget = TokenBudget(scheduler.limits, lambda budget: self.scheduler.limit(budget))
         self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
         wanted = runner.backend.asynchronous if overlap is None else overlap
         self._launcher = runner if wanted and isinstance(runner, Launcher) else None
@@ -171,7 +172,6 @@ class Engine:
         except BaseException:
             job.seq.finish = Finish.ERROR  # the scheduler has not taken it
             raise
-        self.recorder.note("add", job.seq, now, job.seq.held)
         if job.seq.held:
             self._compiling.begin(job)
 
@@ -187,17 +187,14 @@ class Engine:
         if isinstance(made, BaseException):
             self._give_up(job, stuck(made) if isinstance(made, GuideFailed) else made)
         elif made.guide.complete:
-            self.recorder.note("cancel", job.seq, Finish.STOP)
             self.scheduler.cancel(job.seq, Finish.STOP)
             self._ended(job, Finish.STOP)
         else:
             job.guided = made
-            self.recorder.note("free", job.seq)
             self.scheduler.free(job.seq)
 
     def cancel(self, job: Job) -> None:
         if job in self._live:
-            self.recorder.note("cancel", job.seq, Finish.CANCELLED)
             self.scheduler.cancel(job.seq)
             self._ended(job, Finish.CANCELLED)
 
@@ -206,7 +203,6 @@ class Engine:
         done.
         """
         try:
-            self.recorder.note("drop")
             self.scheduler.drop_prefixes()
         except BaseException as e:
             job.channel.end(Finish.ERROR, internal(e))
@@ -217,7 +213,6 @@ class Engine:
         """The consumer of a paused request has caught up."""
         if job in self._paused:
             self._paused.remove(job)
-            self.recorder.note("unpause", job.seq)
             self.scheduler.unpause(job.seq)
 
     def next_deadline(self) -> float | None:
@@ -237,16 +232,12 @@ class Engine:
             began = self._begin()
         now = time.monotonic()
         self._expire(now)
-        # requests that ended while they waited are dropped then
-        looks = self.scheduler.shares_rows and self.scheduler.waiting
-        if (sent := self.scheduler.make_room()) or looks:
-            self.recorder.note("room", sent)
-            self._suspend(sent)
+        self._suspend(self.scheduler.make_room())
         if self.scheduler.shares_rows:
-            self._rest(self._shares.resting(*self.scheduler.wanted()))
+            self.scheduler.rest(self._shares.resting(*self.scheduler.wanted()))
         plan = self._plan(now)
         if plan is None and self.scheduler.resting:  # the request that was to start first could not
-            self._rest(frozenset())
+            self.scheduler.rest(frozenset())
             plan = self._plan(now)
         flight, self._flight = self._flight, None
         if plan is None:
@@ -284,24 +275,15 @@ class Engine:
         return self.promise is not None and self.promise.step()
 
     def _plan(self, now: float) -> StepPlan | None:
-        drafts = None
         # Proposals go on from the last token, and cost a step that begins before that is read.
         waits = self._launcher is None or self._waiting or self._alone
         may = self.promise is None or self.promise.proposes
         if self.drafting is not None and self._flight is None and waits and may:
             assert isinstance(self.runner, BaseRunner)
-            drafts = self.drafting.propose(self.scheduler, self.runner)
-        if drafts:
-            self.recorder.note("draft", drafts)
+            self.drafting.propose(self.scheduler, self.runner)
         plan = self.scheduler.schedule(now)
-        self.recorder.note("plan", plan, now)
         self._suspend(self.scheduler.preempted)
         return plan
-
-    def _rest(self, tenants: frozenset[Hashable]) -> None:
-        if tenants != self.scheduler.resting:
-            self.recorder.note("rest", tenants)
-            self.scheduler.rest(tenants)
 
     def _admit(self, plan: StepPlan, now: float) -> list[tuple[Job, BaseException]]:
         """Tell the runner of the requests that start; returns those for which it failed."""
@@ -438,14 +420,12 @@ class Engine:
         return True
 
     def _roll_back(self, plan: StepPlan, why: str) -> None:
-        self.recorder.note("rollback", plan, why)
-        self._suspend(self.scheduler.rollback(plan))
+        self._suspend(self.scheduler.rollback(plan, why))
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
         ended = self.scheduler.expire(now)
         if ended:
-            self.recorder.note("expire", now, ended)
             for seq in ended:
                 self._ended(seq.owner, Finish.ERROR, too_late(seq, now))
             self._wakeups.post()
@@ -497,7 +477,6 @@ class Engine:
         drop_frames(failed)  # they hold what the failed call had computed
         if failed.cache_lost:
             self._rebuild(keep=failed.why == "cache")
-            self.recorder.note("forget")
             self._suspend(self.scheduler.forget())
             log.warning("the cache was lost (%r); %d requests compute again", cause, len(self._live))
         if failed.why == "memory" and plan is not None:
@@ -555,13 +534,8 @@ class Engine:
             self._wakeups.post()
             return
         log.warning("memory ran out for %d tokens of one request, now at most %d: %r", tokens, tokens // 2, cause)
-        self.recorder.note("slow", seq, tokens // 2)
         self.scheduler.slow(seq, tokens // 2)
         self._budget.slowed(seq.number, tokens // 2)
-
-    def _limit(self, budget: int) -> None:
-        self.recorder.note("limit", budget)
-        self.scheduler.limit(budget)
 
     # ---- what a step came to -----------------------------------------------------------------------------------
 
@@ -594,8 +568,7 @@ class Engine:
                 counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
         counts = None if counts is None else counts[plan.emit]
-        committed = self.scheduler.commit(plan, stopped, counts)
-        self.recorder.note("commit", stopped, time.perf_counter() - began, counts)
+        committed = self.scheduler.commit(plan, stopped, counts, began)
         alive = plan.emit
         if committed.alive is not None:
             alive = alive.copy()
@@ -662,15 +635,12 @@ class Engine:
         # The reader's call comes by the inbox, so `resume` runs after this method, however early the reader is.
         if job.seq.finish is None and job.channel.pause(partial(self.inbox.put, (self.resume, job))):
             self._paused.add(job)
-            self.recorder.note("pause", job.seq)
             self.scheduler.pause(job.seq)
 
     def _fail(self, seq: Seq, fault: HibachiError) -> None:
         if seq.finish is None:
             log.info("a request failed: %s", "\n".join([str(fault), *getattr(fault, "__notes__", ())]))
-            sent = self.scheduler.fail(seq)
-            self.recorder.note("fail", seq, sent, type(fault).__name__)
-            self._suspend(sent)
+            self._suspend(self.scheduler.fail(seq, type(fault).__name__))
             self._ended(seq.owner, Finish.ERROR, fault)
 
     def _give_up(self, job: Job, error: BaseException) -> None:
@@ -705,7 +675,7 @@ class Engine:
         self._wakeups.post()
         for job in live:
             with suppress(Exception):  # after a failure the scheduler may be in any state
-                self.scheduler.cancel(job.seq, reason)
+                self.scheduler.end(job.seq, reason)  # what the recording tells of is over
 
     def can_begin_again(self) -> bool:
         return self._policy is not None
@@ -720,7 +690,6 @@ class Engine:
         self._budget.restart()
         self._paused.clear()
         self.runner.adopt(self.scheduler)
-        self.recorder.note("again")
         self.restarts += 1
 
     def live(self) -> list[Job]:

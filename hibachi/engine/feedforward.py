@@ -23,13 +23,13 @@ from hibachi.engine.conversions import output_row, said_by
 from hibachi.engine.declared import own_tokens
 from hibachi.engine.ladder import Feedforward
 from hibachi.engine.prompts import NinePrompts, dtype_of
+from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.nine import NineFeedforwardRunner
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.runners.tokentable import Kind, misfits
 from hibachi.engine.runners.uncached import FeedforwardRunner
 from hibachi.engine.scheduler.limits import Limits
-from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is
@@ -145,7 +145,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
                 runner = NineFeedforwardRunner(self.model, backend)
             else:
                 runner = FeedforwardRunner(self.model, backend)
-            self._worker = self._serve(Scheduler(self._limits), runner)
+            self._worker = self._serve(RecordedScheduler(self._limits), runner)
 
 
 def checked_plain(request: Request, model: str) -> Terms:

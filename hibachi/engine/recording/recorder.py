@@ -11,21 +11,27 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
+from typing_extensions import override
 
+from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.policy import Policy
+from hibachi.engine.scheduler.rows import Bools, Ints
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Sent, StepPlan
+from hibachi.engine.scheduler.step import Committed, Sent, StepPlan
 from hibachi.errors import ConfigError
+from hibachi.request import Finish
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 LENGTH = 512  # entries: a step is two, plan and commit
@@ -34,12 +40,10 @@ LENGTH = 512  # entries: a step is two, plan and commit
 class Recorder:
     """Notes what happens, in the order in which it happens. Not thread-safe, but for `dump` and `last`.
 
-    path: also write everything to this file, one JSON object a line; where it cannot be written any more, a full disk
-    say, the log says so once and the recording ends. None means the last `length` entries stay in memory. Raises
-    ConfigError for a file that cannot be opened.
+    The last `length` entries stay in memory.
     """
 
-    def __init__(self, scheduler: Scheduler, *, path: str | Path | None = None, length: int = LENGTH) -> None:
+    def __init__(self, scheduler: Scheduler, *, length: int = LENGTH) -> None:
         self._head = {
             "limits": asdict(scheduler.limits),
             "policy": type(scheduler.policy).__name__,
@@ -49,13 +53,18 @@ class Recorder:
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=length)
         self._count = 0
         self._secret = secrets.token_bytes(16)
-        self._file = None
-        if path is not None:
-            try:
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
-            except (OSError, ValueError, TypeError) as e:  # those of a path that is none
-                raise ConfigError(f"record={path!r:.200} cannot be written: {e}. Name a file that can.") from e
-            self._write(None)
+        self._file: TextIO | None = None
+
+    def write_to(self, path: str | Path) -> None:
+        """Also write everything to this file, from its beginning, one JSON object a line; where it cannot be written
+        any more, a full disk say, the log says so once and the recording ends. Raises ConfigError for a file that
+        cannot be opened.
+        """
+        try:
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
+        except (OSError, ValueError, TypeError) as e:  # those of a path that is none
+            raise ConfigError(f"record={path!r:.200} cannot be written: {e}. Name a file that can.") from e
+        self._write(None)
 
     def note(self, *entry: Any) -> None:
         """Record an event. entry: its name and fields, turned into words only when they are read."""
@@ -176,6 +185,131 @@ class Recorder:
         if salt is not None:
             data = f"{salt!r} {len(data)} ".encode(errors="replace") + data
         return int.from_bytes(blake2b(data, digest_size=6, key=self._secret).digest())
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler whose commands are noted: each of them stands here, so that no caller has to think of it."""
+
+    recorder: Recorder
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy | None = None,
+        key_of: Callable[[Seq, int], Hashable] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """recorder: None means a new one."""
+        super().__init__(limits, policy, key_of)
+        self.recorder = Recorder(self) if recorder is None else recorder
+        self._note = self.recorder.note
+
+    @override
+    def fresh(self, policy: Policy) -> RecordedScheduler:
+        new = RecordedScheduler(self.limits, policy, self._key_of, self.recorder)
+        new.count_on(self)
+        self._note("again")
+        return new
+
+    @override
+    def add(self, seq: Seq, now: float = 0.0) -> None:
+        super().add(seq, now)
+        self._note("add", seq, now, seq.held)
+
+    @override
+    def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
+        self._note("cancel", seq, reason)
+        return super().cancel(seq, reason)
+
+    @override
+    def expire(self, now: float) -> list[Seq]:
+        if not self._deadlines:  # as nearly always
+            return []
+        if ended := super().expire(now):
+            self._note("expire", now, ended)
+        return ended
+
+    @override
+    def pause(self, seq: Seq) -> None:
+        self._note("pause", seq)
+        super().pause(seq)
+
+    @override
+    def unpause(self, seq: Seq) -> None:
+        self._note("unpause", seq)
+        super().unpause(seq)
+
+    @override
+    def free(self, seq: Seq) -> None:
+        self._note("free", seq)
+        super().free(seq)
+
+    @override
+    def make_room(self) -> Sent:
+        if not self.waiting:
+            return []
+        if (sent := super().make_room()) or self.shares_rows:  # requests that ended while they waited are dropped then
+            self._note("room", sent)
+        return sent
+
+    @override
+    def rest(self, tenants: frozenset[Hashable]) -> None:
+        if tenants != self.resting:
+            self._note("rest", tenants)
+            super().rest(tenants)
+
+    @override
+    def limit(self, budget: int) -> None:
+        self._note("limit", budget)
+        super().limit(budget)
+
+    @override
+    def propose(self, drafts: Sequence[tuple[Seq, int]]) -> None:
+        self._note("draft", [(seq.number, n) for seq, n in drafts])
+        super().propose(drafts)
+
+    @override
+    def slow(self, seq: Seq, tokens: int) -> None:
+        self._note("slow", seq, tokens)
+        super().slow(seq, tokens)
+
+    @override
+    def fail(self, seq: Seq, error: str = "") -> Sent:
+        """error: its name."""
+        sent = super().fail(seq)
+        self._note("fail", seq, sent, error)
+        return sent
+
+    @override
+    def rollback(self, plan: StepPlan, why: str = "") -> Sent:
+        self._note("rollback", plan, why)
+        return super().rollback(plan)
+
+    @override
+    def forget(self) -> Sent:
+        self._note("forget")
+        return super().forget()
+
+    @override
+    def drop_prefixes(self) -> None:
+        self._note("drop")
+        super().drop_prefixes()
+
+    @override
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        plan = Scheduler.schedule(self, now)  # without super(), as it is called in each step
+        self._note("plan", plan, now)
+        return plan
+
+    @override
+    def commit(
+        self, plan: StepPlan, stopped: Bools, counts: Ints | None = None, began: float | None = None
+    ) -> Committed:
+        """began: the step, by time.perf_counter(); None means now."""
+        committed = Scheduler.commit(self, plan, stopped, counts)
+        seconds = 0.0 if began is None else time.perf_counter() - began
+        self._note("commit", stopped, seconds, counts)
+        return committed
 
 
 def words_of(plan: StepPlan) -> dict[str, Any]:

@@ -87,10 +87,7 @@ class _Player:
                 counts = event.get("tokens")
                 s.commit(plan, stopped, None if counts is None else np.array(counts, np.int32))
             case "draft":
-                for seq in s.order:
-                    seq.draft = 0
-                for number, n in event["drafts"]:
-                    self._seqs[number].draft = n
+                s.propose([(self._seqs[number], n) for number, n in event["drafts"]])
             case "cancel":
                 s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
             case "fail":

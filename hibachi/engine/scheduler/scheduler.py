@@ -13,7 +13,7 @@ did not happen. Rows that got another sequence in between are recognised by thei
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,12 +82,16 @@ class Scheduler:
     def fresh(self, policy: Policy) -> Scheduler:
         """An empty scheduler of the same limits, whose counters go on."""
         new = Scheduler(self.limits, policy, self._key_of)
-        new.counts = self.counts
-        if new.pool and self.pool:
-            new.pool.evictions = self.pool.evictions
-        if new.checkpoints and self.checkpoints:
-            new.checkpoints.evictions = self.checkpoints.evictions
+        new.count_on(self)
         return new
+
+    def count_on(self, before: Scheduler) -> None:
+        """Go on with the counters of another scheduler."""
+        self.counts = before.counts
+        if self.pool and before.pool:
+            self.pool.evictions = before.pool.evictions
+        if self.checkpoints and before.checkpoints:
+            self.checkpoints.evictions = before.checkpoints.evictions
 
     @property
     def running(self) -> int:
@@ -125,7 +129,11 @@ class Scheduler:
             self._ripe = max(64, 2 * len(self._deadlines))
 
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
-        """End a waiting or running sequence; False if it has ended before."""
+        """End a waiting or running sequence, as a caller wants it; False if it has ended before."""
+        return self.end(seq, reason)
+
+    def end(self, seq: Seq, reason: Finish) -> bool:
+        """`cancel`, for whatever reason."""
         if seq.finish is not None:
             return False
         if seq.row >= 0:
@@ -144,7 +152,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             time, _, seq = heapq.heappop(self._deadlines)
             late = time == seq.deadline or not (seq.started or seq.row >= 0)
-            if late and self.cancel(seq, Finish.ERROR):
+            if late and self.end(seq, Finish.ERROR):
                 ended.append(seq)
         return ended
 
@@ -241,6 +249,11 @@ class Scheduler:
         """Set the token budget of a step, also to fewer tokens than rows."""
         self.budget = max(1, budget)
 
+    def propose(self, drafts: Sequence[tuple[Seq, int]]) -> None:
+        """So many tokens are proposed to come next of each of these sequences, for the next step."""
+        for seq, n in drafts:
+            seq.draft = n
+
     def slow(self, seq: Seq, tokens: int) -> None:
         """Compute at most `tokens` of this sequence in a step from now on."""
         seq.most = max(1, tokens)
@@ -274,7 +287,7 @@ class Scheduler:
         Other sequences that share such blocks go back to the queue, to compute them again.
         """
         if seq.finish is not None or seq.row < 0:
-            self.cancel(seq, Finish.ERROR)
+            self.end(seq, Finish.ERROR)
             return []
         sent: Sent = []
         if self.pool:

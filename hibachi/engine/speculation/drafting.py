@@ -37,15 +37,13 @@ class Drafting:
         self._rows: dict[Seq, Row] = {}  # with what was found for the step
         self._came = 0  # tokens of the last step
 
-    def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
-        """Returns the sequences, by number, that have proposals now, and how many."""
+    def propose(self, scheduler: Scheduler, runner: BaseRunner) -> None:
+        """Tell the scheduler how many proposals each row has."""
         self._rows.clear()
         self.asker.seconds = 0.0  # it may not be asked in this step
-        for seq in scheduler.order:
-            seq.draft = 0
         rows = self._open(scheduler)
         if not rows:
-            return []
+            return
 
         def read(row: Row, start: int = 0) -> Any:
             return runner.tokens_of(row.seq.row, row.known, start)
@@ -57,14 +55,18 @@ class Drafting:
         if others := [row for row in rows if not len(row.found)]:
             self.asker.ask(others, read, len(rows))
         if not any(row.by for row in rows):  # nobody has looked for any
-            return []
+            return
+        drafts = []
         for row, wanted in zip(rows, self._counts(rows, scheduler.budget - len(rows)), strict=True):
             n = runner.fitting(wanted)
-            row.job.draft, row.seq.draft = row.found[:n], n
+            row.job.draft = row.found[:n]
             row.job.sure = min(n, row.sure)
             if row.by:
                 self._rows[row.seq] = row
-        return [(row.seq.number, row.seq.draft) for row in rows if row.seq.draft]
+            if n:
+                drafts.append((row.seq, n))
+        if drafts:
+            scheduler.propose(drafts)
 
     def _open(self, scheduler: Scheduler) -> list[Row]:
         """The rows that decode, have room for more than one token, and allow proposals."""

@@ -39,12 +39,12 @@ class _Sized(Drafting):
     def over(self) -> bool:
         return not self._left
 
-    def propose(self, scheduler: Scheduler, runner: BaseRunner) -> list[tuple[int, int]]:
+    def propose(self, scheduler: Scheduler, runner: BaseRunner) -> None:
         seqs = [seq for seq in scheduler.order if seq.row >= 0 and not scheduler.prefilling(seq)]
         for seq in seqs if self._left else ():
-            seq.draft = self._left.pop() - 1
-            seq.owner.draft = np.zeros(seq.draft, np.int32)  # mostly wrong, which costs the same
-        return [(seq.number, seq.draft) for seq in seqs]
+            n = self._left.pop() - 1
+            scheduler.propose([(seq, n)])
+            seq.owner.draft = np.zeros(n, np.int32)  # mostly wrong, which costs the same
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         if int(plan.q.max()) == 1:
