@@ -25,8 +25,8 @@ from hibachi.backend.infer import backend_of
 from hibachi.common.options import spelled
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import BatchEngine, Facts
-from hibachi.engine.build import level_of
 from hibachi.engine.external_kv import as_layers, check_paged, layers_of
+from hibachi.engine.kinds import kind_of
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import InvalidRequest, UnsupportedOperation, shown, text_of
 from hibachi.llm.remote.engine import RemoteEngine
@@ -529,7 +529,7 @@ def _engine(
         with lent as model, _engine(model, library, layers, rows, longest, False) as found:
             yield found
         return
-    level, name = level_of(model), type(model).__name__
+    level, name = kind_of(model).level, type(model).__name__
     if level < 2:
         raise UnsupportedOperation(
             f"Keys and values need a model with a cache (level 2); {name} is of level {level}. Give it `cache_spec` "

@@ -18,7 +18,8 @@ from hibachi.common.installed import version
 from hibachi.common.named import is_named
 from hibachi.common.phases import phase, short_duration
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.build import level_of
+from hibachi.engine.kinds import kind_of
+from hibachi.engine.ladder import ModelKind
 from hibachi.errors import ConfigError
 from hibachi.llm.llm import LLM
 from hibachi.llm.users_model import model_named
@@ -91,7 +92,7 @@ def fit(args: argparse.Namespace) -> int:
     sizes = {"max_num_seqs": max(args.rows) + 1, "max_num_batched_tokens": args.max_num_batched_tokens}
     if is_named(args.model):
         model = model_named(args.model, args.backend)
-        if level_of(model) == 0:
+        if kind_of(model) is ModelKind.FORWARD:
             raise ConfigError(f"A step is measured with prompts of random token ids; {args.model} takes other tokens.")
         limit = args.max_model_len or getattr(model, "max_model_len", max(args.contexts) + fitting.NEW_TOKENS)
         with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, **sizes) as engine:

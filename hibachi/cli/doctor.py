@@ -17,8 +17,7 @@ from hibachi.common.installed import version
 from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.build import level_told
-from hibachi.engine.speculation.choose import cannot_speculate
+from hibachi.engine.kinds import kind_of, level_told
 from hibachi.errors import ConfigError, NotDeterministic, UnsupportedOperation
 from hibachi.llm.llm import LLM
 from hibachi.llm.model.files import locate, open_files
@@ -141,7 +140,7 @@ def _steps(args: argparse.Namespace, backend: ArrayBackend, dtype: str) -> None:
         print(f"\n{_checked(llm)}")
         core = llm.engine.core
         assert core is not None
-        why = cannot_speculate(core.runner)
+        why = core.runner.cannot_speculate()
         said = told(step_costs(llm.engine)) if why is None else f"speculative_config: no proposals, as {why}"
     print(f"\n{said}")
 
@@ -161,7 +160,9 @@ def _own(args: argparse.Namespace) -> int:
         opened = open_own(args.model, backend=args.backend, deterministic=args.deterministic, numerics=args.numerics)
     with opened:
         engine, facts = opened.engine, opened.engine.facts
-        level = level_told(engine.model) if isinstance(engine, AutoregressiveBatchInference) else "feed-forward"
+        level = (
+            level_told(kind_of(engine.model)) if isinstance(engine, AutoregressiveBatchInference) else "feed-forward"
+        )
         lines = [f"{args.model}: {level}"]
         lines += [f"on {facts.fingerprint}", *facts.remarks]
         if not facts.feedforward:

@@ -16,8 +16,9 @@ from hibachi.cli.options import model_arguments, open_model, sampling, sampling_
 from hibachi.common.named import is_named
 from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.build import codebooks_of, level_of
+from hibachi.engine.build import codebooks_of
 from hibachi.engine.declared import own_params
+from hibachi.engine.kinds import kind_of
 from hibachi.engine.runners.extra_inputs import declared_by
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import ConfigError, InvalidRequest
@@ -66,7 +67,7 @@ def _own(args: argparse.Namespace, given: dict[str, Any]) -> int:
     with phase(f"opening {args.model}"):
         model = model_named(args.model, args.backend)
     prompt = _ids(_read() if args.prompt is None else args.prompt)
-    samples = level_of(model) > 0 and getattr(model, "vocab_size", None) is not None
+    samples = kind_of(model).level > 0 and getattr(model, "vocab_size", None) is not None
     declared, params = declared_by(model), own_params(model).with_(**given)
     if declared.inputs or codebooks_of(model):
         raise ConfigError(

@@ -18,8 +18,10 @@ from hibachi.backend.layout import Paged, State
 from hibachi.backend.library import PORTABLE
 from hibachi.common.named import is_named, place
 from hibachi.common.phases import phase
-from hibachi.engine.build import codebooks_of, has_own_cache, level_of, level_told
+from hibachi.engine.build import codebooks_of
 from hibachi.engine.forms import vocabulary_of
+from hibachi.engine.kinds import kind_of, level_told
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.extra_inputs import declared_by
 from hibachi.engine.speculation.draft_models import check_same
 from hibachi.errors import ConfigError
@@ -76,14 +78,14 @@ def _own(spec: str, for_programs: bool) -> int:
     """Describe a user's own model: its level, and what the engine would keep for it."""
     with phase(f"opening {spec}"):
         model = model_named(spec)
-    level, vocab = level_of(model), getattr(model, "vocab_size", None)
-    layers = list(model.cache_spec()) if level == 2 else []
+    kind, vocab = kind_of(model), getattr(model, "vocab_size", None)
+    level, layers = kind.level, list(model.cache_spec()) if kind is ModelKind.PAGED else []
     paged = [layer for layer in layers if isinstance(layer, Paged)]
     states = [layer for layer in layers if isinstance(layer, State)]
     facts = {
         "model": f"{place(type(model).__module__)}:{type(model).__qualname__}",
         "level": level,
-        "own_cache": level == 1 and has_own_cache(model),
+        "own_cache": kind is ModelKind.OWN_CACHE,
         "samples": "the engine" if level and vocab is not None else "the model itself",
         "vocab_size": vocab if level else None,
         "codebooks": codebooks_of(model) if level and vocab is not None else None,
@@ -100,7 +102,7 @@ def _own(spec: str, for_programs: bool) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     _line("model", facts["model"])
-    _line("level", level_told(model).removeprefix("level "))
+    _line("level", level_told(kind).removeprefix("level "))
     _line("drawn by", facts["samples"])
     _line("vocabulary", facts["vocab_size"] or "any tokens")
     if facts["codebooks"]:
@@ -112,7 +114,7 @@ def _own(spec: str, for_programs: bool) -> int:
     _line("context", f"{facts['max_model_len']} tokens" if facts["max_model_len"] else "as the engine is told")
     if facts["parameters"]:
         _line("parameters", _count(facts["parameters"]))
-    if level == 2:
+    if kind is ModelKind.PAGED:
         _line("cache", f"{len(paged)} layers of keys and values, {len(states)} states")
         _line("float32", f"{_bytes(4 * facts['numbers_per_token'])} a token")
         _line("", f"{_bytes(4 * facts['numbers_per_request'])} a request")

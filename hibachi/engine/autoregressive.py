@@ -30,9 +30,6 @@ from hibachi.engine.build import (
     build,
     eos_ids_of,
     has_hidden,
-    has_own_cache,
-    level_of,
-    level_told,
     limit_of,
     returns_ids,
 )
@@ -40,13 +37,10 @@ from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
 from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guide.protocol import Vocabulary
+from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
-from hibachi.engine.runners.cached import CachedRunner
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.owncache.runner import OwnCacheRunner
-from hibachi.engine.runners.selfcheck import selfcheck
-from hibachi.engine.runners.uncached import WholeRunner
 from hibachi.engine.scheduler.policies import policy_of
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.speculation import choose as speculation
@@ -149,8 +143,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         super().__init__(model, config.max_num_seqs, config, overlap=config.overlap)
         self.model = model
         self._speculation = as_config(config.speculative_config)
-        self._level = level_of(model)
-        log.info("%s: %s", type(model).__name__, level_told(model))
+        self._kind = kind_of(model)
+        log.info("%s: %s", type(model).__name__, level_told(self._kind))
         if layers := training(model):
             log.warning(
                 "%s is in training mode (%s), in which outputs may be others in every call. Call its .eval() first.",
@@ -160,7 +154,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         tokens = own_tokens(model)
         tokens |= {name: one for name in tokens if (one := getattr(config, name)) is not None}
         if (stop_rule := config.stop_rule) is None:
-            stop_rule = own_stop(model, eos=not self._level or getattr(model, "vocab_size", None) is None)
+            stop_rule = own_stop(model, eos=not self._kind.level or getattr(model, "vocab_size", None) is None)
         limit = limit_of(model) if config.max_model_len is None else config.max_model_len
         if limit is None and tokens["stop_token"] is None and stop_rule is None:
             raise ConfigError(
@@ -170,12 +164,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         at_least(2, "")("max_model_len", limit)
         if self._speculation is not None and self._speculation.model is not None:
             self._speculation = draftmodels.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
-        if limit is None and (self._level == 2 or has_own_cache(model)):
+        if limit is None and self._kind.has_past:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
         self._spec = EngineSpec(
             model,
-            self._level,
+            self._kind,
             config,
             self.max_model_len,
             _own_dtype(model) if config.dtype is None else config.dtype,
@@ -200,19 +194,17 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         first step.
         """
         runner = None if self._built is None else self._built.runner
-        if isinstance(runner, (WholeRunner, OwnCacheRunner)):
-            return runner.deterministic
-        return bool(self._promise.deterministic)
+        return bool(self._promise.deterministic or (runner is not None and runner.deterministic))
 
     def _decide(self, deterministic: bool | None) -> bool | None:
         """Whether the batch must leave no trace in a request's bits; None means that a trial decides.
 
         Raises ConfigError or UnsupportedOperation.
         """
-        if self._level < 2:
+        if self._kind is not ladder.ModelKind.PAGED:
             if deterministic is None and getattr(self.model, "deterministic", None) is False:
                 return False
-            known = self._level == 1 and not (self._backend is not None and self._backend.shapes.compiled)
+            known = self._kind.level == 1 and not (self._backend is not None and self._backend.shapes.compiled)
             return deterministic if deterministic is not None or known else False
         own = getattr(self.model, "backend", None)
         computes = own if isinstance(own, ArrayBackend) else self._backend
@@ -237,13 +229,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         model has a cache and returns tokens, not logits. Raises NotDeterministic with the first difference.
         """
         runner = None if self._built is None else self._built.runner
-        if isinstance(runner, (WholeRunner, OwnCacheRunner)):
-            return runner.selfcheck()
-        if not isinstance(runner, CachedRunner):
-            return 0
-        compared = selfcheck(runner, speculated=speculation.cannot_speculate(runner) is None)
-        self._promise.passed()
-        return compared
+        return self._promise.again() or (0 if runner is None else runner.selfcheck())
 
     # ---- requests ----------------------------------------------------------------------------------------------
 

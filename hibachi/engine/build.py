@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hibachi.backend.array_backend import ArrayBackend, HostArray
-from hibachi.backend.layout import OwnCache, State
+from hibachi.backend.layout import State
 from hibachi.backend.library import Library
 from hibachi.backend.nine import NineBackend
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.config import EngineConfig
 from hibachi.engine.conversions import said_by
+from hibachi.engine.kinds import kind_of, takes_lengths
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
 from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.cached import CachedRunner
-from hibachi.engine.runners.extra_inputs import Beside, check_taken, declared_by, kept_by, wanted
+from hibachi.engine.runners.extra_inputs import Beside, check_taken, declared_by, kept_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Grouping, bucket
 from hibachi.engine.runners.heads import Head, Sampled, Tokens
@@ -33,12 +35,11 @@ from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.nine import NineRunner
 from hibachi.engine.runners.overlapping import OverlappingRunner
 from hibachi.engine.runners.owncache.runner import OwnCacheRunner
-from hibachi.engine.runners.owncache.step import takes_own_lengths
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.selfcheck import same_bits
 from hibachi.engine.runners.tokentable import IDS, Kind, Tables
-from hibachi.engine.runners.uncached import WholeRunner, takes_lengths
+from hibachi.engine.runners.uncached import WholeRunner
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
@@ -65,12 +66,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is built from. level: of the model, see `level_of`. longest: tokens of a request, whoever says so.
+    """What an engine is built from. longest: tokens of a request, whoever says so.
     dtype: of the cache. draft: None means there is no draft model.
     """
 
     model: Any
-    level: int
+    kind: ModelKind
     config: EngineConfig
     longest: int
     dtype: str
@@ -89,7 +90,7 @@ class EngineSpec:
     @property
     def vocab_size(self) -> int | None:
         """Size of the vocabulary; None means the model returns tokens."""
-        return getattr(self.model, "vocab_size", None) if self.level else None
+        return getattr(self.model, "vocab_size", None) if self.kind.level else None
 
     @property
     def codebooks(self) -> int | None:
@@ -141,7 +142,7 @@ def build(
     runner: Runner
     remarks: list[str] = []
     size = 0
-    if spec.level == 2:
+    if spec.kind is ModelKind.PAGED:
         if (knows := beside.declared.knows) and spec.config.enable_prefix_caching:
             remarks.append(f"no prefix is shared, as what it caches may depend on {' and '.join(sorted(knows))}")
             log.info("%s: %s", type(spec.model).__name__, remarks[-1])
@@ -153,7 +154,7 @@ def build(
         scheduler = RecordedScheduler(_cached_limits(spec, backend, size), policy, partial(_generated_key, tables, size))
         runner = cached = cached_runner(spec.model, backend, scheduler, tables, sampler, spec.dtype, beside)
         deterministic = check(cached)
-    elif has_own_cache(spec.model):
+    elif spec.kind is ModelKind.OWN_CACHE:
         examples = _examples(spec.model, prompts, vocab)
         kind = prompts.kind
         assert kind is not None  # of all: these examples have fixed it
@@ -194,12 +195,12 @@ def build(
 
 def _beside(spec: EngineSpec, backend: ArrayBackend) -> Beside:
     declared = kept_by(backend, declared_by(spec.model), type(spec.model).__name__)
-    if spec.level == 2:
+    if spec.kind is ModelKind.PAGED:
         check_taken(spec.model, declared, fields=True)
-    elif has_own_cache(spec.model):
+    elif spec.kind is ModelKind.OWN_CACHE:
         check_taken(spec.model, declared, "step", "encode")
     else:
-        check_taken(spec.model, declared, "logits" if spec.level else "forward")
+        check_taken(spec.model, declared, "logits" if spec.kind is ModelKind.LOGITS else "forward")
     return Beside(declared, spec.rows)
 
 
@@ -207,9 +208,9 @@ def _nine(
     spec: EngineSpec, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool | None
 ) -> Built:
     """Build for a backend that has the nine operations only."""
-    if spec.level:
+    if level := spec.kind.level:
         raise ConfigError(
-            f"A model with {'`step`' if spec.level == 2 else '`logits`'} (level {spec.level}) needs a "
+            f"A model with {'`step`' if spec.kind is ModelKind.PAGED else '`logits`'} (level {level}) needs a "
             f"hibachi.ArrayBackend; {backend.name} has the nine operations only, which serve `forward` (level 0) and "
             f"feed-forward. Inherit from hibachi.ArrayBackend, which derives the rest from an array-API namespace."
         )
@@ -221,7 +222,7 @@ def _nine(
     prompts, scheduler = NinePrompts(backend, **tokens), RecordedScheduler(_whole_limits(spec), policy)
     grouping = _grouping(spec, tokens, backend)
     if deterministic:  # tokens that cannot be compared cannot be shared
-        grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(spec.model))
+        grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(spec.model, spec.kind))
     runner = NineRunner(spec.model, backend, grouping)
     facts = _facts(spec, scheduler, backend, bool(deterministic), prompts.kind)
     return Built(facts, scheduler, runner, prompts, 0)
@@ -265,7 +266,7 @@ def _facts(spec: EngineSpec, scheduler: Scheduler, backend: Library, determinist
     return Facts(
         vocab_size=spec.vocab_size,
         limits=scheduler.limits,
-        cached=spec.level == 2,
+        cached=spec.kind is ModelKind.PAGED,
         embed_size=getattr(spec.model, "embed_size", None),
         has_hidden=has_hidden(spec.model),
         deterministic=deterministic,
@@ -275,7 +276,7 @@ def _facts(spec: EngineSpec, scheduler: Scheduler, backend: Library, determinist
         numerics=f"{backend.numerics} {spec.dtype}"
         if backend.numerics and getattr(spec.model, "portable", False)
         else None,
-        layers=tuple(spec.model.cache_spec()) if spec.level == 2 else (),
+        layers=tuple(spec.model.cache_spec()) if spec.kind is ModelKind.PAGED else (),
         token=None if kind is None else (kind.shape, str(kind.dtype)),
         quantization=getattr(spec.model, "quantization", getattr(backend, "quantization", "none")),
         eos_ids=eos_ids_of(spec.model, spec.vocab_size, spec.codebooks),
@@ -298,7 +299,7 @@ def codebooks_of(model: Any) -> int | None:
 
 def returns_ids(model: Any) -> bool:
     """Whether the engine samples single ids, so that the model may have a text. Raises ConfigError."""
-    return bool(level_of(model)) and getattr(model, "vocab_size", None) is not None and codebooks_of(model) is None
+    return bool(kind_of(model).level) and getattr(model, "vocab_size", None) is not None and codebooks_of(model) is None
 
 
 def _sampler(backend: ArrayBackend, spec: EngineSpec, vocab: int, tables: Tables) -> RowSampler | FrameSampler:
@@ -438,98 +439,6 @@ def _physical_memory() -> float:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return math.inf
-
-
-def level_of(model: Any) -> int:
-    """The highest level of the ladder that the model implements. Raises ConfigError if none, and for a method that
-    does not take what it is called with.
-    """
-
-    def has(name: str) -> bool:
-        found = getattr(model, name, None)  # PyTorch's modules all have a `forward`, perhaps one that only raises
-        return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
-
-    if has("step") and has("cache_spec"):
-        check_takes(model, "step", "params", "cache", "x")
-        return 2
-    if has_own_cache(model):
-        if not _has_vocabulary(model) and getattr(model, "vocab_size", 0) is not None:
-            raise ConfigError(
-                f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1, or None: then "
-                f"`step` returns the next tokens."
-            )
-        check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
-        return 1
-    if has("logits"):
-        if not _has_vocabulary(model):
-            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer >= 1.")
-        check_takes(model, "logits", "tokens", "lengths")
-        return 1
-    if has("forward"):
-        check_takes(model, "forward", "tokens")
-        if str(getattr(model.forward, "__module__", "")).startswith("transformers"):
-            raise ConfigError(
-                f"{type(model).__name__} is a model of the library transformers: expected the class of docs/models.md, "
-                f'"a cache of the model\'s own", around it, with `past` and `step`; or hibachi.LLM(folder).'
-            )
-        return 0
-    raise ConfigError(
-        f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)`, `step(tokens, lengths, past)` with an "
-        f"attribute `past`, or `step(params, cache, x)` with `cache_spec()`; {type(model).__name__} has none. See "
-        f"docs/models.md."
-    )
-
-
-def _has_vocabulary(model: Any) -> bool:
-    size = getattr(model, "vocab_size", None)
-    return isinstance(size, int) and size > 0
-
-
-def has_own_cache(model: Any) -> bool:
-    """Whether the model keeps a cache of its own: a `step` and an attribute `past`, which is an `OwnCache`."""
-    return isinstance(getattr(model, "past", None), OwnCache) and callable(getattr(model, "step", None))
-
-
-def level_told(model: Any) -> str:
-    """The level at which a model is used, what it does, and what the next one would take, in a line. Raises like
-    `level_of`.
-    """
-    level = level_of(model)
-    if level == 2:
-        return "level 2, a step over the engine's cache: only new tokens are computed"
-    if level == 1 and has_own_cache(model):
-        return (
-            "between levels 1 and 2, a cache of its own: only new tokens are computed; with `cache_spec` and a `step` "
-            "over the engine's cache, prompts and rows of any length would share calls"
-        )
-    done = "logits out" if level else "tokens out"
-    higher = "" if level else "; with `logits` the engine would sample"
-    return (
-        f"level {level}, {done}: the whole sequence is computed in each step{higher}; with `past` and `step`, or "
-        f"`cache_spec` and `step`, only new tokens would be"
-    )
-
-
-def check_takes(model: Any, name: str, *arguments: str) -> None:
-    """Raise ConfigError if the method cannot be called with these arguments, by their places."""
-    try:
-        signature = inspect.signature(getattr(model, name))
-    except (TypeError, ValueError):  # compiled code need not tell
-        return
-    named = {} if arguments[-1] == "x" else dict.fromkeys(wanted(getattr(model, name), declared_by(model)))
-    if name == "forward" and "lengths" in signature.parameters:
-        named["lengths"] = None
-    try:
-        signature.bind(*arguments, **named)
-    except TypeError as e:
-        if isinstance(model, type):
-            raise ConfigError(
-                f"A model is an object; got the class {model.__name__} itself. Make one of it: {model.__name__}()."
-            ) from None
-        raise ConfigError(
-            f"{type(model).__name__}.{name} is called as `{name}({', '.join(arguments)})`; got a method "
-            f"`{name}{signature}`: {e}. Add what is missing, or give defaults to what hibachi does not pass."
-        ) from None
 
 
 def limit_of(model: Any) -> int | None:

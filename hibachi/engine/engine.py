@@ -25,7 +25,6 @@ from hibachi.engine.runners.guiding import Guided, stuck
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Drafted, Meters
 from hibachi.engine.runners.runner import (
-    BaseRunner,
     Flight,
     Launcher,
     Outcome,
@@ -279,7 +278,6 @@ class Engine:
         waits = self._launcher is None or self._waiting or self._alone
         may = self.promise is None or self.promise.proposes
         if self.drafting is not None and self._flight is None and waits and may:
-            assert isinstance(self.runner, BaseRunner)
             self.drafting.propose(self.scheduler, self.runner)
         plan = self.scheduler.schedule(now)
         self._suspend(self.scheduler.preempted)

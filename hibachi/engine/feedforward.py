@@ -17,10 +17,10 @@ from hibachi.backend.nine import NineBackend
 from hibachi.common.options import takes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import check_takes
 from hibachi.engine.config import FeedforwardConfig, FeedforwardOptions
 from hibachi.engine.conversions import output_row, said_by
 from hibachi.engine.declared import own_tokens
+from hibachi.engine.kinds import check_takes
 from hibachi.engine.ladder import Feedforward
 from hibachi.engine.prompts import NinePrompts, dtype_of
 from hibachi.engine.recording.recorder import RecordedScheduler

@@ -13,6 +13,7 @@ audio codes, (features,) for continuous values.
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from enum import Enum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import TypeVar, override
@@ -20,6 +21,31 @@ from typing_extensions import TypeVar, override
 from hibachi.backend.layout import CacheSpec, OwnCache, StepInputs
 
 T = TypeVar("T", default=Any)  # an array of the model's library
+
+
+class ModelKind(Enum):
+    """What a model looks like, and so how it is run: see the protocols below."""
+
+    FORWARD = "Autoregressive"
+    LOGITS = "LogitsModel"
+    OWN_CACHE = "OwnCacheModel"
+    PAGED = "CachedModel"
+    FEEDFORWARD = "Feedforward"
+
+    @property
+    def level(self) -> int:
+        """As it is told to users. A model with a cache of its own counts as level 1, a feed-forward one as 0."""
+        return {ModelKind.LOGITS: 1, ModelKind.OWN_CACHE: 1, ModelKind.PAGED: 2}.get(self, 0)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a request is a sequence of tokens, and its output more of them; else it is one input."""
+        return self is not ModelKind.FEEDFORWARD
+
+    @property
+    def has_past(self) -> bool:
+        """Whether new tokens only are computed."""
+        return self in (ModelKind.OWN_CACHE, ModelKind.PAGED)
 
 
 @runtime_checkable

@@ -10,7 +10,6 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.runners.cached import CachedRunner
 from hibachi.engine.runners.selfcheck import ProposalsDiffer, selfcheck, steps
 from hibachi.engine.runners.trial import telling
-from hibachi.engine.speculation import choose as speculation
 from hibachi.engine.speculation.config import SpeculativeConfig
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -34,17 +33,18 @@ class Promise:
         self._trial: Generator[int, None, int] | None = None
         self._waits = False  # the trial was left for later
         self._why: str | None = None  # the promise is not kept
+        self._runner: CachedRunner | None = None  # that was tried
         self._fingerprint = ""
 
     def check(self, runner: CachedRunner) -> bool:
         """Try a new runner if need be, now or by `step`; whether it is deterministic, as far as is known. Raises
         NotDeterministic, and what the model raises, if determinism was asked for.
         """
-        self._fingerprint = runner.backend.fingerprint()
+        self._runner, self._fingerprint = runner, runner.backend.fingerprint()
         if not self.deterministic:
             self._settle(None)
             return False
-        speculated = self._config is not None and speculation.cannot_speculate(runner) is None
+        speculated = self._config is not None and runner.cannot_speculate() is None
         named = runner.backend.numerics is not None and getattr(runner.model, "portable", False)
         # A trial of compiled programs compiles those that requests will need, and for a cache of the same size.
         if named and not self._asked and not runner.backend.shapes.compiled:
@@ -73,10 +73,16 @@ class Promise:
             self._settle(e)
         return True
 
-    def passed(self) -> None:
-        """A whole trial has just ended without a difference: one that was left for later is not needed any more."""
+    def again(self) -> int:
+        """Try it once more, see `selfcheck`; 0 means that there is nothing to try here. One that was left for later is
+        not needed any more then. Raises NotDeterministic.
+        """
+        if self._runner is None:
+            return 0
+        compared = selfcheck(self._runner, speculated=self._runner.cannot_speculate() is None)
         if self._trial is not None:
             self._settle(None)
+        return compared
 
     def close(self) -> None:
         """There will be no further step."""

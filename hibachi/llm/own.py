@@ -14,11 +14,13 @@ from hibachi.common.options import check_options
 from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import UNSTATED, codebooks_of, level_of, limit_of, returns_ids
+from hibachi.engine.build import UNSTATED, codebooks_of, limit_of, returns_ids
 from hibachi.engine.config import EngineConfig, WorkerConfig
 from hibachi.engine.declared import own_params
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.forms import own_vocabulary
+from hibachi.engine.kinds import kind_of
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.extra_inputs import example
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
 from hibachi.llm.drafts import resolved
@@ -96,7 +98,7 @@ class OwnTexts(Texts):
         check_options(type(self).__name__, dict(options), OPTIONS)
         made = _made(model, options) if made is None else made
         self.model: Any = made
-        if level_of(made) == 0 or is_feedforward(made):
+        if kind_of(made) is ModelKind.FORWARD or is_feedforward(made):
             raise ConfigError(no_text(model, "has only `forward`"))
         if codebooks_of(made) is not None:
             raise ConfigError(no_text(model, "has tokens of several codebooks"))

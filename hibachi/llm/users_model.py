@@ -26,7 +26,7 @@ from typing import Any
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.discover import resolve
 from hibachi.common.named import object_named
-from hibachi.engine.build import level_of
+from hibachi.engine.kinds import kind_of
 from hibachi.errors import ConfigError, text_of
 
 
@@ -42,7 +42,7 @@ def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
     found = object_named(spec)
     if inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, partial):
         found = _make(spec, found, backend)
-    level_of(found)
+    kind_of(found)
     return found
 
 

@@ -12,7 +12,8 @@ from hibachi import ConfigError, load_backend
 from hibachi.backend import discover
 from hibachi.backend import infer as whose
 from hibachi.common.named import is_named, object_named, place
-from hibachi.engine.autoregressive import level_of
+from hibachi.engine.kinds import kind_of
+from hibachi.engine.ladder import ModelKind
 from hibachi.errors import BackendNotFound
 from hibachi.llm.users_model import model_named
 
@@ -139,7 +140,7 @@ def test_pickle_finds_the_classes_of_a_file_that_was_not_imported_yet(folder):
 
 
 def test_the_highest_rung_is_used(folder):
-    assert level_of(model_named("own_program.py:Everything")) == 2
+    assert kind_of(model_named("own_program.py:Everything")) is ModelKind.PAGED
 
 
 def test_no_library_is_imported_to_look_whose_an_attribute_is(monkeypatch):

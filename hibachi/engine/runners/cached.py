@@ -23,9 +23,9 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.memory import Memory, RecurrentStep
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import (
-    BaseRunner,
     Outcome,
     Part,
+    Runner,
     StepFailed,
     isolate,
     joined,
@@ -63,7 +63,7 @@ class Call:
         self.step: Callable[..., Any] = self._backend.compile(whole, donate=(1,) if memory.donating else ())
 
 
-class CachedRunner(BaseRunner):
+class CachedRunner(Runner):
     """Runs `model.step` over the packed new tokens of a plan.
 
     head: of requests that want tokens. Requests that want a vector have a head of their own, and are called apart, on
@@ -87,7 +87,7 @@ class CachedRunner(BaseRunner):
         beside: Beside | None = None,
     ) -> None:
         super().__init__(backend, tables)
-        self.tally = tally
+        self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
         self.model, self.limits = model, scheduler.limits
         self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
         self.inputs: Inputs = Inputs(
@@ -100,6 +100,7 @@ class CachedRunner(BaseRunner):
             beside or Beside(declared_by(model), self.limits.rows),
             recurrent=bool(self.memory.states),
         )
+        self.few_shapes = "it has a state" if self.memory.states else ""
         self.main: Call = Call(head, model, backend, self.memory)
         self._vectors: Call | None = None  # made when first needed
         self.advanced: bool = False  # states of some rows were stepped, and stored
@@ -134,6 +135,7 @@ class CachedRunner(BaseRunner):
             return proposals
         return (1 << ((proposals + 1).bit_length() - 1)) - 1  # with the token before them, a power of two
 
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         if plan.draft is not None and self.memory.states and self.inputs.shapes.compiled:
             plan = replace(plan, draft=None)  # its calls have one output a row

@@ -27,6 +27,7 @@ LENGTHS = 3
 KNOWN = ("prompt_len", "seed")
 _DRAWN = ("uniform", "normal")
 ENCODED = "encoded"
+KEEP = "logits_to_keep"  # a parameter, named as in transformers
 _ITEMS = frozenset("biuf")
 _METHODS = ("forward", "logits", "step")
 

@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from hibachi.backend.nine import NineBackend
 from hibachi.backend.protocol import BATCH_DIM, SEQ_DIM
+from hibachi.engine.kinds import takes_lengths
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.awaiter import Awaiter
 from hibachi.engine.runners.faults import Theirs, mend_shape
 from hibachi.engine.runners.groups import Call, Grouping
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.runner import BaseRunner, Outcome, Part, isolate, jobs_of
+from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate, jobs_of
 from hibachi.engine.runners.tokentable import Kind
-from hibachi.engine.runners.uncached import takes_lengths
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.errors import (
@@ -62,7 +63,7 @@ class Kept:
     grown: Array = None  # both together, once asked for
 
 
-class NineRunner(BaseRunner):
+class NineRunner(Runner):
     """Level 0 on a backend that has the nine operations only."""
 
     backend: NineBackend
@@ -75,8 +76,9 @@ class NineRunner(BaseRunner):
         self._kinds: set[Kind | None] = set()  # that there were
         self._forward: Any = model.forward
         self.name: str = f"{type(model).__name__}.forward"
-        self._put: Any = getattr(backend.ops, "put", None) if takes_lengths(model) else None
-        if takes_lengths(model) and self._put is None:
+        lengths = takes_lengths(model, ModelKind.FORWARD)
+        self._put: Any = getattr(backend.ops, "put", None) if lengths else None
+        if lengths and self._put is None:
             raise ConfigError(
                 f"{self.name} is told `lengths`, an array that hibachi makes with `put`: expected a backend that has "
                 f"it; {backend.name} has the nine operations only. Give it `put`, or let forward take tokens alone."
@@ -95,6 +97,7 @@ class NineRunner(BaseRunner):
             one = self._ops.unsqueeze(job.request.prompt, BATCH_DIM)
             job.known = Kept(one, [job], [seq.prompt_len]), 0
 
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=len(self._kinds) > 1):
@@ -197,7 +200,7 @@ class NineRunner(BaseRunner):
         self.wait.close()
 
 
-class NineFeedforwardRunner(BaseRunner):
+class NineFeedforwardRunner(Runner):
     """Feed-forward on a backend that has the nine operations only."""
 
     backend: NineBackend
@@ -212,6 +215,7 @@ class NineFeedforwardRunner(BaseRunner):
     def interrupt(self) -> None:
         self.wait.interrupt()
 
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         outcome = Outcome([], {})
         for call in Grouping(padded=True).calls(plan, kinds=True):

@@ -13,10 +13,11 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.library import Library
 from hibachi.engine.runners.faults import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
+from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
 from hibachi.engine.runners.meters import Tally
-from hibachi.engine.runners.sampler import Drawn
+from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import Tables, misfits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -89,88 +90,66 @@ class Flight:
     faults: dict[int, HibachiError] = field(default_factory=dict)  # of these, by place among the jobs
 
 
-class Runner(Protocol):
-    """Turns plans into tokens, for one level of the ladder."""
+class Runner:
+    """Turns plans into tokens, for one kind of model. What is here is right for most.
+
+    tables: of the tokens on the host; None means there are none.
+    """
 
     backend: Any  # a `Library`
-    tally: Tally
-
-    def adopt(self, scheduler: Scheduler) -> None:
-        """Go on with another scheduler of the same limits, under which nothing has run yet."""
-        ...
-
-    def admit(self, seq: Seq) -> None:
-        """The sequence has got a row."""
-        ...
-
-    def run(self, plan: StepPlan) -> Outcome:
-        """Compute a step. Raises StepFailed; errors of single rows are in the outcome."""
-        ...
-
-    def rebuild(self, *, keep: bool) -> None:
-        """Make a new cache, as the contents of the old one are lost. keep: from now on a failed step may not take the
-        cache along.
-        """
-        ...
-
-    def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """Remember these decided tokens [m, *tok], of one kind, each for its row and position."""
-        ...
-
-    def suspend(self, seq: Seq, row: int) -> None:
-        """The sequence has lost its row; keep its first `seq.length` tokens until it gets another."""
-        ...
-
-    def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
-        """Copies of the keys and values of each layer, for the first tokens of a row: float32 [kv_heads, tokens,
-        dim].
-        """
-        ...
-
-    def restore(self, pairs: list[tuple[int, int]]) -> None:
-        """Restore recurrent states: for each (row, checkpoint), the row's state becomes the one kept in the
-        checkpoint.
-        """
-        ...
-
-    def save(self, pairs: list[tuple[int, int]]) -> None:
-        """Save recurrent states: for each (row, checkpoint), the row's state is kept in the checkpoint."""
-        ...
-
-    def idle(self) -> None:
-        """There is nothing to compute: free what is kept for rows that have gone."""
-        ...
-
-    def interrupt(self) -> None:
-        """Cancel an `async def` call of the model, and begin no other. Callable from any thread."""
-        ...
-
-    def close(self) -> None:
-        """Release resources. Called once, in the engine's thread."""
-        ...
-
-
-class BaseRunner:
-    """Defaults that most runners share. tables: of the tokens on the host; None means there are none."""
-
-    backend: Any
     tables: Tables | None
     tally: Tally
     theirs: Theirs
+    few_shapes: str = ""  # why calls with proposals are of many shapes; "" means that they are not
+    sampler: RowSampler | FrameSampler | None = None  # what draws the tokens; None means that the model returns them
 
     def __init__(self, backend: Library, tables: Tables | None) -> None:
         self.backend, self.tables = backend, tables
         self.tally, self.theirs = Tally(), Theirs()
 
+    # ---- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether other rows change no bit of a row, as far as the runner knows by itself."""
+        return False
+
+    def selfcheck(self) -> int:
+        """Try once more what `deterministic` says; returns how many outputs were compared. Raises NotDeterministic."""
+        return 0
+
+    def cannot_speculate(self) -> str | None:
+        """Why no tokens can be proposed to it; None means they can."""
+        if self.sampler is None:
+            return "it returns tokens, not logits"
+        if isinstance(self.sampler, FrameSampler):
+            return "its tokens have several codebooks"
+        if self.few_shapes and self.backend.shapes.compiled:
+            return f"{self.few_shapes}, and its backend compiles each shape of a call"
+        return None
+
+    def cannot_gain(self, deterministic: bool) -> str | None:
+        """Why proposals, which can be made, are not worth it; None means they may be. deterministic: the engine is."""
+        return None if deterministic else "proposals may change bits where deterministic is False"
+
+    # ---- what is asked of it -----------------------------------------------------------------------------------
+
+    def run(self, plan: StepPlan) -> Outcome:
+        """Compute a step. Raises StepFailed; errors of single rows are in the outcome."""
+        raise NotImplementedError
+
     def adopt(self, scheduler: Scheduler) -> None:
-        """Nothing of a scheduler is kept here."""
+        """Go on with another scheduler of the same limits, under which nothing has run yet."""
 
     def admit(self, seq: Seq) -> None:
+        """The sequence has got a row."""
         if self.tables is not None:
             self.tables.fill(seq.row, seq.owner.kind, seq.owner.history)
 
     def rebuild(self, *, keep: bool) -> None:
-        """There is no cache."""
+        """Make a new cache, as the contents of the old one are lost. keep: from now on a failed step may not take the
+        cache along.
+        """
 
     def tokens_of(self, row: int, n: int, start: int = 0) -> HostArray:
         """The first n tokens of a row, or those from `start` on; read-only."""
@@ -182,31 +161,37 @@ class BaseRunner:
         return proposals
 
     def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
+        """Remember these decided tokens [m, *tok], of one kind, each for its row and position."""
         if self.tables is not None and len(rows):
             self.tables.at(rows[0]).write(rows, positions, tokens)
 
     def suspend(self, seq: Seq, row: int) -> None:
+        """The sequence has lost its row; keep its first `seq.length` tokens until it gets another."""
         if self.tables is not None:
             self.tables.of(seq.owner.kind).leave(row, seq.owner.history, seq.length)
 
     def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
-        """There is no cache."""
+        """Copies of the keys and values of each layer, for the first tokens of a row: float32 [kv_heads, tokens,
+        dim].
+        """
         return []
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
-        """There are no states."""
+        """Restore recurrent states: for each (row, checkpoint), the row's state becomes the one kept in the
+        checkpoint.
+        """
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        """There are no states."""
+        """Save recurrent states: for each (row, checkpoint), the row's state is kept in the checkpoint."""
 
     def idle(self) -> None:
-        """Nothing is kept for rows."""
+        """There is nothing to compute: free what is kept for rows that have gone."""
 
     def interrupt(self) -> None:
-        """Nothing is awaited."""
+        """Cancel an `async def` call of the model, and begin no other. Callable from any thread."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Release resources. Called once, in the engine's thread."""
 
 
 @runtime_checkable

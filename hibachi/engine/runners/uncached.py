@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,8 @@ from typing_extensions import override
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.infer import leaves, mapped
 from hibachi.common.phases import phase
+from hibachi.engine.kinds import takes_lengths
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.awaiter import Awaiter
 from hibachi.engine.runners.extra_inputs import Arguments, Beside
 from hibachi.engine.runners.faults import drop_frames, is_signal
@@ -22,9 +23,9 @@ from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Call, Grouping
 from hibachi.engine.runners.kept_inputs import WORTH, Grown, Rooms
 from hibachi.engine.runners.runner import (
-    BaseRunner,
     Outcome,
     Part,
+    Runner,
     check_output,
     drawn_part,
     isolate,
@@ -43,7 +44,7 @@ from hibachi.errors import text_of
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
-class WholeRunner(BaseRunner):
+class WholeRunner(Runner):
     """Feeds the whole sequence of every row in every step.
 
     Without a padding token, rows of equal length go together and nothing is ever padded; with one, rows are padded on
@@ -52,8 +53,8 @@ class WholeRunner(BaseRunner):
 
     backend: ArrayBackend
     tables: Tables
-    sampler: RowSampler | FrameSampler | None
     grouping: Grouping
+    few_shapes = "it keeps no cache"
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class WholeRunner(BaseRunner):
         self._asked, self._tried = bool(deterministic), deterministic is False
         self.forward: Any = model.logits if sampler else model.forward
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
-        self.takes_lengths: bool = sampler is not None or takes_lengths(model)
+        self.takes_lengths: bool = takes_lengths(model, ModelKind.LOGITS if sampler else ModelKind.FORWARD)
         self._beside, self._arguments = beside, Arguments(self.forward, beside)
         self.wait: Awaiter = Awaiter(backend.owns)
         self._grown = Grown(backend, useful=sampler is None)
@@ -108,14 +109,20 @@ class WholeRunner(BaseRunner):
             self.sampler.admit(seq.owner)
 
     @property
+    @override
     def deterministic(self) -> bool:
-        """Whether other rows change no bit of a row."""
         return self.grouping.known is not None
 
+    @override
     def selfcheck(self) -> int:
-        """`Trials.again`; 0 means nothing was tried, or each call has one row."""
         known = self.grouping.known
-        return known.again() if isinstance(known, Trials) else 0
+        return known.again() if isinstance(known, Trials) else 0  # or each call has one row
+
+    @override
+    def cannot_gain(self, deterministic: bool) -> str | None:
+        if isinstance(self.grouping.known, Alone):
+            return "each of its calls has one row"
+        return super().cannot_gain(deterministic)
 
     def try_calls(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
         """Try on tokens like these whether rows can share calls without changing bits, and do so from now on."""
@@ -156,6 +163,7 @@ class WholeRunner(BaseRunner):
             out = check_output(out, self.backend, shape, self.name, kind="logits" if self.sampler else None)
             return self.backend.get(self.backend.copy(out))[: len(prompts)]
 
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         if not self._tried and plan.emit.any():
             jobs = [seq.owner for seq in plan.seqs]
@@ -289,12 +297,7 @@ class WholeRunner(BaseRunner):
         self.wait.close()
 
 
-def takes_lengths(model: Any) -> bool:
-    """Whether `forward` takes the number of real tokens of each row."""
-    return "lengths" in inspect.signature(model.forward).parameters
-
-
-class FeedforwardRunner(BaseRunner):
+class FeedforwardRunner(Runner):
     """One forward pass a request; inputs of one shape and dtype go together."""
 
     backend: ArrayBackend
@@ -309,6 +312,7 @@ class FeedforwardRunner(BaseRunner):
     def interrupt(self) -> None:
         self.wait.interrupt()
 
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         outcome = Outcome([], {})
         for call in Grouping(padded=True).calls(plan, kinds=True):

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from hibachi.engine.build import Built
-from hibachi.engine.runners.cached import CachedRunner
-from hibachi.engine.runners.frames import FrameSampler
-from hibachi.engine.runners.groups import Alone
-from hibachi.engine.runners.heads import Sampled
-from hibachi.engine.runners.owncache.runner import OwnCacheRunner
-from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.uncached import WholeRunner
 from hibachi.engine.speculation import draft_models as draftmodels
 from hibachi.engine.speculation.config import METHODS, SpeculativeConfig
 from hibachi.engine.speculation.drafter_thread import Aside
@@ -34,11 +26,11 @@ def made(config: SpeculativeConfig | None, built: Built, name: str, differ: str 
     """
     if config is None:
         return None
-    why = cannot_speculate(built.runner)
+    why = built.runner.cannot_speculate()
     if why is None and config.model is not None and not built.facts.limits.blocks:
         why = "a draft model needs one that keeps its cache in blocks"
     if why is None and config.auto:
-        why = _cannot_gain(built.runner, built.facts.deterministic) or differ
+        why = built.runner.cannot_gain(built.facts.deterministic) or differ
     if why is None:
         how = HowMany() if config.auto else None
         return Drafting(_asker(config, built, how), config.num_speculative_tokens, how)
@@ -59,36 +51,3 @@ def _asker(config: SpeculativeConfig, built: Built, how: HowMany | None) -> Aske
         return WithModel(model, vocab, how, depth)
     name = config.method if isinstance(config.method, str) else type(config.method).__name__
     return Apart(Aside(drafter_of(config.method, vocab), vocab, name), how, name)
-
-
-def cannot_speculate(runner: Any) -> str | None:
-    """Why no tokens can be proposed to it; None means they can."""
-    sampler = _sampler_of(runner)
-    if isinstance(sampler, FrameSampler):
-        return "its tokens have several codebooks"
-    if sampler is None:
-        return "it returns tokens, not logits"
-    if isinstance(runner, OwnCacheRunner) and (why := runner.cannot_take_back()[0]):
-        return why
-    if isinstance(runner, CachedRunner) and runner.memory.states and runner.backend.shapes.compiled:
-        return "it has a state, and its backend compiles each shape of a call"
-    if isinstance(runner, WholeRunner) and runner.backend.shapes.compiled:
-        return "it keeps no cache, and its backend compiles each shape of a call"
-    return None
-
-
-def _cannot_gain(runner: Any, deterministic: bool) -> str | None:
-    """Why proposals, which can be made, are not worth it; None means they may be."""
-    if isinstance(runner, WholeRunner) and isinstance(runner.grouping.known, Alone):
-        return "each of its calls has one row"
-    if isinstance(runner, OwnCacheRunner):
-        deterministic = deterministic and runner.cannot_take_back()[1]
-    return None if deterministic else "proposals may change bits where deterministic is False"
-
-
-def _sampler_of(runner: Any) -> RowSampler | FrameSampler | None:
-    """What draws its tokens; None means that the model returns them."""
-    if isinstance(runner, WholeRunner):
-        return runner.sampler
-    head = runner.main.head if isinstance(runner, CachedRunner) else getattr(runner, "head", None)
-    return head.sampler if isinstance(head, Sampled) else None

@@ -11,9 +11,11 @@ from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.infer import backend_of
 from hibachi.backend.layout import State
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.build import Share, codebooks_of, level_of, level_told, limit_of
+from hibachi.engine.build import Share, codebooks_of, limit_of
 from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guide.protocol import Vocabulary
+from hibachi.engine.kinds import kind_of, level_told
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.memory import position_bytes
 from hibachi.engine.speculation.config import SpeculativeConfig
 from hibachi.engine.speculation.draft_runner import DraftModel
@@ -35,10 +37,10 @@ def checked(config: SpeculativeConfig, model: Any, longest: int) -> SpeculativeC
             f"{shown(draft)}. Load it first, or use hibachi.LLM, which takes names and paths."
         )
     name = type(draft).__name__
-    if level_of(draft) != 2:
+    if (kind := kind_of(draft)) is not ModelKind.PAGED:
         raise ConfigError(
             f"speculative_config: a draft model must have `step(params, cache, x)` and `cache_spec()` (level 2); "
-            f"{name} is {level_told(draft)}."
+            f"{name} is {level_told(kind)}."
         )
     if any(isinstance(layer, State) for layer in draft.cache_spec()):
         raise ConfigError(

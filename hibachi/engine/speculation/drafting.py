@@ -10,7 +10,7 @@ import numpy as np
 
 from hibachi.engine.guide.protocol import GuideFailed
 from hibachi.engine.runners.meters import Drafted
-from hibachi.engine.runners.runner import BaseRunner, Outcome
+from hibachi.engine.runners.runner import Outcome, Runner
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
@@ -37,7 +37,7 @@ class Drafting:
         self._rows: dict[Seq, Row] = {}  # with what was found for the step
         self._came = 0  # tokens of the last step
 
-    def propose(self, scheduler: Scheduler, runner: BaseRunner) -> None:
+    def propose(self, scheduler: Scheduler, runner: Runner) -> None:
         """Tell the scheduler how many proposals each row has."""
         self._rows.clear()
         self.asker.seconds = 0.0  # it may not be asked in this step

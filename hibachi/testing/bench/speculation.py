@@ -10,7 +10,7 @@ import numpy as np
 from hibachi.common.phases import phase
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.runners.meters import Drafted
-from hibachi.engine.runners.runner import BaseRunner, Outcome
+from hibachi.engine.runners.runner import Outcome, Runner
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
@@ -39,7 +39,7 @@ class _Sized(Drafting):
     def over(self) -> bool:
         return not self._left
 
-    def propose(self, scheduler: Scheduler, runner: BaseRunner) -> None:
+    def propose(self, scheduler: Scheduler, runner: Runner) -> None:
         seqs = [seq for seq in scheduler.order if seq.row >= 0 and not scheduler.prefilling(seq)]
         for seq in seqs if self._left else ():
             n = self._left.pop() - 1

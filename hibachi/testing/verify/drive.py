@@ -12,11 +12,13 @@ import numpy as np
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.common.shapes import CallShapes, fixed
+from hibachi.engine.kinds import takes_lengths
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.awaiter import Awaiter
 from hibachi.engine.runners.extra_inputs import Arguments, Beside, declared_by
 from hibachi.engine.runners.runner import check_output
 from hibachi.engine.scheduler.lower import Packed, lower, pad
-from hibachi.testing.verify.spy import one_array, takes_lengths
+from hibachi.testing.verify.spy import one_array
 
 PROMPT = 8  # tokens of each prompt, as models are told that ask
 BLOCK = 4  # positions in a cache block: few, so that short rows have several
@@ -44,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Driver:
-    """What the drivers of all rungs share. tokens: of each row, on the host.
+    """What all drivers share. tokens: of each row, on the host.
 
     touched: names of inputs that a call has changed.
     """
@@ -76,7 +78,7 @@ class Driver:
         return {name: self.put(array) for name, array in found.items()}
 
     def fresh(self, **layout: Any) -> Any:
-        """Something with `call(pieces)`, with an empty cache if the rung has one."""
+        """Something with `call(pieces)`, with an empty cache if the model has one."""
         return self
 
     def close(self) -> None:
@@ -103,10 +105,10 @@ class WholeDriver(Driver):
     vocab: int | None
     sampled: bool
 
-    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, rung: int) -> None:
-        super().__init__(model, backend, f"{type(model).__name__}.{'logits' if rung else 'forward'}")
-        self.vocab, self.sampled = vocab, bool(rung)
-        self.takes_lengths: bool = takes_lengths(model, rung)
+    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, kind: ModelKind) -> None:
+        self.vocab, self.sampled = vocab, kind is ModelKind.LOGITS
+        super().__init__(model, backend, f"{type(model).__name__}.{'logits' if self.sampled else 'forward'}")
+        self.takes_lengths: bool = takes_lengths(model, kind)
         self.fills: list[HostArray] = []
 
     def call(

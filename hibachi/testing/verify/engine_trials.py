@@ -18,7 +18,6 @@ from hibachi.errors import InvalidRequest
 from hibachi.testing.verify.answers import Trouble, show
 from hibachi.testing.verify.drive import Found, Outputs
 from hibachi.testing.verify.engines import Engines
-from hibachi.testing.verify.ownpasts import OWN
 from hibachi.testing.verify.spy import SpiedCall
 from hibachi.testing.verify.subject import Subject, Variant
 
@@ -49,14 +48,14 @@ def requests(s: Subject) -> Iterator[Variant]:
     yield together("all at once", padding=None)
     for pad in e.pads:
         yield together(f"padded with {show(pad.ravel())}", padding=pad)
-    if s.rung in (OWN, 2):
+    if s.kind.has_past:
         yield together("two at a time, in chunks of at most 3 tokens", rows=2, max_num_batched_tokens=3, block_size=4)
     else:
         yield together("two at a time", rows=2)
 
 
 def unanswered(e: Engines) -> Trouble | None:
-    what = "an output" if e.rung is None else f"{e.n} tokens"
+    what = "an output" if not e.kind.has_tokens else f"{e.n} tokens"
     for prompt, answer in zip(e.prompts, e.alone, strict=True):
         if (answer.ending, len(answer.items)) != ("length", e.n):
             return Trouble(f"{what} for {show(prompt)}, alone", answer.told())
@@ -106,7 +105,7 @@ def cancels(s: Subject) -> Iterator[Variant]:
 
     def cancel() -> Trouble | None:
         engine, gone = e.engine(), len(e.prompts) // 2
-        with e.spy.holding(2 if e.rung is None else 4) as reached:
+        with e.spy.holding(2 if not e.kind.has_tokens else 4) as reached:
             with e.held(engine):
                 streams = [e.ask(engine, prompt) for prompt in e.prompts]
             e.wait(reached, streams)

@@ -14,12 +14,14 @@ import numpy as np
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference
+from hibachi.engine.kinds import takes_lengths
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.extra_inputs import Declared, declared_by, example
 from hibachi.errors import EngineFailed, HibachiError
 from hibachi.request import SamplingParams
 from hibachi.testing.verify.answers import Answer, Trouble, different
 from hibachi.testing.verify.prompts import begins
-from hibachi.testing.verify.spy import OWN, Spy, takes_lengths
+from hibachi.testing.verify.spy import Spy
 
 CANDIDATES = 8  # tokens whose log-probabilities are compared
 
@@ -27,13 +29,13 @@ CANDIDATES = 8  # tokens whose log-probabilities are compared
 class Engines:
     """Engines for a model, which are made when they are first asked for.
 
-    rung: 0, 1, `OWN` or 2; None means feed-forward. vocab: size of the logits; None means tokens come out. prompts:
+    vocab: size of the logits; None means tokens come out. prompts:
     (S, *tok), or inputs of a feed-forward model. new: tokens of an answer. pads: tokens [1, *tok] that rows may be
     padded with. tolerance: of log-probabilities and real values, absolute and relative.
     """
 
     backend: ArrayBackend
-    rung: float | None
+    kind: ModelKind
     vocab: int | None
     prompts: list[HostArray]
     n: int
@@ -45,16 +47,16 @@ class Engines:
         model: Any,
         backend: ArrayBackend,
         *,
-        rung: float | None,
+        kind: ModelKind,
         vocab: int | None,
         prompts: Sequence[HostArray],
         new: int,
         pads: Sequence[HostArray],
         tolerance: float,
     ) -> None:
-        self.spy: Spy = Spy(model, backend, rung)
-        self.backend, self.rung, self.vocab = backend, rung, vocab
-        self.takes_lengths: bool = takes_lengths(model, rung)
+        self.spy: Spy = Spy(model, backend, kind)
+        self.backend, self.kind, self.vocab = backend, kind, vocab
+        self.takes_lengths: bool = takes_lengths(model, kind)
         self.prompts, self.n, self.pads, self.tolerance = list(prompts), new, list(pads), tolerance
         self.declared: Declared = declared_by(model)
         self._engines: dict[str, Any] = {}
@@ -62,12 +64,12 @@ class Engines:
 
     def _engine(self, *, rows: int, longest: int, padding: Any = None, **options: Any) -> Any:
         model, backend = self.spy.model, self.spy.backend
-        if self.rung is None:
+        if not self.kind.has_tokens:
             return FeedforwardBatchInference(model, max_batch_size=rows, backend=backend)
         options |= {"max_num_seqs": rows, "max_model_len": longest, "padding_token": padding}
-        if self.rung < 2:
+        if self.kind is not ModelKind.PAGED:
             options["deterministic"] = False  # no calls but those of the requests
-        if self.rung == OWN and self.vocab is None:
+        if self.kind is ModelKind.OWN_CACHE and self.vocab is None:
             options["token"] = self.prompts[0][0]
         options["enable_prefix_caching"] = (
             False  # everything is to be computed by the model, also what was computed before
@@ -96,7 +98,7 @@ class Engines:
 
     def ask(self, engine: Any, prompt: HostArray, n: int | None = None) -> Any:
         """The stream of n new tokens (None means `self.n`); for a feed-forward model an Item."""
-        if self.rung is None:
+        if not self.kind.has_tokens:
             return engine.run(prompt)
         n = n or self.n
         if not self.declared and self.vocab is None:
@@ -115,7 +117,7 @@ class Engines:
     def read(self, stream: Any) -> Answer:
         items: list[Any] = []
         try:
-            if self.rung is None:
+            if not self.kind.has_tokens:
                 return Answer([self._host(stream.result())], "length")
             for item in stream:
                 items.append(self._host(item))
@@ -127,7 +129,7 @@ class Engines:
         return np.array(self.backend.get(item)) if self.backend.owns(item) else item
 
     def cancel(self, stream: Any) -> None:
-        stream.cancel() if self.rung is None else stream.close()
+        stream.cancel() if not self.kind.has_tokens else stream.close()
 
     def answers(self, engine: Any, asked: Sequence[HostArray], n: int | None = None) -> list[Answer]:
         """One after another, each alone."""
@@ -155,7 +157,9 @@ class Engines:
 
     def wait(self, reached: threading.Event, streams: Sequence[Any]) -> None:
         """Until the event, or the end of all streams."""
-        while not reached.wait(0.02) and not all(s.done() if self.rung is None else s.finish_reason for s in streams):
+        while not reached.wait(0.02) and not all(
+            s.done() if not self.kind.has_tokens else s.finish_reason for s in streams
+        ):
             pass
 
     # ---- what is wrong -----------------------------------------------------------------------------------------
@@ -198,7 +202,7 @@ class Engines:
     def guilty(self) -> int | None:
         """A prompt with which no other request ever begins, if possible one that shares its length with another."""
         whole = self.prompts
-        if self.rung is not None:
+        if self.kind.has_tokens:
             answers = [np.array(a.items).reshape(-1, *self.prompts[0].shape[1:]) for a in self.alone]
             whole = [np.concatenate(pair) for pair in zip(self.prompts, answers, strict=True)]
         told, shapes = [], [p.shape for p in self.prompts]
@@ -211,7 +215,7 @@ class Engines:
         """Is this the row of the guilty prompt, with at least `more` new tokens?"""
         assert self.guilty is not None
         prompt = self.prompts[self.guilty]
-        return begins(row, prompt) and len(row) >= len(prompt) + more * (self.rung is not None)
+        return begins(row, prompt) and len(row) >= len(prompt) + more * (self.kind.has_tokens)
 
 
 def _fault(e: HibachiError) -> HibachiError:

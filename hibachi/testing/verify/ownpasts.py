@@ -9,13 +9,13 @@ import numpy as np
 
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.nested import arrays_in, with_arrays
-from hibachi.engine.runners.extra_inputs import ENCODED, parameters_of
+from hibachi.engine.kinds import takes_lengths
+from hibachi.engine.ladder import ModelKind
+from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, parameters_of
 from hibachi.engine.runners.owncache.encoder import Encoded
 from hibachi.engine.runners.owncache.layout import Layout, Past, layout_of
-from hibachi.engine.runners.owncache.step import KEEP, takes_own_lengths
 from hibachi.engine.runners.runner import check_output
 from hibachi.testing.verify.drive import Driver, Found, Outputs, Span, logits_shape
-from hibachi.testing.verify.spy import OWN as OWN
 
 
 class OwnDriver(Driver):
@@ -26,7 +26,7 @@ class OwnDriver(Driver):
 
     def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.step")
-        self.vocab, self.with_lengths = vocab, takes_own_lengths(model)
+        self.vocab, self.with_lengths = vocab, takes_lengths(model, ModelKind.OWN_CACHE)
         self._keeps = vocab is not None and KEEP in parameters_of(model.step)
         self._layout: Layout | None = None
         self._encoded: Encoded | None = None

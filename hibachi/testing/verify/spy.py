@@ -21,9 +21,9 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.infer import leaves
 from hibachi.backend.layout import StepInputs
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.awaiter import is_awaited
 
-OWN = 1.5  # between levels 1 and 2: a cache of the model's own
 _DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "draws", "inputs", "encode")
 PATIENCE = 60.0  # seconds that a call is held at most
 
@@ -39,24 +39,22 @@ class SpiedCall:
 
 
 class Spy:
-    """rung: 0, 1, `OWN` or 2; None means feed-forward.
-
-    before(call): called in the engine's thread before each call of the model; may raise.
+    """before(call): called in the engine's thread before each call of the model; may raise.
     after(call, out): gives what the engine gets as the call's output.
     record: copies of calls are put into this list, if there is one.
     """
 
     calls: int
 
-    def __init__(self, model: Any, backend: ArrayBackend, rung: float | None) -> None:
+    def __init__(self, model: Any, backend: ArrayBackend, kind: ModelKind) -> None:
         self._plain = backend
         self.backend: ArrayBackend = copy.copy(backend)
         self.model: Any = model
-        if rung == 2:
+        if kind is ModelKind.PAGED:
             self.model = _unstopped(model)
             self.backend.compile = self._compile  # type: ignore[method-assign]  # of this copy
         else:
-            self.model = self._wrapped(model, rung)
+            self.model = self._wrapped(model, kind)
         self.calls = 0
         self.record: list[SpiedCall] | None = None
         self._sequences: dict[int, HostArray] = {}  # by row, of a model with a cache
@@ -114,17 +112,19 @@ class Spy:
                 self._sequences[place] = np.concatenate([self._sequences.get(place, new[:0])[: start[i]], new])
         return [self._sequences[int(row[seg[j]])][: pos[j] + 1] for j in last.tolist()]
 
-    def _wrapped(self, model: Any, rung: float | None) -> Any:
-        """An object with the one method of this rung, called as the model is; it has the name of the model's class."""
-        if rung == OWN:
+    def _wrapped(self, model: Any, kind: ModelKind) -> Any:
+        """An object with the one method of this kind, called as the model is; it has the name of the model's class."""
+        if kind is ModelKind.OWN_CACHE:
             return self._wrapped_own(model)
-        inner = model.logits if rung == 1 else model.forward
+        inner = model.logits if kind is ModelKind.LOGITS else model.forward
         get = self._plain.get
 
         def run(tokens: Array, *args: Array, **options: Array) -> Any:
             batch, given = get(tokens), args[0] if args else options.get("lengths")
             lengths = get(given) if given is not None else np.full(len(batch), batch.shape[1] if batch.ndim > 1 else 0)
-            rows = list(batch) if rung is None else [r[len(r) - n :] for r, n in zip(batch, lengths, strict=True)]
+            rows = (
+                list(batch) if not kind.has_tokens else [r[len(r) - n :] for r, n in zip(batch, lengths, strict=True)]
+            )
             call = SpiedCall(inner, (tokens, *args), options, rows)
             self._see(call)
             out = inner(*call.args, **options)
@@ -132,7 +132,7 @@ class Spy:
                 return self._later(call, out)
             return self.after(call, one_array(self._plain, out))
 
-        return _like(model, run, "logits" if rung == 1 else "forward")
+        return _like(model, run, "logits" if kind is ModelKind.LOGITS else "forward")
 
     def _wrapped_own(self, model: Any) -> Any:
         """Likewise, of a model with a cache of its own. Which requests its rows belong to cannot be seen."""
@@ -192,10 +192,6 @@ def _unstopped(model: Any) -> Any:
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
-
-
-def takes_lengths(model: Any, rung: float | None) -> bool:
-    return rung == 1 or (rung == 0 and "lengths" in inspect.signature(model.forward).parameters)
 
 
 def copied(backend: ArrayBackend, value: Any) -> Any:

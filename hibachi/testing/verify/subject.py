@@ -16,22 +16,25 @@ import numpy as np
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.discover import resolve
 from hibachi.backend.infer import backend_of
-from hibachi.engine.build import codebooks_of, has_own_cache, level_of
+from hibachi.engine.build import codebooks_of
+from hibachi.engine.kinds import kind_of
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.extra_inputs import check_taken, declared_by
 from hibachi.engine.runners.stops import as_token
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.testing.verify import prompts
 from hibachi.testing.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Span, WholeDriver
 from hibachi.testing.verify.engines import Engines
-from hibachi.testing.verify.ownpasts import OWN, OwnDriver
+from hibachi.testing.verify.ownpasts import OwnDriver
 
-KINDS: dict[float | None, str] = {
-    0: "level 0, tokens out",
-    1: "level 1, logits out",
-    OWN: "between levels 1 and 2, a cache of its own",
-    2: "level 2, a step over a cache",
-    None: "feed-forward",
+KINDS = {
+    ModelKind.FORWARD: "level 0, tokens out",
+    ModelKind.LOGITS: "level 1, logits out",
+    ModelKind.OWN_CACHE: "between levels 1 and 2, a cache of its own",
+    ModelKind.PAGED: "level 2, a step over a cache",
+    ModelKind.FEEDFORWARD: "feed-forward",
 }
+METHODS = {ModelKind.FORWARD: ("forward",), ModelKind.LOGITS: ("logits",), ModelKind.OWN_CACHE: ("step", "encode")}
 MAIN, LONG, STEPS = 10, 23, 3  # tokens that most prompts have beyond the shortest, a long one, and after the prompt
 LEAST = 8 + STEPS  # tokens beyond the shortest prompt, for all trials to have room
 SIZES, CHUNKS, PADS = (2, 3, 8), (1, 3, 7), (1, 3, 8)
@@ -145,26 +148,24 @@ class Subject:
     ) -> None:
         self.model, self.name, self.exact, self.seed = model, name or type(model).__name__, exact, seed
         feedforward = hasattr(model, "example_inputs") if feedforward is None else feedforward
-        self.rung: float | None = None if feedforward else level_of(model)
-        if self.rung == 1 and has_own_cache(model):
-            self.rung = OWN
+        self.kind: ModelKind = ModelKind.FEEDFORWARD if feedforward else kind_of(model)
         self.backend: ArrayBackend = subject_backend(backend, model)
-        if self.rung is not None:
-            methods = {0: ("forward",), 1: ("logits",), OWN: ("step", "encode"), 2: ()}[self.rung]
-            check_taken(model, declared_by(model), *methods, fields=self.rung == 2)
+        if not feedforward:
+            paged = self.kind is ModelKind.PAGED
+            check_taken(model, declared_by(model), *METHODS.get(self.kind, ()), fields=paged)
         self.sizes, self.chunks = tuple(sizes), tuple(chunks)
         if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
             raise ConfigError(f"Batch sizes must be >= 2 and chunks >= 1; got {list(sizes)} and {list(chunks)}.")
         self.dtype: str = dtype or (found if isinstance(found := getattr(model, "dtype", None), str) else "float32")
         self.tolerance: float = tolerance if tolerance is not None else TOLERANCE.get(self.dtype, ROUNDING)
         size = getattr(model, "vocab_size", None)
-        self.vocab: int | None = size if self.rung else None
+        self.vocab: int | None = size if self.kind.level else None
         self.ids: int | Any | None = None if feedforward else vocab_size or size
-        limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_model_len", None)
+        limit = max_model_len or getattr(model, "max_model_len", None)
         self.limit: int | None = limit if isinstance(limit, int) else None
         found = self._given(examples)
         self.drawn_ids: bool = not found  # there are no examples, whose order may matter
-        self._sized(min(map(len, found)) if found and self.rung is not None else 1, limit)
+        self._sized(min(map(len, found)) if found and self.kind.has_tokens else 1, limit)
         self.driver: Driver = self._driver()
         self.base: Outputs = {}  # what each row gets alone
         self.changed: list[str] = []  # what the model keeps and calls have changed, once all trials are done
@@ -188,12 +189,12 @@ class Subject:
             self.half = 0  # there is no room for it
 
     def _driver(self) -> Driver:
-        if self.rung is None:
+        if not self.kind.has_tokens:
             return FeedforwardDriver(self.model, self.backend)
-        if self.rung == OWN:
+        if self.kind is ModelKind.OWN_CACHE:
             return OwnDriver(self.model, self.backend, self.vocab)
-        if self.rung < 2:
-            return WholeDriver(self.model, self.backend, self.vocab, int(self.rung))
+        if self.kind is not ModelKind.PAGED:
+            return WholeDriver(self.model, self.backend, self.vocab, self.kind)
         rows = max(*self.sizes, 3) + 1
         return CachedDriver(
             self.model, self.backend, self.vocab, longest=self.long + STEPS, rows=rows, dtype=self.dtype
@@ -203,30 +204,30 @@ class Subject:
 
     def _given(self, examples: Any) -> list[HostArray]:
         """The examples there are; none: ids are drawn."""
-        how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW
+        how = prompts.HOW_INPUTS if not self.kind.has_tokens else prompts.HOW
         if examples is None:
-            examples = getattr(self.model, "example_inputs" if self.rung is None else "example_prompts", None)
+            examples = getattr(self.model, "example_inputs" if not self.kind.has_tokens else "example_prompts", None)
         if examples is None:
             if not isinstance(self.ids, int) or self.ids < 2:
                 raise ConfigError(f"There is nothing to try {self.name} on. {how}.")
             return []
         found = prompts.given(examples() if callable(examples) else examples, self.backend, how)
-        return found if self.rung is not None else [f for f in found if f.shape == found[-1].shape]
+        return found if self.kind.has_tokens else [f for f in found if f.shape == found[-1].shape]
 
     def _put_rows(self, examples: list[HostArray]) -> None:
         """Rows of tokens under names: all that a trial needs of a prompt and what comes after it."""
         rows = self.driver.tokens
         for i, name in enumerate(NAMES[: len(examples) or None]):
             if examples:
-                rows[name] = self._cast(examples[i][: self.long + STEPS] if self.rung is not None else examples[i])
+                rows[name] = self._cast(examples[i][: self.long + STEPS] if self.kind.has_tokens else examples[i])
             else:
                 rows[name] = self._cast(self.drawn(self.long + STEPS, self.seed + i))
-        if self.rung is not None and examples:
+        if self.kind.has_tokens and examples:
             self._grow()
         self.names: list[str] = list(self._different())
         if len(self.names) < 2:
-            what = "of one shape" if self.rung is None else f"that differ in their first {self.main} tokens"
-            how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW
+            what = "of one shape" if not self.kind.has_tokens else f"that differ in their first {self.main} tokens"
+            how = prompts.HOW_INPUTS if not self.kind.has_tokens else prompts.HOW
             raise ConfigError(f"To see whether rows influence each other takes two examples {what}. {how}.")
 
     def drawn(self, n: int, seed: int) -> HostArray:
@@ -249,7 +250,7 @@ class Subject:
         return tokens.astype(np.int32)
 
     def _different(self) -> Iterable[str]:
-        rows, n = self.driver.tokens, self.main if self.rung is not None else None
+        rows, n = self.driver.tokens, self.main if self.kind.has_tokens else None
         for i, name in enumerate(rows):
             if not any(prompts.same(rows[name][:n], rows[other][:n]) for other in list(rows)[:i]):
                 yield name
@@ -297,7 +298,7 @@ class Subject:
 
     def prompt(self, row: str, n: int) -> list[list[Span]]:
         """The calls of a request for itself: the prompt of n tokens, then its next ones, each in a call."""
-        if self.rung is None:
+        if not self.kind.has_tokens:
             return [[Span(row, 0, 0)]]
         return [[Span(row, 0, n)], *([Span(row, n + i, n + i + 1)] for i in range(STEPS))]
 
@@ -349,7 +350,7 @@ class Subject:
 
     def _step(self, seen: int) -> int:
         """Which new token of its request this is, from the number of tokens seen."""
-        if self.rung is None:
+        if not self.kind.has_tokens:
             return 0
         return next((seen - n + 1 for n in (self.long, self.main, self.half, self.short) if n and seen >= n), 0)
 
@@ -366,14 +367,14 @@ class Subject:
 
     def describe(self) -> list[str]:
         library = ", ".join(self.backend.versions().values())
-        if self.rung is None:
+        if not self.kind.has_tokens:
             rows = f"{len(self.names)} inputs"
         else:
             rows = f"{len(self.names)} rows of tokens, prompts of {self.short} to {self.long}, {STEPS} new tokens each"
         limit = (
             "no difference is allowed" if self.exact else f"rounding is up to {self.tolerance:g} of the largest output"
         )
-        return [f"{self.name}: {KINDS[self.rung]}", f"on {self.backend.name} ({library}); {rows}; {limit}"]
+        return [f"{self.name}: {KINDS[self.kind]}", f"on {self.backend.name} ({library}); {rows}; {limit}"]
 
     @cached_property
     def engines(self) -> Engines:
@@ -381,7 +382,7 @@ class Subject:
         rows, names = self.driver.tokens, itertools.cycle(self.names)
         lengths = (self.main, self.main, self.short, self.long, self.half or self.main, self.short + 2)
         asked = [rows[name][:n] for n, name in zip(lengths, names, strict=False)]
-        if self.rung is None:
+        if not self.kind.has_tokens:
             asked = [rows[name] for name in self.names]
         distinct = [p for i, p in enumerate(asked) if not any(prompts.same(p, other) for other in asked[:i])]
         tolerance = self.tolerance
@@ -391,10 +392,14 @@ class Subject:
         return Engines(
             self.model,
             self.backend,
-            rung=self.rung,
+            kind=self.kind,
             vocab=self.vocab,
             prompts=distinct,
-            new=1 if self.rung is None else ANSWER if self.limit is None else min(ANSWER, self.limit - self.long),
+            new=1
+            if not self.kind.has_tokens
+            else ANSWER
+            if self.limit is None
+            else min(ANSWER, self.limit - self.long),
             pads=self.driver.fills if isinstance(self.driver, WholeDriver) else [],
             tolerance=max(CLOSE, tolerance),
         )

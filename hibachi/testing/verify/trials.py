@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 
 from hibachi.common.phases import phase
+from hibachi.engine.ladder import ModelKind
 from hibachi.testing.verify import engine_trials as live
 from hibachi.testing.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
-from hibachi.testing.verify.ownpasts import OWN, OwnDriver
+from hibachi.testing.verify.ownpasts import OwnDriver
 from hibachi.testing.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
 
-WHOLE, CACHED, PASTS, SEQUENCES = (0, 1), (2,), (OWN, 2), (0, 1, OWN, 2)
-ALL = (*SEQUENCES, None)
-TOLD = (0, 1, 2, None)  # of these, rows of a call can be told apart from outside
+OWN, CACHED, WHOLE = (ModelKind.OWN_CACHE,), (ModelKind.PAGED,), (ModelKind.FORWARD, ModelKind.LOGITS)
+PASTS, SEQUENCES, ALL = (*OWN, *CACHED), (*WHOLE, *OWN, *CACHED), tuple(ModelKind)
+TOLD = (*WHOLE, *CACHED, ModelKind.FEEDFORWARD)  # of these, rows of a call can be told apart from outside
 IN_ORDER = "blocks in order"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """title: the thing that is changed. rungs: of models that it applies to. skip: why it does not apply after all.
+    """title: the thing that is changed. kinds: of models that it applies to. skip: why it does not apply after all.
 
     first: without it nothing else is worth a try. last: it is only tried if nothing else is wrong; it judges answers of
     engines, up to rounding.
@@ -36,7 +37,7 @@ class Trial:
 
     key: str
     title: str
-    rungs: tuple[float | None, ...]
+    kinds: tuple[ModelKind, ...]
     variants: Callable[[Subject], Iterator[Variant]]
     skip: Callable[[Subject], str] = lambda s: ""
     first: bool = False
@@ -44,11 +45,11 @@ class Trial:
 
 
 def run(subject: Subject) -> dict[str, Result]:
-    """The result of each trial that applies to models of this rung, by key."""
+    """The result of each trial that applies to models of this kind, by key."""
     results: dict[str, Result] = {}
     stopped = ""
     for trial in TRIALS:
-        if subject.rung not in trial.rungs:
+        if subject.kind not in trial.kinds:
             continue
         result = results[trial.key] = Result(trial.key, trial.title, exact=subject.exact)
         if trial.last:
@@ -91,7 +92,7 @@ def _try(subject: Subject, trial: Trial, result: Result) -> None:
 
 def requests(s: Subject) -> list[tuple[str, int]]:
     """All that trials need, the most important first."""
-    if s.rung is None:
+    if not s.kind.has_tokens:
         return [(name, 0) for name in s.names]
     rows = [("a", s.main), ("a", s.short), (s.names[1], s.main), (s.names[1], s.long)]
     rows += [(name, n) for name in s.names[1:] for n in (s.main, s.short)]
@@ -121,12 +122,12 @@ def touched(s: Subject) -> str:
 def again(s: Subject) -> Iterator[Variant]:
     for i in (2, 3):
         yield f"time {i}", s.alone
-    if s.rung == 2:
+    if s.kind is ModelKind.PAGED:
         yield "every call made twice", partial(s.alone, times=2)
 
 
 def after(s: Subject) -> Iterator[Variant]:
-    other = (s.names[1], s.long if s.rung is not None else 0)
+    other = (s.names[1], s.long if s.kind.has_tokens else 0)
 
     def later() -> Outputs:
         s.alone(*other)
@@ -134,7 +135,7 @@ def after(s: Subject) -> Iterator[Variant]:
 
     yield "after a longer request", later
     yield "turn by turn with another", partial(turns, s, [("a", s.main), (s.names[1], s.main)])
-    if s.rung is not None:
+    if s.kind.has_tokens:
         yield "turn by turn with a longer one", partial(turns, s, [("a", s.main), other])
         yield "turn by turn with a shorter one", partial(turns, s, [(s.names[1], s.short), ("a", s.main)])
 
@@ -257,7 +258,7 @@ def copies(s: Subject) -> Iterator[Variant]:
 def neighbours(s: Subject) -> Iterator[Variant]:
     for size in s.sizes:
         yield f"{size} rows", partial(s.together, [("a", s.main), *((r, s.main) for r in s.others(size - 1))])
-    if s.rung is not None:
+    if s.kind.has_tokens:
         rows = [("a", s.short), *((r, s.short) for r in s.others(2))]
         yield f"{len(rows)} rows of {s.short}", partial(s.together, rows)
 
@@ -388,7 +389,7 @@ TRIALS = (
     Trial("neighbours", "beside others of its length", ALL, neighbours),
     Trial("order", "rows in another order", ALL, order),
     Trial("ragged", "beside longer and shorter ones", PASTS, ragged),
-    Trial("spoilt", "beside one whose past is NaN", (OWN,), spoilt, no_floats),
+    Trial("spoilt", "beside one whose past is NaN", OWN, spoilt, no_floats),
     Trial("mixed", "prefill and decode in one call", CACHED, mixed),
     Trial("padding", "padding in front of it", WHOLE, padded, no_padding),
     Trial("values", "other values in the padding", WHOLE, values, one_fill),
@@ -398,7 +399,7 @@ TRIALS = (
     Trial("joins", "others join an engine", SEQUENCES, live.joins, last=True),
     Trial("leaves", "others end early", SEQUENCES, live.leaves, last=True),
     Trial("cancels", "another is cancelled", ALL, live.cancels, last=True),
-    Trial("borders", "across lengths that it names", (OWN,), live.borders, live.no_borders, last=True),
+    Trial("borders", "across lengths that it names", OWN, live.borders, live.no_borders, last=True),
     Trial("ones", "prompts of one token", SEQUENCES, live.ones, last=True),
     Trial("longest", "the longest prompt", SEQUENCES, live.longest, live.no_limit, last=True),
     Trial("raises", "a call raises for another", TOLD, live.raises, live.no_guilty, last=True),

@@ -26,7 +26,7 @@ from hibachi.engine.runners.owncache.prefixes import Prefixes
 from hibachi.engine.runners.owncache.rows import RowPasts
 from hibachi.engine.runners.owncache.step import OwnStep
 from hibachi.engine.runners.owncache.trial import Trial
-from hibachi.engine.runners.runner import BaseRunner, Outcome, Part, isolate
+from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate
 from hibachi.engine.runners.tokentable import Kind, Tables
 from hibachi.engine.runners.trial import telling
 from hibachi.engine.scheduler.scheduler import Scheduler
@@ -39,7 +39,7 @@ from hibachi.errors import ConfigError, NotDeterministic, text_of
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
-class OwnCacheRunner(BaseRunner):
+class OwnCacheRunner(Runner):
     """Computes rows with pasts that the model makes.
 
     apart: each row is computed by itself, its prompt in one call and then token by token, whatever the plan says. So no
@@ -72,14 +72,13 @@ class OwnCacheRunner(BaseRunner):
         Raises ConfigError.
         """
         super().__init__(backend, tables)
-        self.tally = tally
+        self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
         self._rows, self.head, self._kind = rows, head, kind
         self.name: str = head.name
         self._beside = beside
         self._step = OwnStep(model, backend, beside, head, kind, self.tally, self.theirs, examples, longest)
-        self._encoded = self._step.encoded
-        self.layout = self._step.layout
-        self._pasts = RowPasts(self.layout, self._width)
+        self._encoded, self.layout = self._step.encoded, self._step.layout
+        self._pasts = RowPasts(self.layout, self.backend.shapes.length)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self._meeting = Meeting(self.name)
@@ -119,9 +118,7 @@ class OwnCacheRunner(BaseRunner):
 
     @override
     def adopt(self, scheduler: Scheduler) -> None:
-        self._pasts.of.clear()
-        if self._encoded is not None:
-            self._encoded.clear()
+        self.rebuild(keep=False)
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
             self._prefixes = Prefixes(self.layout, self._template, scheduler.pool, scheduler.copies)
@@ -182,10 +179,8 @@ class OwnCacheRunner(BaseRunner):
         if why:
             self.remarks.append(f"each row is computed by itself, as {short}" if self.apart else short)
 
+    @override
     def selfcheck(self) -> int:
-        """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
-        Raises NotDeterministic, and what the model raises.
-        """
         return self._trial().run(self._step.alike if self._step.comparable else float("inf"))
 
     def _trial(self) -> Trial:
@@ -211,9 +206,18 @@ class OwnCacheRunner(BaseRunner):
                 drop_frames(e)
         if why:
             log.info("%s: no request begins with what others have computed, as %s", self.name, why)
-        said = f"no request begins with what others have computed, as {why}" if why else "prefixes are copied"
-        self.remarks.append(said)
+        self.remarks.append(
+            f"no request begins with what others have computed, as {why}" if why else "prefixes are copied"
+        )
         return not why
+
+    @override
+    def cannot_speculate(self) -> str | None:
+        return super().cannot_speculate() or self.cannot_take_back()[0] or None
+
+    @override
+    def cannot_gain(self, deterministic: bool) -> str | None:
+        return super().cannot_gain(deterministic and self.cannot_take_back()[1])
 
     def cannot_take_back(self) -> tuple[str, bool]:
         """Why it cannot compute tokens that may be taken back, or ""; whether no bit differs for it, as far as a trial
@@ -235,10 +239,11 @@ class OwnCacheRunner(BaseRunner):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         self._keep()
         if self._prefixes is not None:
-            self._prefixes.begin(plan.copies, self._pasts.of, self._width)
+            self._prefixes.begin(plan.copies, self._pasts.of, self.backend.shapes.length)
         self.idle()
         outcome = Outcome([], {})
         for idx in self._calls(plan):
@@ -392,13 +397,10 @@ class OwnCacheRunner(BaseRunner):
         out = self._step.checked(out, size, keep)
         after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
         del past, before  # what they hold on to goes array by array
-        after = self.layout.widened(after, self._width(int(ends.max())))
+        after = self.layout.widened(after, self.backend.shapes.length(int(ends.max())))
         for row in rows.tolist():
             self._pasts.of[row] = after
         return out
-
-    def _width(self, longest: int) -> int:
-        return self.backend.shapes.length(longest)
 
 
 def _pieces(n: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,10 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.layout import OwnCache
+from hibachi.engine.kinds import takes_lengths
+from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.borders import borders_of
-from hibachi.engine.runners.extra_inputs import ENCODED, Arguments, Beside, declared_by, parameters_of, wanted
+from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, Beside, parameters_of
 from hibachi.engine.runners.faults import Theirs
 from hibachi.engine.runners.heads import Sampled, Tokens
 from hibachi.engine.runners.meters import Tally
@@ -22,7 +23,6 @@ from hibachi.engine.runners.runner import check_output
 from hibachi.engine.runners.tokentable import Kind
 from hibachi.errors import ConfigError, InvalidModelOutput, text_of
 
-KEEP = "logits_to_keep"  # a parameter, named as in transformers
 AHEAD = 4  # tokens with which a border is crossed
 MOST_BYTES = 2**23  # of a past that crosses a border in a trial, which takes some ten calls
 ALIKE, ALIKE_ROUGH = 1e-3, 0.05  # of the largest output: what those of a model that goes on from a past may differ by
@@ -64,7 +64,7 @@ class OwnStep:
         self._backend, self._head, self._kind, self._tally, self._theirs = backend, head, kind, tally, theirs
         self._step: Any = model.step
         self.name: str = head.name
-        self.with_lengths = takes_own_lengths(model)
+        self.with_lengths = takes_lengths(model, ModelKind.OWN_CACHE)
         self.keeps = isinstance(head, Sampled) and KEEP in parameters_of(model.step)
         self._beside, self._arguments = beside, Arguments(model.step, beside)
         self._examples, self._random = np.concatenate(examples).astype(kind.dtype), np.random.default_rng(0)
@@ -289,16 +289,3 @@ class OwnStep:
     def _called(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with self._tally, self._theirs:
             return method(*arguments, **named)
-
-
-def takes_own_lengths(model: Any) -> bool:
-    """Whether `step` takes the number of tokens of each row: a parameter `lengths`, or three of any names. Without it,
-    rows of one length share a call.
-    """
-    try:
-        parameters = inspect.signature(model.step).parameters
-    except (TypeError, ValueError):  # compiled code need not tell
-        return True
-    named = {*wanted(model.step, declared_by(model)), KEEP}
-    needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    return "lengths" in parameters or len([p for p in needed if p.name not in named]) == 3
