@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from hibachi import LLM, SamplingParams
-from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.engine.speculation.howmany import HowMany, best
-from hibachi.engine.speculation.proposers import Direct
 
 K = 8
 BATCHES = (1, 2, 4)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from hibachi import LLM, SamplingParams
-from hibachi.engine.speculation.drafting import Drafting
-from hibachi.engine.speculation.proposers import Direct
+from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
 

@@ -23,7 +23,7 @@ from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.extra_inputs import declared_by
-from hibachi.engine.speculation.draft_models import check_same
+from hibachi.engine.speculation.choose import check_same
 from hibachi.errors import ConfigError
 from hibachi.llm.model.describe import Description, as_json, describe
 from hibachi.llm.model.files import locate, open_files

@@ -44,12 +44,11 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.scheduler.policies import policy_of
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.speculation import choose as speculation
-from hibachi.engine.speculation import draft_models as draftmodels
 from hibachi.engine.speculation.config import as_config
-from hibachi.engine.speculation.prediction import Prediction
+from hibachi.engine.speculation.howmany import Waits
+from hibachi.engine.speculation.ngram import Prediction
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
-from hibachi.engine.waits import Waits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.request import Pooling, Request, SamplingParams, Terms
 
@@ -163,7 +162,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             )
         at_least(2, "")("max_model_len", limit)
         if self._speculation is not None and self._speculation.model is not None:
-            self._speculation = draftmodels.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
+            self._speculation = speculation.checked(self._speculation, model, NO_LIMIT if limit is None else limit)
         if limit is None and self._kind.has_past:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
@@ -173,7 +172,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             config,
             self.max_model_len,
             _own_dtype(model) if config.dtype is None else config.dtype,
-            draftmodels.share(self._speculation),
+            speculation.share(self._speculation),
         )
         self._policy = policy_of(config.scheduling_policy)
         self._params = None if self._spec.vocab_size is None else own_params(model)  # of a request without any
@@ -314,7 +313,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         """
         if self._built is None:
             raise EngineError("The engine is built with its first request, which tells the library. Send one.")
-        return self._promise.told(self._built.facts)
+        return self._promise.told(self._built.facts) if self._promise.waits else self._built.facts
 
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
         """See `BatchEngine`. channel: where the items go; None means a new one."""
@@ -400,7 +399,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._worker = self._serve(built.scheduler, built.runner)
             engine, config = self._worker.engine, self._speculation
             engine.drafting = speculation.made(config, built, type(self.model).__name__, self._promise.differ)
-            engine.promise = self._promise
+            engine.promise = self._promise if self._promise.waits else None
             engine.waits = None if config is None else Waits(always=not config.auto)
             speculates = engine.drafting is not None
             self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))

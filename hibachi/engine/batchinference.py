@@ -20,8 +20,8 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.stats import Stats
+from hibachi.engine.streams.channel import in_thread
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
-from hibachi.engine.streams.loops import in_thread
 from hibachi.engine.worker import Worker
 from hibachi.errors import EngineClosed
 

@@ -22,10 +22,13 @@ class TokenBudget:
         self._slowed = 0  # number of the last request whose own budget was halved; 0 means none
         self._good = 0  # steps that succeeded since the budget last changed
         self._grow_after = GROW_AFTER
+        self.whole: bool = True
+        """Whether it has been whole for so long that a step that succeeds says nothing new."""
 
     def restart(self) -> None:
         """Use a new scheduler, with the whole budget."""
         self._now, self._good = self._limits.budget, 0
+        self.whole = self._grow_after == GROW_AFTER
 
     def halve(self, budget: int, least: int | None = None) -> None:
         """Halve the token budget, as memory ran out. Each time it takes longer until it is doubled again.
@@ -57,9 +60,9 @@ class TokenBudget:
         if short:
             self.halve(short // 2)
             return
-        most = self._limits.budget
-        if self._now == most and self._grow_after == GROW_AFTER:
+        if self.whole:
             return
+        most = self._limits.budget
         self._good += 1
         if self._good < self._grow_after:
             return
@@ -67,10 +70,11 @@ class TokenBudget:
         if self._now < most:
             self._set(min(2 * self._now, most))
         else:  # the whole budget has held for as long
-            self._grow_after = GROW_AFTER
+            self._grow_after, self.whole = GROW_AFTER, True
 
     def _set(self, budget: int) -> None:
         self._now = max(1, budget)
+        self.whole = self._now == self._limits.budget and self._grow_after == GROW_AFTER
         self._limit(budget)
 
 

@@ -151,7 +151,9 @@ def build(
             main = position_bytes(spec.model.cache_spec(), spec.dtype)
             remarks.append(f"a token takes {main} bytes of the cache, and {spec.draft.position} of the draft model's")
         size = spec.config.block_size or backend.block_size
-        scheduler = RecordedScheduler(_cached_limits(spec, backend, size), policy, partial(_generated_key, tables, size))
+        scheduler = RecordedScheduler(
+            _cached_limits(spec, backend, size), policy, partial(_generated_key, tables, size)
+        )
         runner = cached = cached_runner(spec.model, backend, scheduler, tables, sampler, spec.dtype, beside)
         deterministic = check(cached)
     elif spec.kind is ModelKind.OWN_CACHE:

@@ -20,7 +20,7 @@ from hibachi.engine.compiling import Compiling
 from hibachi.engine.guide.protocol import GuideFailed
 from hibachi.engine.promise import Promise
 from hibachi.engine.recording.recorder import RecordedScheduler, Recorder
-from hibachi.engine.runners.faults import drop_frames, internal, no_room, too_late
+from hibachi.engine.runners.calls import drop_frames, internal, no_room, too_late
 from hibachi.engine.runners.guiding import Guided, stuck
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Drafted, Meters
@@ -38,9 +38,9 @@ from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Sent, StepPlan
 from hibachi.engine.scheduler.timeshares import TimeShares
 from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.howmany import Waits
 from hibachi.engine.stats import Counts, Stats
-from hibachi.engine.streams.loops import Wakeups
-from hibachi.engine.waits import Waits
+from hibachi.engine.streams.channel import Wakeups
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.request import Finish
 
@@ -322,7 +322,8 @@ class Engine:
         """Process the results of a computed step. steady: it was in flight, and the step after it has begun; None means
         that it was waited for.
         """
-        self._budget.adapt(plan.tokens if outcome.short else 0)
+        if outcome.short or not self._budget.whole:
+            self._budget.adapt(plan.tokens if outcome.short else 0)
         # Counted before it is delivered, so a consumer that has seen the end of its stream finds it in `stats` too.
         counts = self._counts
         counts.steps += 1

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.selfcheck import ProposalsDiffer, selfcheck, steps
-from hibachi.engine.runners.trial import telling
 from hibachi.engine.speculation.config import SpeculativeConfig
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -31,7 +31,8 @@ class Promise:
         self.differ: str | None = None  # how the bits of a step with proposals differ from those of others
         self._asked, self._config = asked, config
         self._trial: Generator[int, None, int] | None = None
-        self._waits = False  # the trial was left for later
+        self.waits: bool = False
+        """Whether the trial was left for later: only then an engine has to do with this."""
         self._why: str | None = None  # the promise is not kept
         self._runner: CachedRunner | None = None  # that was tried
         self._fingerprint = ""
@@ -48,7 +49,7 @@ class Promise:
         named = runner.backend.numerics is not None and getattr(runner.model, "portable", False)
         # A trial of compiled programs compiles those that requests will need, and for a cache of the same size.
         if named and not self._asked and not runner.backend.shapes.compiled:
-            self._waits, self._trial = True, steps(runner, speculated=speculated)
+            self.waits, self._trial = True, steps(runner, speculated=speculated)
             return True
         try:
             with telling(runner.name):
@@ -109,11 +110,11 @@ class Promise:
     def proposes(self) -> bool:
         """False: tokens were proposed where that paid, until it was found that they may change bits."""
         auto = self._config is not None and self._config.auto
-        return not (self._waits and auto and (self.differ is not None or not self.deterministic))
+        return not (self.waits and auto and (self.differ is not None or not self.deterministic))
 
     def told(self, facts: Facts) -> Facts:
         """An engine's facts from before the trial, as they are now."""
-        if not self._waits:
+        if not self.waits:
             return facts
         remark = UNTRIED if self._trial is not None else self._why or self.differ
         if remark is None:

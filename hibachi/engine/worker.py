@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -16,8 +18,8 @@ from typing import Any
 
 from hibachi.engine.admission import check_room
 from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine
-from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
-from hibachi.engine.runners.faults import drop_frames
+from hibachi.engine.health import STALL_AFTER, Health, State
+from hibachi.engine.runners.calls import drop_frames
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.scheduler.sequence import Seq
@@ -320,6 +322,44 @@ class Worker:
         for channel in self._channels():
             channel.renew()
             channel.end(Finish.ERROR, _forked())
+
+
+class Watchdog:
+    """Calls `look` at intervals while there is work; sleeps while there is none. It does not depend on any engine's
+    thread.
+
+    `work` may be called again and again; `rest` when all work is done; `stop` once.
+    """
+
+    def __init__(self, look: Callable[[], object], seconds: float) -> None:
+        self._look, self._seconds = look, seconds
+        self._work, self._over = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="hibachi-watchdog", daemon=True).start()
+
+    def work(self) -> None:
+        if not self._work.is_set():
+            self._work.set()
+
+    def rest(self) -> None:
+        self._work.clear()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._work.set()
+
+    def _watch(self) -> None:
+        while True:
+            self._work.wait()
+            if self._over.wait(self._seconds):
+                return
+            if self._work.is_set():
+                self._look()
+
+
+def where(thread: threading.Thread | None) -> str:
+    """Where a thread stands: the innermost lines of its stack; empty if it is not running."""
+    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else "(its thread is not running)"
 
 
 def _failed(cause: BaseException) -> EngineFailed:

@@ -13,8 +13,8 @@ from hibachi.common.named import is_named
 from hibachi.common.phases import phase
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.guide.protocol import Vocabulary
+from hibachi.engine.speculation.choose import check_same
 from hibachi.engine.speculation.config import SpeculativeConfig, as_config
-from hibachi.engine.speculation.draft_models import check_same
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import load_model
 from hibachi.llm.tokenizers.own import OwnTokenizer

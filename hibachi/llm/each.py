@@ -10,8 +10,8 @@ from itertools import repeat
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from hibachi.engine.batchengine import BatchEngine
+from hibachi.engine.streams.channel import give_way
 from hibachi.engine.streams.closeable import Closing
-from hibachi.engine.streams.loops import give_way
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, QueueFull, shown
 from hibachi.llm.gather import Gather
 from hibachi.llm.sources import Listed, Source, Tasked, Threaded

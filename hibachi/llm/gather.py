@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from hibachi.engine.streams.channel import NOTICED, Bell
+from hibachi.engine.streams.channel import NOTICED, Bell, LoopEvent, Wakeups, give_way
 from hibachi.engine.streams.closeable import Closing
-from hibachi.engine.streams.loops import LoopEvent, Wakeups, give_way
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import ConfigError, shown
 

@@ -9,8 +9,8 @@ from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.health import Health
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.stats import Stats
+from hibachi.engine.streams.channel import in_thread
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing
-from hibachi.engine.streams.loops import in_thread
 from hibachi.request import SamplingParams
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
-from hibachi.engine.streams.loops import LoopEvent, in_trio
+from hibachi.engine.streams.channel import LoopEvent, in_trio
 
 T = TypeVar("T", covariant=True)
 S = TypeVar("S")

@@ -14,7 +14,7 @@ from hibachi.common.options import check_variables, spelled
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.sampling.uniforms import fork
-from hibachi.engine.streams.loops import give_way
+from hibachi.engine.streams.channel import give_way
 from hibachi.engine.streams.merge import amerge, merge
 from hibachi.engine.streams.stream import Item
 from hibachi.errors import InvalidRequest, shown

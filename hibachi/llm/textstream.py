@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Container, Iterator, Mappin
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from hibachi.engine.streams.channel import give_way
 from hibachi.engine.streams.closeable import Closing
-from hibachi.engine.streams.loops import give_way
 from hibachi.engine.streams.merge import await_any, wait_any
 from hibachi.engine.streams.stream import LEAVABLE, ItemStream, checked_number, closed, left_early, move
 from hibachi.errors import RequestError

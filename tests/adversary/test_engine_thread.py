@@ -35,7 +35,7 @@ from hibachi import (
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.recording.replay import read, replay
 from hibachi.engine.runners import inputs
-from hibachi.engine.runners.faults import MOST_TEXT
+from hibachi.engine.runners.calls import MOST_TEXT
 from hibachi.engine.scheduler.policy import Fcfs
 from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
 from hibachi.testing.toys import SumLogits, SumPaged, expected

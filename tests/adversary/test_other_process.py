@@ -26,8 +26,7 @@ from hibachi.engine.health import Health
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.stats import Stats
-from hibachi.engine.streams.channel import Channel
-from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.errors import (
     ConfigError,
     EngineClosed,

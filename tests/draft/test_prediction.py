@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from hibachi.engine.speculation.prediction import LONG, NEAR, Prediction, predicted
+from hibachi.engine.speculation.ngram import LONG, NEAR, Prediction, predicted
 
 
 def found(prediction, answer, k=4):

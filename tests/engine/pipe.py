@@ -1,8 +1,7 @@
 """A stream without an engine: the test holds the engine's end in its own hand."""
 
 from hibachi import ItemStream
-from hibachi.engine.streams.channel import Channel
-from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.request import Finish
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, SamplingParams
+from hibachi.engine.speculation import drafting as askers
 from hibachi.engine.speculation import find
-from hibachi.engine.speculation import proposers as askers
 from hibachi.engine.speculation.drafter_thread import Aside
 from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.speculation.howmany import HowMany

@@ -19,8 +19,7 @@ from hibachi import AutoregressiveBatchInference, SamplingParams, load_model
 from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.engine import build
 from hibachi.engine.scheduler.scheduler import Scheduler
-from hibachi.engine.speculation.drafting import Drafting
-from hibachi.engine.speculation.proposers import Direct
+from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.llm.model.files import TINY
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend

@@ -17,8 +17,7 @@ from hibachi import (
     Terms,
 )
 from hibachi.engine.recording.replay import replay
-from hibachi.engine.speculation.drafting import Drafting
-from hibachi.engine.speculation.proposers import Direct
+from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
 from .models import PATIENCE, Background, step_with_nan, until

@@ -8,9 +8,8 @@ import pytest
 
 from hibachi import AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams, StopRule
 from hibachi.engine.recording.replay import replay
-from hibachi.engine.speculation.drafting import Drafting
+from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.engine.speculation.howmany import Costs
-from hibachi.engine.speculation.proposers import Direct
 from hibachi.testing.toys import SumPaged, expected
 
 from ..guide.toyguides import rule, toy_guides

@@ -10,9 +10,8 @@ import hibachi
 from hibachi import AutoregressiveBatchInference, ModelError, SamplingParams, UnsupportedOperation
 from hibachi.engine.recording.replay import replay
 from hibachi.engine.runners.runner import Part
-from hibachi.engine.speculation.ahead import Ahead
-from hibachi.engine.speculation.drafting import Drafting
-from hibachi.engine.speculation.proposers import Direct
+from hibachi.engine.speculation.drafting import Direct, Drafting
+from hibachi.engine.speculation.proposals import Ahead
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 

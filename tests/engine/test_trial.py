@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, NotDeterministic, SamplingParams
-from hibachi.engine.runners.groups import Alone, Grouping, Traceless, bucket
-from hibachi.engine.runners.trial import MOST_TOKENS, Trials
+from hibachi.engine.runners.groups import MOST_TOKENS, Alone, Grouping, Traceless, Trials, bucket
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=0)
 

@@ -5,11 +5,9 @@ import random
 import pytest
 
 from hibachi import SamplingParams
-from hibachi.engine.speculation.drafting import Drafting
-from hibachi.engine.speculation.howmany import HowMany
+from hibachi.engine.speculation.drafting import Direct, Drafting
+from hibachi.engine.speculation.howmany import REST, WINDOW, HowMany, Waits
 from hibachi.engine.speculation.ngram import NgramDrafter
-from hibachi.engine.speculation.proposers import Direct
-from hibachi.engine.waits import REST, WINDOW, Waits
 from hibachi.testing.toys import expected
 
 from .test_overlap import GREEDY, OTHERS, Late, finish, served

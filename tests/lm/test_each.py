@@ -435,7 +435,7 @@ async def break_async(llm):
 
 
 def trio_is_off():
-    from hibachi.engine.streams.loops import in_trio
+    from hibachi.engine.streams.channel import in_trio
 
     return in_trio() is None
 

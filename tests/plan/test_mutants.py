@@ -12,8 +12,8 @@ import pytest
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.copies import Copies
 from hibachi.engine.scheduler.policy import Priority
-from hibachi.engine.scheduler.rows import RowTable
 from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.step import RowTable
 
 from . import test_facts, test_properties
 from .world import KEEPING, drive, random_request, random_world

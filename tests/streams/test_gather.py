@@ -10,8 +10,7 @@ import pytest
 import trio
 
 from hibachi import ConfigError, EngineError
-from hibachi.engine.streams.channel import Bell
-from hibachi.engine.streams.loops import LoopEvent, Wakeups
+from hibachi.engine.streams.channel import Bell, LoopEvent, Wakeups
 from hibachi.llm.gather import Gather
 from hibachi.request import Finish
 

@@ -9,8 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from hibachi import ItemStream
-from hibachi.engine.streams.channel import Channel
-from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.merge import merge
 from hibachi.request import Finish
 

@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from hibachi import EngineFailed, ItemStream, ModelError
-from hibachi.engine.streams.channel import Channel
-from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.merge import amerge, merge
 from hibachi.request import Finish
 

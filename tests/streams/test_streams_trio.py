@@ -12,7 +12,7 @@ import trio
 import trio.lowlevel
 
 from hibachi import LLM, FeedforwardBatchInference, ModelError, SamplingParams
-from hibachi.engine.streams.loops import Wakeups, in_trio, loop_future
+from hibachi.engine.streams.channel import Wakeups, in_trio, loop_future
 from hibachi.engine.streams.merge import amerge, await_any
 from hibachi.request import Finish
 

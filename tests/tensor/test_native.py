@@ -15,7 +15,7 @@ import pytest
 from hibachi import NumpyBackend, Paged, StepInputs
 from hibachi.backend.kernels.library import NUMERICS, SWITCH, NativeUnavailable, library
 from hibachi.backend.native import _sizes
-from hibachi.engine.runners.checkedstep import CheckedStep
+from hibachi.engine.runners.calls import CheckedStep
 from hibachi.engine.sampling.draw import How, sample
 from hibachi.engine.scheduler.lower import lower
 from hibachi.errors import InvalidModelOutput

@@ -26,10 +26,9 @@ from typing_extensions import override
 
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
-from hibachi.engine.scheduler.rows import Bools, Ints
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Committed, Sent, StepPlan
+from hibachi.engine.scheduler.step import Bools, Committed, Ints, Sent, StepPlan
 from hibachi.errors import ConfigError
 from hibachi.request import Finish
 

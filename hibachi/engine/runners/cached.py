@@ -15,7 +15,7 @@ from typing_extensions import override
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.layout import StepInputs
 from hibachi.common.shapes import size_for
-from hibachi.engine.runners.checkedstep import CheckedStep
+from hibachi.engine.runners.calls import CheckedStep
 from hibachi.engine.runners.extra_inputs import Beside, declared_by
 from hibachi.engine.runners.heads import Head, Outputs, Pooled, Sampled
 from hibachi.engine.runners.inputs import Inputs
@@ -37,8 +37,7 @@ from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.speculation.ahead import Ahead, OneCall, Outs, Piece
-from hibachi.engine.speculation.proposals import ahead_of
+from hibachi.engine.speculation.proposals import Ahead, OneCall, Outs, Piece, ahead_of
 
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
 

@@ -250,9 +250,6 @@ class Arguments:
     def __init__(self, method: Callable[..., Any], beside: Beside) -> None:
         self.names, self._beside = wanted(method, beside.declared), beside
 
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
     def of(self, rows: Any, lengths: Any, width: int) -> dict[str, HostArray]:
         """For rows [B] of these lengths, of which the call has the last `width` positions: arrays on the host.
 

@@ -22,8 +22,7 @@ from hibachi.engine.runners.runner import NOT_FINITE, Part, check_output, drawn_
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.speculation.ahead import OneCall, Outs
-from hibachi.engine.speculation.proposals import Along
+from hibachi.engine.speculation.proposals import Along, OneCall, Outs
 from hibachi.errors import HibachiError, NonFiniteOutput
 
 LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted

@@ -45,7 +45,8 @@ class Inputs:
         recurrent: bool,
     ) -> None:
         self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
-        self._tally, self._recurrent, self._beside = tally, recurrent, beside
+        self._tally, self._recurrent, self._beside, declared = tally, recurrent, beside, beside.declared
+        self._wants_more = bool(declared.knows or declared.draws or declared.inputs)  # beside tokens
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         self._on_host: bool = getattr(model, "takes_host", False)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
@@ -57,7 +58,8 @@ class Inputs:
 
     def admit(self, job: Job, unscored: int) -> None:
         row = job.seq.row
-        self._beside.admit(job)
+        if self._wants_more:
+            self._beside.admit(job)
         self.look(row, unscored)
         self.embeds.pop(row, None)
         if job.request.embeds is not None:
@@ -127,8 +129,7 @@ class Inputs:
             packed = pad(packed, shape, trash_row=self.limits.rows)
             tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
         self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
-        declared = self._beside.declared
-        beside = self._beside_of(packed) if declared.knows or declared.draws or declared.inputs else {}
+        beside = self._beside_of(packed) if self._wants_more else {}
         names = [*NAMES, *beside]
         arrays: list[Array] = [tokens, *packed.arrays(), *beside.values()]
         if drawn is not None:
@@ -142,7 +143,7 @@ class Inputs:
             arrays = self.backend.put_all(arrays)
         if beside:
             named = dict(zip(("tok", *names), arrays, strict=True))
-            inputs = {name: named.pop(name) for name in declared.inputs if name in named}
+            inputs = {name: named.pop(name) for name in self._beside.declared.inputs if name in named}
             x = StepInputs(**named, inputs=inputs or None)
         else:
             x = StepInputs(*arrays)

@@ -36,7 +36,7 @@ class Job:
     known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
-    prediction: Any = None  # of its output, a `hibachi.engine.speculation.prediction.Prediction`
+    prediction: Any = None  # of its output, a `hibachi.engine.speculation.ngram.Prediction`
     draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
     sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
     grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it

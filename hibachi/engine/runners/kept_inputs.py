@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
-from hibachi.engine.runners.faults import drop_frames
+from hibachi.engine.runners.calls import drop_frames
 from hibachi.engine.runners.tokentable import Kind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import text_of
@@ -67,7 +67,7 @@ class Grown:
         """Keep the inputs of a call and the model's answer. shown [B, S, *tok]: a copy that the model had no access to;
         out: [B, *tok].
         """
-        if self.useful and out.dtype == shown.dtype:
+        if out.dtype == shown.dtype:
             tokens = self._backend.cat([shown, self._backend.unsqueeze(out, 1)], 1)
             self._now[_key(seqs)] = Shown(tokens, lengths)
 

@@ -20,8 +20,7 @@ from hibachi.backend.nine import NineBackend
 from hibachi.backend.protocol import BATCH_DIM, SEQ_DIM
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.awaiter import Awaiter
-from hibachi.engine.runners.faults import Theirs, mend_shape
+from hibachi.engine.runners.calls import Awaiter, Theirs, mend_shape
 from hibachi.engine.runners.groups import Call, Grouping
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate, jobs_of

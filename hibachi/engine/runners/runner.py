@@ -12,7 +12,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.library import Library
-from hibachi.engine.runners.faults import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
+from hibachi.engine.runners.calls import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped

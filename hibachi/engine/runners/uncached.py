@@ -16,11 +16,10 @@ from hibachi.backend.infer import leaves, mapped
 from hibachi.common.phases import phase
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.awaiter import Awaiter
+from hibachi.engine.runners.calls import Awaiter, drop_frames, is_signal
 from hibachi.engine.runners.extra_inputs import Arguments, Beside
-from hibachi.engine.runners.faults import drop_frames, is_signal
 from hibachi.engine.runners.frames import FrameSampler
-from hibachi.engine.runners.groups import Alone, Call, Grouping
+from hibachi.engine.runners.groups import Alone, Call, Grouping, Trials, telling
 from hibachi.engine.runners.kept_inputs import WORTH, Grown, Rooms
 from hibachi.engine.runners.runner import (
     Outcome,
@@ -34,11 +33,10 @@ from hibachi.engine.runners.runner import (
 )
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import Tables
-from hibachi.engine.runners.trial import Trials, telling
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.speculation.longer import Longer
+from hibachi.engine.speculation.proposals import Longer
 from hibachi.errors import text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -104,7 +102,8 @@ class WholeRunner(Runner):
     @override
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
-        self._beside.admit(seq.owner)
+        if self._arguments.names:
+            self._beside.admit(seq.owner)
         if self.sampler:
             self.sampler.admit(seq.owner)
 
@@ -171,12 +170,15 @@ class WholeRunner(Runner):
             self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
         if plan.draft is not None and isinstance(self.sampler, RowSampler):
             return self._run_longer(plan, self.sampler)
-        self._grown.begin()
-        self._rooms.begin()
+        if self._grown.useful:
+            self._grown.begin()
+        if self._rooms.useful:
+            self._rooms.begin()
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
-        self._rooms.end()
+        if self._rooms.useful:
+            self._rooms.end()
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
@@ -193,7 +195,7 @@ class WholeRunner(Runner):
                 newest = partial(self._newest, shown_rows, shown_lengths)
                 shown: Array = self._rooms.tokens(seqs, shown_lengths, width, kind, newest, batch)
             else:
-                shown = self._grown.tokens(seqs, shown_lengths, width)
+                shown = self._grown.tokens(seqs, shown_lengths, width) if self._grown.useful else None
                 shown = self.backend.put(batch()) if shown is None else shown
             shapes = (len(shown_rows), width, kind) if self.backend.shapes.compiled else None
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
@@ -211,7 +213,8 @@ class WholeRunner(Runner):
                     drawn = self.sampler.draw(logits, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
             check_output(out, self.backend, (len(shown_rows), *kind.shape), self.name, kind=kind.dtype.kind)
-            self._grown.keep(seqs, shown, out, shown_lengths)
+            if self._grown.useful:
+                self._grown.keep(seqs, shown, out, shown_lengths)
             part = token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
             if kept:
                 self._rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
@@ -252,7 +255,7 @@ class WholeRunner(Runner):
             return self.wait(self._call(tokens, rows, lengths))
 
     def _call(self, tokens: Array, rows: Any, lengths: Any) -> Any:
-        named = self._arguments.of(rows, lengths, tokens.shape[1]) if self._arguments else {}
+        named = self._arguments.of(rows, lengths, tokens.shape[1]) if self._arguments.names else {}
         if not self.takes_lengths:
             return self.forward(tokens, **self._put(named))
         put = self.backend.put(lengths.copy())  # the model's own: it may write into it

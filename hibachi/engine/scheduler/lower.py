@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from hibachi.common.shapes import StepShape
-from hibachi.engine.scheduler.rows import Bools, Index, Ints
+from hibachi.engine.scheduler.step import Bools, Index, Ints
 
 
 @dataclass(slots=True, eq=False)

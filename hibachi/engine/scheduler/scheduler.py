@@ -23,9 +23,19 @@ from hibachi.engine.scheduler.checkpoints import Checkpoints
 from hibachi.engine.scheduler.copies import Copied, Copies
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Fcfs, Policy
-from hibachi.engine.scheduler.rows import NEVER, Bools, Index, Ints, RowTable
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Committed, Published, SchedulerCounts, Sent, StepPlan
+from hibachi.engine.scheduler.step import (
+    NEVER,
+    Bools,
+    Committed,
+    Index,
+    Ints,
+    Published,
+    RowTable,
+    SchedulerCounts,
+    Sent,
+    StepPlan,
+)
 from hibachi.errors import QueueFull
 from hibachi.request import Finish
 

@@ -1,14 +1,81 @@
-"""The plan of a step, and its result."""
+"""The plan of a step and its result; the state of each row: arrays over all rows, so that a step reads and writes many
+rows at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from hibachi.engine.scheduler.copies import Copied
-from hibachi.engine.scheduler.rows import Bools, Index, Ints
 from hibachi.engine.scheduler.sequence import Seq
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+Index: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"  # (NumPy looks these up ten times as fast as int32)
+Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+
+NEVER = 2**30  # blocks; more than any sequence has
+
+
+class RowTable:
+    """The counters of the sequence that holds each row; [rows], int32. Entries of rows that no sequence holds have no
+    meaning.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.known: Ints = np.zeros(rows, np.int32)  # tokens with a position, placeholders included
+        # tokens that the model has computed, or computes in a planned step
+        self.computed: Ints = np.zeros(rows, np.int32)
+        self.done: Ints = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
+        self.gained: Ints = np.ones(
+            rows, np.int32
+        )  # tokens that the last committed step brought: these are not computed
+        self.settled: Ints = np.zeros(rows, np.int32)  # tokens computed by committed steps that had chunks of prompts
+        self.end: Ints = np.zeros(rows, np.int32)  # length at which it finishes
+        self.capacity: Ints = np.zeros(rows, np.int32)  # positions that its blocks hold
+        self.published: Ints = np.zeros(rows, np.int32)  # published blocks; NEVER means no more will be published
+        self.emitted: Bools = np.zeros(rows, bool)  # it has sampled a token since it got its row
+        self.generation: Ints = np.zeros(rows, np.int32)  # how often the row was given back (its generation)
+
+    def enter(self, row: int, length: int, computed: int, end: int) -> None:
+        """Give a sequence of `length` tokens, some of them found computed, this row."""
+        self.known[row] = self.done[row] = length
+        self.computed[row] = self.settled[row] = computed
+        self.end[row] = end
+        self.emitted[row] = False
+
+    def advance(self, rows: Index, end: Ints, emit: Bools) -> None:
+        """Plan a step that computes up to `end`, and leaves a placeholder where a new token is sampled."""
+        self.computed[rows] = end
+        self.known[rows] += emit
+
+    def take_back(self, rows: Index, start: Ints, emit: Bools) -> None:
+        """Undo `advance`: that step did not happen."""
+        self.computed[rows] = start
+        self.known[rows] -= emit
+
+    def gain(self, rows: Index, end: Ints, counts: Ints | None, draft: Ints | None = None) -> Ints:
+        """Record the tokens that a step sampled behind `end`; None means one for each row. Returns the lengths.
+
+        draft: how many proposals were computed behind `end`: as many of them as came are computed.
+        """
+        if counts is None:
+            self.gained[rows] = 1
+            self.done[rows] = length = end + np.int32(1)
+            return length
+        assert not np.count_nonzero(self.known[rows] != end + 1), "a later step was planned"
+        self.gained[rows] = counts
+        self.known[rows] = self.done[rows] = length = end + counts
+        if draft is not None:
+            self.computed[rows] = np.maximum(end, np.minimum(length - 1, end + draft))
+        return length
+
+    def leave(self, row: int) -> None:
+        self.generation[row] += 1
+
 
 Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
 # The sequence that published blocks in a step; how many it had published before, and the node of the last of them; the

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hibachi.engine.scheduler.rows import Index, Ints
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Index, Ints
 from hibachi.request import Finish
 
 _PATIENCE = 64  # steps for which a policy is asked in advance

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hibachi.engine.scheduler.rows import Ints
 from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.step import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.scheduler.rows import Ints
+from hibachi.engine.scheduler.step import Ints
 from hibachi.engine.simulator.trace import PICOSECONDS, Numbers
 
 NEVER = -1

@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from hibachi.engine.scheduler.rows import Ints
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Sent, StepPlan
+from hibachi.engine.scheduler.step import Ints, Sent, StepPlan
 from hibachi.engine.scheduler.stretch import Stretch, look_ahead
 from hibachi.engine.simulator.feed import Arrivals, Feed
 from hibachi.engine.simulator.guesses import Guesses, Guessing

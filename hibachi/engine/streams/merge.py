@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hibachi.engine.streams.channel import NOTICED, Bell, T
-from hibachi.engine.streams.loops import LoopEvent, give_way, in_trio, loop_future
+from hibachi.engine.streams.channel import NOTICED, Bell, LoopEvent, T, give_way, in_trio, loop_future
 from hibachi.engine.streams.stream import ItemStream
 
 

@@ -14,9 +14,8 @@ from contextlib import suppress
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Generic
 
-from hibachi.engine.streams.channel import Channel, T
+from hibachi.engine.streams.channel import Channel, T, give_way, in_trio
 from hibachi.engine.streams.closeable import Closing
-from hibachi.engine.streams.loops import give_way, in_trio
 from hibachi.errors import EngineClosed, InvalidCall, InvalidRequest, RequestError, shown
 from hibachi.request import Finish
 

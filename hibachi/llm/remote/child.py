@@ -35,8 +35,7 @@ from hibachi.common.phases import showing_phases
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import output_row, to_host
 from hibachi.engine.runners.job import Job
-from hibachi.engine.streams.channel import Channel
-from hibachi.engine.streams.loops import Wakeups
+from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.stream import native_row
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.llm.own import open_model

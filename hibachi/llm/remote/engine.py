@@ -28,9 +28,8 @@ from hibachi.engine.prompts import check_tokens, kind_of_ids
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.runners.tokentable import Kind
 from hibachi.engine.stats import Stats
-from hibachi.engine.streams.channel import Channel
+from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.closeable import Closing, waited
-from hibachi.engine.streams.loops import Wakeups
 from hibachi.engine.streams.stream import ItemStream, as_it_is
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.llm.options import TextOptions

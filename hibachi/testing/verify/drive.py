@@ -14,7 +14,7 @@ from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.common.shapes import CallShapes, fixed
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.awaiter import Awaiter
+from hibachi.engine.runners.calls import Awaiter
 from hibachi.engine.runners.extra_inputs import Arguments, Beside, declared_by
 from hibachi.engine.runners.runner import check_output
 from hibachi.engine.scheduler.lower import Packed, lower, pad

@@ -22,7 +22,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.infer import leaves
 from hibachi.backend.layout import StepInputs
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.awaiter import is_awaited
+from hibachi.engine.runners.calls import is_awaited
 
 _DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "draws", "inputs", "encode")
 PATIENCE = 60.0  # seconds that a call is held at most

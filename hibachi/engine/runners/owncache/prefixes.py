@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hibachi.backend.array_backend import Array
-from hibachi.engine.runners.faults import drop_frames
+from hibachi.engine.runners.calls import drop_frames
 from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.copies import Copied, Copies, Source

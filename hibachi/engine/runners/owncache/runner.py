@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.common.phases import phase
+from hibachi.engine.runners.calls import drop_frames, is_signal
 from hibachi.engine.runners.extra_inputs import KNOWN, Beside
-from hibachi.engine.runners.faults import drop_frames, is_signal
+from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.heads import Sampled, Tokens
 from hibachi.engine.runners.meters import Meeting, Tally
 from hibachi.engine.runners.owncache.layout import Layout, Past
@@ -28,12 +29,10 @@ from hibachi.engine.runners.owncache.step import OwnStep
 from hibachi.engine.runners.owncache.trial import Trial
 from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate
 from hibachi.engine.runners.tokentable import Kind, Tables
-from hibachi.engine.runners.trial import telling
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.speculation.ahead import Ahead, Outs
-from hibachi.engine.speculation.proposals import ahead_of
+from hibachi.engine.speculation.proposals import Ahead, Outs, ahead_of
 from hibachi.errors import ConfigError, NotDeterministic, text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")

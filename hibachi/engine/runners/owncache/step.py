@@ -12,8 +12,8 @@ from hibachi.backend.layout import OwnCache
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.borders import borders_of
+from hibachi.engine.runners.calls import Theirs
 from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, Beside, parameters_of
-from hibachi.engine.runners.faults import Theirs
 from hibachi.engine.runners.heads import Sampled, Tokens
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.owncache.encoder import Encoded
@@ -270,7 +270,7 @@ class OwnStep:
         the examples that rows of a trial have. keep: how many logits of each row, where it `keeps`.
         """
         put, named = self._backend.put, dict[str, Any]()
-        if self._arguments:
+        if self._arguments.names:
             nobody = self._beside.nobody(len(tokens)) if rows is None else rows
             found = self._arguments.of(nobody, lengths, tokens.shape[1])
             named = {name: put(array) for name, array in found.items()}
