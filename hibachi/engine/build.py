@@ -23,6 +23,7 @@ from hibachi.engine.config import EngineConfig
 from hibachi.engine.conversions import said_by
 from hibachi.engine.kinds import kind_of, takes_lengths
 from hibachi.engine.ladder import ModelKind
+from hibachi.engine.promise import same_bits
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
 from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.cached import CachedRunner
@@ -37,7 +38,6 @@ from hibachi.engine.runners.overlapping import OverlappingRunner
 from hibachi.engine.runners.owncache.runner import OwnCacheRunner
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.selfcheck import same_bits
 from hibachi.engine.runners.tokentable import IDS, Kind, Tables
 from hibachi.engine.runners.uncached import WholeRunner
 from hibachi.engine.scheduler.limits import Limits

@@ -9,8 +9,7 @@ import pytest
 from hibachi import LLM, AutoregressiveBatchInference, NotDeterministic, NumpyBackend, SamplingParams, load_model
 from hibachi.backend.numpy_backend import NativeNumpyBackend
 from hibachi.engine import promise
-from hibachi.engine.promise import UNTRIED
-from hibachi.engine.runners.selfcheck import ProposalsDiffer
+from hibachi.engine.promise import UNTRIED, ProposalsDiffer
 from hibachi.llm.model.files import TINY
 from hibachi.llm.remote.child import Child
 

@@ -13,11 +13,10 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.library import Library
 from hibachi.engine.runners.calls import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
-from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
 from hibachi.engine.runners.meters import Tally
-from hibachi.engine.runners.sampler import Drawn, RowSampler
+from hibachi.engine.runners.sampler import Drawn
 from hibachi.engine.runners.tokentable import Tables, misfits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -90,6 +89,23 @@ class Flight:
     faults: dict[int, HibachiError] = field(default_factory=dict)  # of these, by place among the jobs
 
 
+class Sampler(Protocol):
+    """Draws tokens from logits: a `RowSampler`, or a `FrameSampler` for tokens of several codebooks.
+
+    shape: of the logits of one token, (vocab,) or (codebooks, vocab).
+    """
+
+    shape: tuple[int, ...]
+
+    def admit(self, job: Job) -> None:
+        """A request has got a row."""
+        ...
+
+    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+        """One token for each job. logits [m, *shape], m >= n (rows beyond n are padding); rows, positions [n]."""
+        ...
+
+
 class Runner:
     """Turns plans into tokens, for one kind of model. What is here is right for most.
 
@@ -101,7 +117,7 @@ class Runner:
     tally: Tally
     theirs: Theirs
     few_shapes: str = ""  # why calls with proposals are of many shapes; "" means that they are not
-    sampler: RowSampler | FrameSampler | None = None  # what draws the tokens; None means that the model returns them
+    sampler: Sampler | None = None  # what draws the tokens; None means that the model returns them
 
     def __init__(self, backend: Library, tables: Tables | None) -> None:
         self.backend, self.tables = backend, tables
@@ -122,7 +138,7 @@ class Runner:
         """Why no tokens can be proposed to it; None means they can."""
         if self.sampler is None:
             return "it returns tokens, not logits"
-        if isinstance(self.sampler, FrameSampler):
+        if len(self.sampler.shape) > 1:
             return "its tokens have several codebooks"
         if self.few_shapes and self.backend.shapes.compiled:
             return f"{self.few_shapes}, and its backend compiles each shape of a call"
