@@ -27,7 +27,7 @@ from hibachi.engine.promise import same_bits
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
 from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.cached import CachedRunner
-from hibachi.engine.runners.extra_inputs import Beside, check_taken, declared_by, kept_by
+from hibachi.engine.runners.extra_inputs import ExtraInputs, check_taken, declared_by, kept_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Grouping, bucket
 from hibachi.engine.runners.heads import Head, Sampled, Tokens
@@ -195,7 +195,7 @@ def build(
     return Built(facts, scheduler, runner, prompts, size if spec.config.enable_prefix_caching else 0)
 
 
-def _beside(spec: EngineSpec, backend: ArrayBackend) -> Beside:
+def _beside(spec: EngineSpec, backend: ArrayBackend) -> ExtraInputs:
     declared = kept_by(backend, declared_by(spec.model), type(spec.model).__name__)
     if spec.kind is ModelKind.PAGED:
         check_taken(spec.model, declared, fields=True)
@@ -203,7 +203,7 @@ def _beside(spec: EngineSpec, backend: ArrayBackend) -> Beside:
         check_taken(spec.model, declared, "step", "encode")
     else:
         check_taken(spec.model, declared, "logits" if spec.kind is ModelKind.LOGITS else "forward")
-    return Beside(declared, spec.rows)
+    return ExtraInputs(declared, spec.rows)
 
 
 def _nine(
@@ -336,7 +336,7 @@ def cached_runner(
     tables: Tables,
     sampler: RowSampler | FrameSampler | None,
     dtype: str,
-    beside: Beside | None = None,
+    beside: ExtraInputs | None = None,
 ) -> CachedRunner:
     """A runner for a model of level 2, limited to call sizes that give the same bits."""
     tally, name = Tally(), type(model).__name__

@@ -16,7 +16,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.layout import StepInputs
 from hibachi.common.shapes import size_for
 from hibachi.engine.runners.calls import CheckedStep
-from hibachi.engine.runners.extra_inputs import Beside, declared_by
+from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.heads import Head, Outputs, Pooled, Sampled
 from hibachi.engine.runners.inputs import Inputs
 from hibachi.engine.runners.job import Job
@@ -42,7 +42,7 @@ from hibachi.engine.speculation.proposals import Ahead, OneCall, Outs, Piece, ah
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
 
 
-class Call:
+class ModelCall:
     """A method of the model, compiled, and the head that its outputs go to.
 
     sizes: tokens of a call, as in `CallShapes`; of the first only, if a call has outputs of another width.
@@ -83,7 +83,7 @@ class CachedRunner(Runner):
         dtype: str,
         tally: Tally,
         memory: Memory | None = None,
-        beside: Beside | None = None,
+        beside: ExtraInputs | None = None,
     ) -> None:
         super().__init__(backend, tables)
         self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
@@ -96,12 +96,12 @@ class CachedRunner(Runner):
             tables,
             scheduler.block_table,
             self.tally,
-            beside or Beside(declared_by(model), self.limits.rows),
+            beside or ExtraInputs(declared_by(model), self.limits.rows),
             recurrent=bool(self.memory.states),
         )
         self.few_shapes = "it has a state" if self.memory.states else ""
-        self.main: Call = Call(head, model, backend, self.memory)
-        self._vectors: Call | None = None  # made when first needed
+        self.main: ModelCall = ModelCall(head, model, backend, self.memory)
+        self._vectors: ModelCall | None = None  # made when first needed
         self.advanced: bool = False  # states of some rows were stepped, and stored
 
     @property
@@ -121,7 +121,7 @@ class CachedRunner(Runner):
         if job.request.pooling is not None:
             if self._vectors is None:
                 head = Pooled(self.backend, self.limits.budget, type(self.model).__name__)
-                self._vectors = Call(head, self.model, self.backend, self.memory)
+                self._vectors = ModelCall(head, self.model, self.backend, self.memory)
             call = self._vectors
         self.inputs.admit(job, call.head.admit(job))
         if job.request.begun is not None:  # each time that it gets a row: it has other blocks then, or they were lost
@@ -152,7 +152,7 @@ class CachedRunner(Runner):
             advanced |= self.advanced
         return outcome
 
-    def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, Call]]:
+    def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, ModelCall]]:
         """The rows `idx` apart: requests that want vectors, and each kind of token; where some have proposals, those
         whose prompts are scored. In each group their order stays.
         """
@@ -166,7 +166,7 @@ class CachedRunner(Runner):
         calls = {False: self.main, True: self._vectors or self.main}
         return [(np.array(some), calls[key[0]]) for key, some in sorted(found.items(), key=lambda f: f[0][0])]
 
-    def _run(self, plan: StepPlan, idx: Any, call: Call) -> Outcome:
+    def _run(self, plan: StepPlan, idx: Any, call: ModelCall) -> Outcome:
         """`run` for some rows of a plan: places in it, the writer of a block before the rows that share it."""
         self.advanced = False
         bare = plan if plan.draft is None else replace(plan, draft=None)
@@ -204,7 +204,7 @@ class CachedRunner(Runner):
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
-    def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
+    def _forward(self, plan: StepPlan, idx: Any, call: ModelCall) -> Part:
         rows, start, q, emit = plan.rows, plan.start, plan.q, plan.emit
         if len(idx) < len(rows):
             rows, start, q, emit = rows[idx], start[idx], q[idx], emit[idx]
@@ -224,20 +224,20 @@ class CachedRunner(Runner):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise
 
-    def _called(self, call: Call, x: StepInputs[Array]) -> Array:
+    def _called(self, call: ModelCall, x: StepInputs[Array]) -> Array:
         with self.tally, self.theirs:
             out: Array
             out, self.memory.cache = call.step(self.model.params, self.memory.cache, x)
         return out
 
-    def _sizes(self, call: Call) -> tuple[int, ...]:
+    def _sizes(self, call: ModelCall) -> tuple[int, ...]:
         """The allowed numbers of tokens of a call. Only for the main call was tried which sizes give the same bits."""
         return self.inputs.shapes.sizes if call is self.main else self.inputs.shapes.sizes[:1]
 
     def _outputs(self, idx: Any, rows: Any, start: Any, q: Any, last: Any) -> Outputs:
         return Outputs(idx, start, np.clip(self.inputs.unscored[rows] - start, 0, q), last)
 
-    def _ahead(self, plan: StepPlan, call: Call, idx: Any) -> Ahead:
+    def _ahead(self, plan: StepPlan, call: ModelCall, idx: Any) -> Ahead:
         """What the rows idx of a plan compute."""
         if plan.draft is None or not isinstance(call.head, Sampled):
             return Ahead(plan.end[idx], plan.emit[idx])
@@ -246,19 +246,19 @@ class CachedRunner(Runner):
     def _packed(self, rows: Any, at: Any, piece: Piece) -> StepInputs[Array]:
         return self.inputs.packed(rows, at, piece.own, piece.last, draft=piece.draft, proposals=piece.proposals)
 
-    def _drawn(self, plan: StepPlan, call: Call, idx: Any, outs: Outs) -> Part:
+    def _drawn(self, plan: StepPlan, call: ModelCall, idx: Any, outs: Outs) -> Part:
         """What the rows idx of a plan, of which all emit, draw along their proposals."""
         assert isinstance(call.head, Sampled)
         return call.head.along(plan, idx, outs)
 
-    def _add(self, outs: Outs, call: Call, out: Array, wanted: int, mine: Any, counts: Any) -> None:
+    def _add(self, outs: Outs, call: ModelCall, out: Array, wanted: int, mine: Any, counts: Any) -> None:
         """Keep the outputs of a call, if it has any; the next one may write to their memory."""
         assert isinstance(call.head, Sampled)
         if counts.any():
             out = call.head.checked(out, wanted)
             outs.add(out if self.backend.immutable else self.backend.copy(out), mine, counts)
 
-    def _paged(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+    def _paged(self, plan: StepPlan, call: ModelCall, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         if self.inputs.shapes.sizes:
             return self._in_calls(plan, call, idx)
         if self.inputs.score(rows, start):
@@ -275,7 +275,7 @@ class CachedRunner(Runner):
         out = call.head.checked(self._called(call, x), x.last.shape[0])
         return call.head.along(plan, idx[emit], OneCall(self.backend, out))
 
-    def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:
+    def _in_calls(self, plan: StepPlan, call: ModelCall, idx: Any) -> Part:
         """`_paged` in calls of few shapes. The outputs of several are awaited together."""
         order = writers_first(plan)
         idx = order[np.isin(order, idx)]
@@ -322,7 +322,7 @@ class CachedRunner(Runner):
                 yield mine, (first + skipped)[mine], n[mine]
                 done += size
 
-    def _scored(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+    def _scored(self, plan: StepPlan, call: ModelCall, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """`_paged` where outputs of whole prompts are wanted: in several calls, as logits take much memory."""
         at, left = start.copy(), q.copy()
         parts = []
@@ -342,7 +342,7 @@ class CachedRunner(Runner):
             left -= piece
         return joined(parts, idx[:0], self.backend)
 
-    def _recurrent(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+    def _recurrent(self, plan: StepPlan, call: ModelCall, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """Like `_paged`, for models with a `State`: a copy of the rows' states is stepped, and kept on success.
 
         A state cannot go back. So a row whose proposals were not all right is stepped once more, from its old state, on
@@ -387,7 +387,7 @@ class CachedRunner(Runner):
 
     def _step_states(
         self,
-        call: Call,
+        call: ModelCall,
         work: list[Array],
         rows: Any,
         start: Any,

@@ -136,7 +136,7 @@ def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> Hos
     return found
 
 
-class Beside:
+class ExtraInputs:
     """What comes beside the tokens, by row."""
 
     declared: Declared
@@ -247,7 +247,7 @@ def shape_of(one: Input) -> tuple[int | None, ...]:
 class Arguments:
     """Which of these a method takes as keyword arguments, and their values for the rows of a call."""
 
-    def __init__(self, method: Callable[..., Any], beside: Beside) -> None:
+    def __init__(self, method: Callable[..., Any], beside: ExtraInputs) -> None:
         self.names, self._beside = wanted(method, beside.declared), beside
 
     def of(self, rows: Any, lengths: Any, width: int) -> dict[str, HostArray]:

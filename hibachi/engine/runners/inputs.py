@@ -12,7 +12,7 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.layout import StepInputs
 from hibachi.common.shapes import CallShapes
-from hibachi.engine.runners.extra_inputs import Beside
+from hibachi.engine.runners.extra_inputs import ExtraInputs
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.tokentable import Tables
@@ -40,7 +40,7 @@ class Inputs:
         tables: Tables,
         block_table: Any,
         tally: Tally,
-        beside: Beside,
+        beside: ExtraInputs,
         *,
         recurrent: bool,
     ) -> None:

@@ -20,10 +20,10 @@ from hibachi.backend.nine import NineBackend
 from hibachi.backend.protocol import BATCH_DIM, SEQ_DIM
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.calls import Awaiter, Theirs, mend_shape
+from hibachi.engine.runners.calls import Theirs, mend_shape
 from hibachi.engine.runners.groups import Call, Grouping
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate, jobs_of
+from hibachi.engine.runners.runner import AwaitingRunner, Outcome, Part, isolate, jobs_of
 from hibachi.engine.runners.tokentable import Kind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
@@ -62,7 +62,7 @@ class Kept:
     grown: Array = None  # both together, once asked for
 
 
-class NineRunner(Runner):
+class NineRunner(AwaitingRunner):
     """Level 0 on a backend that has the nine operations only."""
 
     backend: NineBackend
@@ -82,11 +82,6 @@ class NineRunner(Runner):
                 f"{self.name} is told `lengths`, an array that hibachi makes with `put`: expected a backend that has "
                 f"it; {backend.name} has the nine operations only. Give it `put`, or let forward take tokens alone."
             )
-        self.wait: Awaiter = Awaiter(backend.owns)
-
-    @override
-    def interrupt(self) -> None:
-        self.wait.interrupt()
 
     @override
     def admit(self, seq: Seq) -> None:
@@ -194,12 +189,8 @@ class NineRunner(Runner):
         one = ops.unsqueeze(job.padding, BATCH_DIM)  # [1, 1, *tok]
         return ops.cat([ops.repeat(ops.repeat(one, SEQ_DIM, width - now), BATCH_DIM, n), rows], SEQ_DIM)
 
-    @override
-    def close(self) -> None:
-        self.wait.close()
 
-
-class NineFeedforwardRunner(Runner):
+class NineFeedforwardRunner(AwaitingRunner):
     """Feed-forward on a backend that has the nine operations only."""
 
     backend: NineBackend
@@ -208,11 +199,6 @@ class NineFeedforwardRunner(Runner):
         super().__init__(backend, None)
         self._model, self._ops = model, backend.ops
         self.name: str = f"{type(model).__name__}.forward"
-        self.wait: Awaiter = Awaiter(backend.owns)
-
-    @override
-    def interrupt(self) -> None:
-        self.wait.interrupt()
 
     @override
     def run(self, plan: StepPlan) -> Outcome:
@@ -232,10 +218,6 @@ class NineFeedforwardRunner(Runner):
             out = copied(ops, out, (n, None), self.name)
             bad, items = strange_rows(ops, out, n), apart(ops, out, n)
         return Part(idx, None, None, np.ones(n, bool), bad, items=items)
-
-    @override
-    def close(self) -> None:
-        self.wait.close()
 
 
 def taken(ops: Any, array: Array, places: Sequence[int], n: int) -> Array:

@@ -9,10 +9,12 @@ from itertools import accumulate
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.library import Library
-from hibachi.engine.runners.calls import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
+from hibachi.backend.nine import NineBackend
+from hibachi.engine.runners.calls import Awaiter, Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
 from hibachi.engine.runners.meters import Tally
@@ -208,6 +210,22 @@ class Runner:
 
     def close(self) -> None:
         """Release resources. Called once, in the engine's thread."""
+
+
+class AwaitingRunner(Runner):
+    """A runner of models that may be `async def`. wait: awaits what a call returned, where that is to be done."""
+
+    def __init__(self, backend: ArrayBackend | NineBackend, tables: Tables | None) -> None:
+        super().__init__(backend, tables)
+        self.wait: Awaiter = Awaiter(backend.owns)
+
+    @override
+    def interrupt(self) -> None:
+        self.wait.interrupt()
+
+    @override
+    def close(self) -> None:
+        self.wait.close()
 
 
 @runtime_checkable

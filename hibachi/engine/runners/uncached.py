@@ -16,15 +16,15 @@ from hibachi.backend.infer import leaves, mapped
 from hibachi.common.phases import phase
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.calls import Awaiter, drop_frames, is_signal
-from hibachi.engine.runners.extra_inputs import Arguments, Beside
+from hibachi.engine.runners.calls import drop_frames, is_signal
+from hibachi.engine.runners.extra_inputs import Arguments, ExtraInputs
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Call, Grouping, Trials, telling
 from hibachi.engine.runners.kept_inputs import WORTH, Grown, Rooms
 from hibachi.engine.runners.runner import (
+    AwaitingRunner,
     Outcome,
     Part,
-    Runner,
     check_output,
     drawn_part,
     isolate,
@@ -42,7 +42,7 @@ from hibachi.errors import text_of
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
-class WholeRunner(Runner):
+class WholeRunner(AwaitingRunner):
     """Feeds the whole sequence of every row in every step.
 
     Without a padding token, rows of equal length go together and nothing is ever padded; with one, rows are padded on
@@ -63,7 +63,7 @@ class WholeRunner(Runner):
         sampler: RowSampler | FrameSampler | None,
         grouping: Grouping,
         deterministic: bool | None,
-        beside: Beside,
+        beside: ExtraInputs,
     ) -> None:
         """rows: the most there may be at once. deterministic: True means one row a call, unless `try_calls` finds
         better. None means as `try_calls` finds it.
@@ -75,7 +75,6 @@ class WholeRunner(Runner):
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths: bool = takes_lengths(model, ModelKind.LOGITS if sampler else ModelKind.FORWARD)
         self._beside, self._arguments = beside, Arguments(self.forward, beside)
-        self.wait: Awaiter = Awaiter(backend.owns)
         self._grown = Grown(backend, useful=sampler is None)
         self._rooms = Rooms(backend, self.name, useful=sampler is None)
         if deterministic:
@@ -84,10 +83,6 @@ class WholeRunner(Runner):
     @property
     def _alone(self) -> Grouping:
         return replace(self.grouping, known=Alone(), padded=self.grouping.padded and self.takes_lengths)
-
-    @override
-    def interrupt(self) -> None:
-        self.wait.interrupt()
 
     @override
     def adopt(self, scheduler: Scheduler) -> None:
@@ -295,12 +290,8 @@ class WholeRunner(Runner):
         each = np.arange(len(rows))
         return self.tables.at(rows[0]).packed(rows, lengths - 1, np.ones(len(rows), np.intp), each, lengths - 1)
 
-    @override
-    def close(self) -> None:
-        self.wait.close()
 
-
-class FeedforwardRunner(Runner):
+class FeedforwardRunner(AwaitingRunner):
     """One forward pass a request; inputs of one shape and dtype go together."""
 
     backend: ArrayBackend
@@ -309,11 +300,6 @@ class FeedforwardRunner(Runner):
         super().__init__(backend, None)
         self.model = model
         self.name: str = f"{type(model).__name__}.forward"
-        self.wait: Awaiter = Awaiter(backend.owns)
-
-    @override
-    def interrupt(self) -> None:
-        self.wait.interrupt()
 
     @override
     def run(self, plan: StepPlan) -> Outcome:
@@ -345,7 +331,3 @@ class FeedforwardRunner(Runner):
             if xp.isdtype(array.dtype, ("real floating", "complex floating")):
                 bad |= ~self.backend.get(xp.all(xp.reshape(xp.isfinite(array), (len(idx), -1)), axis=1))
         return Part(idx, None, out, np.ones(len(idx), bool), bad)
-
-    @override
-    def close(self) -> None:
-        self.wait.close()

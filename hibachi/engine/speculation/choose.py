@@ -22,7 +22,7 @@ from hibachi.engine.runners.memory import position_bytes
 from hibachi.engine.speculation.config import METHODS, SpeculativeConfig
 from hibachi.engine.speculation.draft_runner import DraftModel
 from hibachi.engine.speculation.drafter_thread import Aside
-from hibachi.engine.speculation.drafting import Apart, Asker, ByNgrams, Drafting, WithModel
+from hibachi.engine.speculation.drafting import Apart, ByNgrams, Drafting, Proposer, WithModel
 from hibachi.engine.speculation.find import drafter_of
 from hibachi.engine.speculation.howmany import Depth, HowMany
 from hibachi.engine.speculation.ngram import NgramDrafter
@@ -133,7 +133,7 @@ def made(config: SpeculativeConfig | None, built: Built, name: str, differ: str 
     raise UnsupportedOperation(f"speculative_config cannot be used with {name}, as {why}. Leave it out.")
 
 
-def _asker(config: SpeculativeConfig, built: Built, how: HowMany | None) -> Asker:
+def _asker(config: SpeculativeConfig, built: Built, how: HowMany | None) -> Proposer:
     vocab = built.facts.vocab_size
     assert vocab is not None
     if config.method == "ngram":

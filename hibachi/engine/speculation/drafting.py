@@ -52,7 +52,7 @@ class Read(Protocol):
     def __call__(self, row: Row, start: int = 0) -> Tokens: ...
 
 
-class Asker(Protocol):
+class Proposer(Protocol):
     """Asks somebody for guesses.
 
     name: of whom, for metrics. seconds: what asking took before the last step; it is none of the step's own.
@@ -220,10 +220,10 @@ class Drafting:
     None means all.
     """
 
-    asker: Asker
+    asker: Proposer
     how: HowMany | None
 
-    def __init__(self, asker: Asker, k: int, how: HowMany | None = None) -> None:
+    def __init__(self, asker: Proposer, k: int, how: HowMany | None = None) -> None:
         self.asker, self._k, self.how = asker, k, how
         self.drafted = Drafted()
         self._rows: dict[Seq, Row] = {}  # with what was found for the step

@@ -15,7 +15,7 @@ from hibachi.common.shapes import CallShapes, fixed
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.calls import Awaiter
-from hibachi.engine.runners.extra_inputs import Arguments, Beside, declared_by
+from hibachi.engine.runners.extra_inputs import Arguments, ExtraInputs, declared_by
 from hibachi.engine.runners.runner import check_output
 from hibachi.engine.scheduler.lower import Packed, lower, pad
 from hibachi.testing.verify.spy import one_array
@@ -65,9 +65,9 @@ class Driver:
     def of(self, row: str) -> HostArray:
         return self.tokens[row.partition("#")[0]]
 
-    def beside(self, rows: Sequence[str]) -> Beside:
+    def beside(self, rows: Sequence[str]) -> ExtraInputs:
         """What comes beside the tokens of these requests: seeds by the tokens, so that two with the same are alike."""
-        found = Beside(self.declared, len(rows))
+        found = ExtraInputs(self.declared, len(rows))
         for i, row in enumerate(rows):
             found.set(i, PROMPT, zlib.crc32(row.partition("#")[0].encode()))
         return found
@@ -300,7 +300,7 @@ class CacheSession:
             for i, p in enumerate(emitting)
         }
 
-    def _beside(self, packed: Packed) -> Beside:
+    def _beside(self, packed: Packed) -> ExtraInputs:
         names = {row: name for name, row in self.place.items()}
         return self.driver.beside([names.get(row, "") for row in range(self.driver.rows)])
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.nested import arrays_in, with_arrays
-from hibachi.engine.runners.extra_inputs import LENGTHS, Beside, example, wanted
+from hibachi.engine.runners.extra_inputs import LENGTHS, ExtraInputs, example, wanted
 from hibachi.engine.runners.owncache.layout import Layout, Leaf, Past, has_views
 from hibachi.engine.runners.owncache.rows import RowPasts
 from hibachi.errors import ConfigError, InvalidModelOutput
@@ -26,7 +26,12 @@ class Encoded:
     """
 
     def __init__(
-        self, encode: Callable[..., Any], backend: ArrayBackend, beside: Beside, name: str, theirs: Callable[..., Any]
+        self,
+        encode: Callable[..., Any],
+        backend: ArrayBackend,
+        beside: ExtraInputs,
+        name: str,
+        theirs: Callable[..., Any],
     ) -> None:
         """Raises ConfigError, and what the model raises."""
         self._encode, self._backend, self._beside, self._theirs = encode, backend, beside, theirs

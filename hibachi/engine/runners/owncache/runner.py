@@ -18,7 +18,7 @@ from typing_extensions import override
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.common.phases import phase
 from hibachi.engine.runners.calls import drop_frames, is_signal
-from hibachi.engine.runners.extra_inputs import KNOWN, Beside
+from hibachi.engine.runners.extra_inputs import KNOWN, ExtraInputs
 from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.heads import Sampled, Tokens
 from hibachi.engine.runners.meters import Meeting, Tally
@@ -62,7 +62,7 @@ class OwnCacheRunner(Runner):
         kind: Kind,
         tally: Tally,
         examples: Sequence[HostArray],
-        beside: Beside,
+        beside: ExtraInputs,
         longest: int,
     ) -> None:
         """rows: the most there may be at once. kind: of the tokens. examples: prompts, of whose tokens those for trials

@@ -13,7 +13,7 @@ from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.calls import Theirs
-from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, Beside, parameters_of
+from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, ExtraInputs, parameters_of
 from hibachi.engine.runners.heads import Sampled, Tokens
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.owncache.encoder import Encoded
@@ -50,7 +50,7 @@ class OwnStep:
         self,
         model: Any,
         backend: ArrayBackend,
-        beside: Beside,
+        beside: ExtraInputs,
         head: Sampled | Tokens,
         kind: Kind,
         tally: Tally,
