@@ -34,7 +34,6 @@ PLACES = (
 )
 KIT = ("hibachi/testing/toys.py", "conformance")
 DTYPES = ("bool", "int8", "int32", "int64", "uint32", "float16", "bfloat16", "float32", "float64")
-SHOWN = {"tensor": "backend", "decode": "decode", "model": "model", "runners": "runners"}  # rooms in the table
 
 
 def files(places: Iterable[str] = PLACES) -> list[Path]:
@@ -61,6 +60,12 @@ def used(source: str) -> dict[str, set[str]]:
     return dict(found)
 
 
+def room_of(file: Path) -> str:
+    """Its storey, or its room in one that has many."""
+    _, storey, room, *_ = file.relative_to(ROOT).parts
+    return storey if storey == "backend" else room
+
+
 def table(places: Iterable[str] = PLACES) -> dict[str, tuple[set[str], set[str]]]:
     """{name: (its keywords, the rooms that use it)}, without dtypes and dunders."""
     out: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
@@ -68,7 +73,7 @@ def table(places: Iterable[str] = PLACES) -> dict[str, tuple[set[str], set[str]]
         for name, keywords in used(file.read_text()).items():
             if name not in DTYPES and not name.startswith("__"):
                 out[name][0].update(keywords)
-                out[name][1].add(file.relative_to(ROOT).parts[1])
+                out[name][1].add(room_of(file))
     return dict(out)
 
 
@@ -159,7 +164,7 @@ def lines() -> list[str]:
     functions, methods = ({level: both[i] for level, both in found.items()} for i in (0, 1))
     out = ["| function | keywords | for | levels |", "|---|---|---|---|"]
     for name, (keywords, rooms) in sorted(table().items()):
-        words, used_by = ", ".join(f"`{k}`" for k in sorted(keywords)), ", ".join(SHOWN[room] for room in sorted(rooms))
+        words, used_by = ", ".join(f"`{k}`" for k in sorted(keywords)), ", ".join(sorted(rooms))
         out.append(f"| `{name}` | {words} | {used_by} | {_levels(name, functions)} |")
     out += ["", "| method | levels |", "|---|---|"]
     return out + [f"| `{name}` | {_levels(name, methods)} |" for name in sorted(set().union(*methods.values()))]

@@ -18,7 +18,7 @@ import transformers
 from hibachi import AutoregressiveBatchInference, SamplingParams, load_model
 from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.engine import build
-from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.llm.model.files import TINY
 from hibachi_jax import JaxBackend
@@ -136,7 +136,7 @@ def said(stream):
     return tokens, [{t: float(v).hex() for t, v in p.items()} if p else p for p in stream.logprobs]
 
 
-class Preempting(Scheduler):
+class Preempting(RecordedScheduler):
     """Every few steps somebody loses its row and must begin again, each request twice at most."""
 
     def schedule(self, now=0.0):
@@ -167,7 +167,7 @@ class Proposing:
 def engine(model, *, chunk, cache, memory, deterministic, proposals):
     with pytest.MonkeyPatch.context() as patch:
         if memory == "preempted":
-            patch.setattr(build, "Scheduler", Preempting)
+            patch.setattr(build, "RecordedScheduler", Preempting)
         made = AutoregressiveBatchInference(
             model,
             max_num_seqs=COMPANY,

@@ -562,7 +562,7 @@ def test_nothing_holds_a_request_that_ended(serve, toy):
     try:
         stream = engine.run([1, 2], None if toy is SumTokens else GREEDY, max_tokens=2)
         backend.wait()
-        prompt = ref(next(iter(engine._worker.engine._live)).prompt)
+        prompt = ref(next(iter(engine._worker.engine._live)).request.prompt)
         assert prompt() is not None
         backend.open()
         stream.collect()

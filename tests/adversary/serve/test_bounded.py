@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from hibachi.errors import PromptTooLong
-from hibachi.llm.dialects import tokenizing
 from hibachi.llm.dialects.errors import Refused
-from hibachi.server import streaming
+from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.server import streaming, tokenizing
 from hibachi.server.tokenizing import Tokenizing
 from hibachi.server.web.deadlines import MOST_BYTES
 
@@ -132,9 +132,11 @@ def test_19_no_redirect_names_the_host_of_the_client(small):
 @pytest.mark.parametrize("more", [{"n": 128}, {"best_of": 128}, {"n": 2, "best_of": 128}])
 @WHICH
 def test_3_rows_are_counted_before_anything_is_made_of_them(which, more, monkeypatch):
-    with ENGINES[which]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts, site(texts) as here:
+    with (
+        ENGINES[which]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts,
+        site(texts, bounds=Bounds(rows=8)) as here,
+    ):
         monkeypatch.setattr(texts.engine, "check", None)
-        here.served.bounds = type(here.served.bounds)(rows=8)
         answer = here.post("/v1/completions", {"prompt": ["a"] * 1024, **more})
         assert answer.status_code == 400 and "at most 8 fit in at once" in answer.json()["error"]["message"]
         answer = here.post("/v1/completions", {"prompt": ["a"] * 8, "max_tokens": 2, "n": 1})
@@ -153,14 +155,11 @@ def test_3_a_queue_without_room_is_found_before_anything_is_made(which, monkeypa
 
 
 def test_16_most_new_tokens_are_the_operators(small):
-    small.served.bounds = type(small.served.bounds)(new=5)
-    try:
+    with site(small.served.what, bounds=Bounds(new=5)) as here:
         for asked in (None, 3, 5, 100):
             body = {} if asked is None else {"max_tokens": asked}
-            used = small.post("/v1/completions", {"prompt": "a", "ignore_eos": True} | body).json()["usage"]
+            used = here.post("/v1/completions", {"prompt": "a", "ignore_eos": True} | body).json()["usage"]
             assert used["completion_tokens"] == min(asked or 16, 5)
-    finally:
-        small.served.bounds = type(small.served.bounds)()
 
 
 # ---- texts (finding 5) ---------------------------------------------------------------------------------------------
