@@ -352,8 +352,14 @@ def entries(root: Path) -> int:
 
 
 def tokens(file: File) -> int:
-    """Before Python 3.12, an f-string is one token."""
-    return sum(token.start[0] in file.code for token in _tokens(file.source))
+    """An f-string is one token, as it was before Python 3.12."""
+    found = inside = 0
+    for token in _tokens(file.source):
+        kind = tokenize.tok_name[token.type]
+        inside -= kind == "FSTRING_END"
+        found += not inside and kind != "FSTRING_END" and token.start[0] in file.code
+        inside += kind == "FSTRING_START"
+    return found
 
 
 def keyword_arguments(file: File) -> Iterator[str]:
