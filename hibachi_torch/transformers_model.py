@@ -149,7 +149,7 @@ def load(
                 f"config.json: model_type {kind!r} is known neither to hibachi nor as a causal language model to "
                 f"transformers {library.__version__}, and auto_map says that its code lies in the folder. hibachi runs "
                 f"no code from a model's folder: use a version of transformers that has it, or write the model as a "
-                f"hibachi.engine.ladder.CachedModel."
+                f"hibachi.CachedModel."
             )
         return None
     cls = auto.MODEL_FOR_CAUSAL_LM_MAPPING[make]
@@ -184,7 +184,7 @@ def load(
                 raise UnknownArchitecture(
                     f"transformers' {cls.__name__} can run neither in the paged engine: {why}; nor with a cache of its "
                     f"own: {e}. Use a model of another architecture, or write this one as a "
-                    f"hibachi.engine.ladder.CachedModel and pass the object to the engine."
+                    f"hibachi.CachedModel and pass the object to the engine."
                 ) from e
     log.warning("%s runs with a cache of its own, as the paged engine cannot run it: %s", cls.__name__, why)
     return found
