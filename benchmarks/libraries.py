@@ -24,7 +24,7 @@ import hibachi
 from benchmarks.bench.randommodel import SHAPES
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.tokentable import IDS, History, Tables
+from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.llm.model.arch import Arch, Layer, shapes
@@ -87,11 +87,11 @@ class Steps:
         tables = Tables(rows, IDS)
         sampler = RowSampler(backend, rows, what.vocab_size, tables.of(IDS))
         self.backend, self.sampler = backend, sampler
-        self.kept: list[History] = []
+        self.kept: list[TokenHistory] = []
         self.runner = cached_runner(model, backend, Scheduler(limits), tables, sampler, "float32")
         for row in range(rows):
             tokens = np.random.default_rng(row).integers(0, what.vocab_size, longest).astype(np.int32)
-            self.kept.append(History(tokens))
+            self.kept.append(TokenHistory(tokens))
             tables.fill(row, IDS, self.kept[-1])
             each = longest // BLOCK
             self.runner.inputs.block_table[row] = np.arange(1 + row * each, 1 + (row + 1) * each)

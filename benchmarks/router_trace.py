@@ -23,7 +23,7 @@ from random import Random
 from hibachi.engine.simulator.trace import PICOSECONDS, Keys, Trace, read_trace
 from hibachi.router.affine import FURTHEST, PrefixAffine, pieces_of
 from hibachi.router.policies import Ask, LeastConnection, Policy, PowerOfTwo, RoundRobin
-from hibachi.router.upstreams import Place, State, Upstream
+from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 SERVERS, BLOCKS, SLOTS = 4, 2000, 64
 PREFILL, DECODE = 20_000, 0.020  # tokens a second of a server; seconds a token of a request
@@ -78,7 +78,7 @@ class Result:
 
 
 def upstreams(n: int, network: int = 0) -> list[Upstream]:
-    return [Upstream(Place(f"http://10.0.{network}.{i + 1}:8000", limit=SLOTS), State.UP) for i in range(n)]
+    return [Upstream(Place(f"http://10.0.{network}.{i + 1}:8000", limit=SLOTS), UpstreamState.UP) for i in range(n)]
 
 
 @cache

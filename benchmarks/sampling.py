@@ -19,7 +19,7 @@ import numpy as np
 from hibachi import ArrayBackend, SamplingParams, load_backend
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.tokentable import History, TokenTable
+from hibachi.engine.runners.tokentable import TokenHistory, TokenTable
 from hibachi.engine.sampling.draw import sample
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
@@ -56,7 +56,7 @@ def steps(backend: ArrayBackend, logits: Any, params: dict[str, Any]) -> Callabl
     jobs = []
     for row in range(rows):
         tokens = rng.integers(0, vocab, CONTEXT).astype(np.int32)
-        table.fill(row, History(tokens))
+        table.fill(row, TokenHistory(tokens))
         seq = Seq(CONTEXT // 2, None, row=row)
         prompt = tokens[: CONTEXT // 2]
         jobs.append(Job(seq, Channel(), Request(prompt, SamplingParams(seed=row, **params)), seed=row))

@@ -44,7 +44,7 @@ from hibachi.server.web.client import BadAnswer, Client, Url
 from hibachi.testing.bench import report, traffic
 from hibachi.testing.bench.generator import AnswerReader, Generator, run
 from hibachi.testing.bench.samples import Sample
-from hibachi.testing.bench.traffic import Ask, Form
+from hibachi.testing.bench.traffic import Ask, RequestForm
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"
 KINDS = ("own", "child")
@@ -147,7 +147,7 @@ class Server:
         async def inner():
             client = Client(Url.of(self.url), agent="hibachi-bench")
             try:
-                return await Generator(client, Form("completions", None), **options).run(asks)
+                return await Generator(client, RequestForm("completions", None), **options).run(asks)
             finally:
                 await client.close()
 
@@ -360,7 +360,7 @@ def idle(args) -> None:
 async def _open(one: Server, asks) -> float:
     """Opens all of them, waits until each has had some tokens, and looks at the memory."""
     client = Client(Url.of(one.url), agent="hibachi-bench")
-    form = Form("completions", None)
+    form = RequestForm("completions", None)
     start = time.perf_counter()
     samples = [Sample(a.id, None, a.new) for a in asks]
     tasks = [
@@ -417,7 +417,11 @@ def leak(args) -> None:
 
 
 async def _hang_up(one: Server, n: int, seed: int) -> tuple[int, int]:
-    client, form, rng = Client(Url.of(one.url), agent="hibachi-bench"), Form("completions", None), random.Random(seed)
+    client, form, rng = (
+        Client(Url.of(one.url), agent="hibachi-bench"),
+        RequestForm("completions", None),
+        random.Random(seed),
+    )
     places, start = asyncio.Semaphore(64), time.perf_counter()
     done = hung = 0
 

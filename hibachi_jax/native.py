@@ -20,7 +20,7 @@ from typing_extensions import override
 from hibachi.backend import masks
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.backend.attention_terms import terms
-from hibachi.backend.kernels.library import NUMERICS, Library, library
+from hibachi.backend.kernels.library import NUMERICS, KernelLibrary, library
 from hibachi.backend.kernels.memory import Slabs
 from hibachi.backend.kernels.threads import most_threads
 from hibachi.backend.layout import Paged, State, StepInputs
@@ -39,7 +39,7 @@ HANDLERS = (
 
 
 @cache
-def known() -> Library:
+def known() -> KernelLibrary:
     """The library, its handlers known to XLA by the names of `target`. Raises NativeUnavailable."""
     found = library()
     # XLA wants to be told its own version.
@@ -60,7 +60,7 @@ def target(name: str) -> str:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PackedWeight:
+class JaxPackedWeight:
     """A matrix [out, in] in panels of a kind, a name of `INTO` in packing.py; those of int8 have a scale for each row.
     shape: of the matrix. dtype: of what it is multiplied with."""
 
@@ -73,7 +73,7 @@ class PackedWeight:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PagedCache(OwnLayout):
+class JaxPagedCache(OwnLayout):
     """A layer's keys and values as attention.h has them. The last dimension of both is a lane."""
 
     keys: Array  # [blocks, kv_heads, spans, lanes of a key, 16, depth]
@@ -132,19 +132,19 @@ class NativeJaxBackend(JaxBackend):
     def put_rows(self, parts: Sequence[Rows], dtype: str) -> Array:
         return self._packed(parts, dtype, as_stored(parts) or self._computed(dtype))
 
-    def _packed(self, parts: Sequence[Rows], dtype: str, into: str) -> PackedWeight:
+    def _packed(self, parts: Sequence[Rows], dtype: str, into: str) -> JaxPackedWeight:
         shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
         data, scales = pack(parts, into, self._run, self._slabs)
         seen = np.dtype(self.dtype(into)) if into in CODES else BITS[into]
         placed = self._placed(data.view(seen)), None if scales is None else self._placed(scales)
-        return PackedWeight(*placed, shape, np.dtype(self.dtype(dtype)), into)
+        return JaxPackedWeight(*placed, shape, np.dtype(self.dtype(dtype)), into)
 
     def _placed(self, packed: HostArray) -> Array:
         return jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
 
     @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
-        if not isinstance(w, PackedWeight):
+        if not isinstance(w, JaxPackedWeight):
             return super().weight_rows(w, idx)
         n, k = w.shape
         at = idx.reshape(-1).astype(jnp.int32)
@@ -155,13 +155,13 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        return self._linear(x, w, b, w.dtype) if isinstance(w, PackedWeight) else super().linear(x, w, b)
+        return self._linear(x, w, b, w.dtype) if isinstance(w, JaxPackedWeight) else super().linear(x, w, b)
 
     @override
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        return self._linear(x, w, b, jnp.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
+        return self._linear(x, w, b, jnp.float32) if isinstance(w, JaxPackedWeight) else super().logits(x, w, b)
 
-    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any) -> Array:
+    def _linear(self, x: Array, w: JaxPackedWeight, b: Array | None, dtype: Any) -> Array:
         """`linear` with results rounded to w's dtype, or not rounded: float32."""
         n, k = w.shape
         if x.dtype != w.dtype or x.shape[-1] != k or (b is not None and (b.dtype != w.dtype or b.shape != (n,))):
@@ -187,13 +187,13 @@ class NativeJaxBackend(JaxBackend):
         spans, wide = -(-block_size // LANES), -(-spec.v_dim // LANES) * LANES
         shape = (blocks, spec.kv_heads, spans)
         keys = self.zeros((*shape, -(-spec.k_dim // depth), LANES, depth), wanted)
-        return PagedCache(
+        return JaxPagedCache(
             keys, self.zeros((*shape, LANES // depth, wide, depth), wanted), block_size, spec.k_dim, spec.v_dim
         )
 
     @override
     def positions(self, cache: LayerCache, blocks: Sequence[int] | None = None) -> list[HostArray]:
-        if not isinstance(cache, PagedCache):
+        if not isinstance(cache, JaxPagedCache):
             return super().positions(cache, blocks)
         keys, values = (np.asarray(self._some_blocks(t, blocks), np.float32) for t in (cache.keys, cache.values))
         return unpacked(keys, values, cache.block_size, cache.k_dim, cache.v_dim)
@@ -213,7 +213,7 @@ class NativeJaxBackend(JaxBackend):
         bias: Array | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
-        if not isinstance(cache, PagedCache):
+        if not isinstance(cache, JaxPagedCache):
             how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias, "sinks": sinks}
             return super().attend(q, k, v, cache, x, **how)
         keys, values, dtype = cache.keys, cache.values, q.dtype
@@ -262,7 +262,7 @@ class NativeJaxBackend(JaxBackend):
     ) -> Array:
         check_experts(x, chosen, weights, into, out, gated)
         every = [*into, *out]
-        packed = all(isinstance(w, PackedWeight) and w.dtype == _kind(w) == x.dtype for w in every)
+        packed = all(isinstance(w, JaxPackedWeight) and w.dtype == _kind(w) == x.dtype for w in every)
         packed = packed and all(len({w.kind for w in some}) == 1 for some in (into, out))
         dim, inner = out[0].shape
         odd = x.dtype != jnp.float32 and (dim % 2 or inner % 2)  # rows of pairs begin with a pair
@@ -406,7 +406,7 @@ class Int4NativeJaxBackend(Int8NativeJaxBackend):
 _COMPUTED = (jnp.float32, jnp.bfloat16)
 
 
-def _kind(w: PackedWeight) -> Any:
+def _kind(w: JaxPackedWeight) -> Any:
     """What it is multiplied with in the kernels: float16 as float32."""
     return np.dtype(np.float32) if w.dtype == np.float16 else w.dtype
 

@@ -27,7 +27,7 @@ from hibachi.backend.discover import best_backend, load_backend
 from hibachi.backend.library import check_numerics
 from hibachi.cli import sim
 from hibachi.cli.bench import add_commands, vocabulary_of
-from hibachi.cli.main import Parser, run_words
+from hibachi.cli.main import CommandParser, run_words
 from hibachi.cli.options import MODEL, SETTINGS, model_arguments, model_options
 from hibachi.common.installed import version
 from hibachi.common.phases import short_duration
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     text, _, rest = (__doc__ or "").partition("\n")
-    top = Parser(
+    top = CommandParser(
         prog="python -m benchmarks.bench",
         description=text,
         epilog=rest.strip(),

@@ -39,7 +39,7 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class ProgramMemory:
     """What a call with so many tokens works in, and the next one of as many again. h, final: these buffers' places."""
 
     tokens: int
@@ -80,7 +80,7 @@ class Program:
         self._code = self._backend.codes[self.dtype]
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
         self._turned: tuple[Any, list[Array], Any, int] | None = None  # the tables of angles of the last step
-        self._idle: list[Memory] = []
+        self._idle: list[ProgramMemory] = []
         self.seconds: Any = None
         """If it is set to zeros, float64 [operations], the seconds of each are added to it."""
         self.parts = [_PARTS.get(op["kind"], "model") for op in self._ops]
@@ -126,7 +126,7 @@ class Program:
         self._idle.append(memory)
         return out
 
-    def _memory(self, tokens: int) -> Memory:
+    def _memory(self, tokens: int) -> ProgramMemory:
         a, item = self._arch, 2 if self._code else 4  # bytes of a number
         lists = 0 if (e := a.experts) is None else self._kernels.lists(tokens, e.per_token, e.count)
         sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists]
@@ -137,7 +137,7 @@ class Program:
         step = Step(tokens=tokens, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, vocabulary=a.vocab_size)
         step.cascade, step.buffers = self._backend.cascade, ctypes.addressof(buffers)
         step.widths = ctypes.addressof(self._wide)
-        return Memory(tokens, step, buffers, buffers[H], buffers[FINAL], held)
+        return ProgramMemory(tokens, step, buffers, buffers[H], buffers[FINAL], held)
 
     def _halves_of(self, cache: list[LayerCache]) -> Any:
         """The addresses of all keys and values. Another thread may step another cache meanwhile."""

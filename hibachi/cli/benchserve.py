@@ -19,7 +19,7 @@ from hibachi.testing.bench import report, traffic, work
 from hibachi.testing.bench.machine import cores, machine
 from hibachi.testing.bench.report import Slo
 from hibachi.testing.bench.samples import Loaded, Sample
-from hibachi.testing.bench.traffic import Ask, Form
+from hibachi.testing.bench.traffic import Ask, RequestForm
 
 KEY = "HIBACHI_API_KEY"
 _LONGEST_RANDOM = 100  # requests, where nothing says how many
@@ -166,7 +166,7 @@ async def _drive(args: argparse.Namespace, asks: Iterator[Ask]) -> tuple[Loaded,
     client = Client(Url.of(args.url), {"Authorization": f"Bearer {key}"} if key else {}, agent="hibachi-bench")
     try:
         model = args.model or await model_of(client)
-        form = Form(
+        form = RequestForm(
             args.endpoint,
             model,
             words=args.words,

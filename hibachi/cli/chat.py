@@ -18,7 +18,7 @@ from typing import Any
 
 from hibachi.cli.chattools import MOST_TURNS, Functions, results
 from hibachi.cli.options import MODEL, SETTINGS, model_arguments, open_model, sampling, sampling_arguments, told
-from hibachi.cli.thoughts import Shown
+from hibachi.cli.thoughts import ShownAnswer
 from hibachi.errors import ConfigError, InvalidRequest, PromptTooLong, printable
 from hibachi.llm.chatformat.format import Reasoned, Said
 from hibachi.llm.chatformat.reading.reader import ALL_SAID
@@ -149,7 +149,7 @@ def _answer_with(
         answer = done.choices[0]
         messages.append(answer.message)
         if answer.text or answer.reasoning:
-            shown = Shown()
+            shown = ShownAnswer()
             shown.tell([Reasoned(answer.reasoning)] if answer.reasoning else [])
             shown.tell([Said(answer.text)] if answer.text else [])
             shown.end()
@@ -167,7 +167,7 @@ def _answer(
     talking: Talk, llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, terminal: bool
 ) -> dict[str, Any]:
     """The answer, shown as it comes; what there is of it if it was interrupted after it had said something."""
-    (prompt, reader), shown = talking.prompt(messages, {}), Shown()
+    (prompt, reader), shown = talking.prompt(messages, {}), ShownAnswer()
     reader = reader or ALL_SAID
     ids, parser = llm.tokenizer.encode(prompt, add_special_tokens=False), reader.parser()
     [stream] = llm.submit([ids], params, shown=reader.shown)

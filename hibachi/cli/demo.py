@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         facts = llm.backend.versions()
         place = f"{facts['library']} on {facts['device']}"
         title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.cache_spec())} layers, {place}"
-        view = Live(title) if is_live(sys.stdout) and not args.plain else Plain(title)
+        view = Live(title) if is_live(sys.stdout) and not args.plain else PlainView(title)
         if llm.backend.shapes.compiled:  # the compiler is not what we measure
             view.say("compiling ...")
             Pass(llm, params, len(PROMPTS)).run()
@@ -90,7 +90,7 @@ class Pass:
         self.total: int = sum(min(n, p.max_tokens or n) for n, p in zip(room, params, strict=True))
         self.tokens, self.seconds, self._before = 0, 0.0, llm.stats()
 
-    def run(self, view: Plain | Live | None = None) -> Pass:
+    def run(self, view: PlainView | Live | None = None) -> Pass:
         began = time.perf_counter()
         for first in range(0, len(self.params), self.size):
             some = slice(first, first + self.size)
@@ -123,7 +123,7 @@ class Pass:
         )
 
 
-class Plain:
+class PlainView:
     """Lines, for pipes: progress now and then, the texts when they are complete."""
 
     def __init__(self, title: str) -> None:

@@ -33,7 +33,7 @@ FAILED = 1
 BROKEN_PIPE = 141  # as shells report a program whose reader closed the pipe
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An unknown option is answered with the one that was probably meant."""
 
     _words: Sequence[str] = ()
@@ -56,7 +56,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command line. only: the one command that is parsed, so that the others need not be imported;
     another word means all of them.
     """
-    top = Parser(
+    top = CommandParser(
         prog="hibachi",
         description="Continuous batching for any autoregressive model.",
         epilog="`hibachi demo` is a good beginning; `hibachi COMMAND --help` says more.",

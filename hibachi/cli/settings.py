@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hibachi.common.settings.kinds import SWITCH, Kind, Setting
+from hibachi.common.settings.kinds import SWITCH, Setting, ValueKind
 from hibachi.common.settings.settle import Groups
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def _add(parser: Any, s: Setting, **more: Any) -> None:
     parser.add_argument(s.flag, help=text, **more)
 
 
-def _reader(kind: Kind) -> Callable[[str], Any]:
+def _reader(kind: ValueKind) -> Callable[[str], Any]:
     def read(given: str) -> Any:
         try:
             return kind.read(given)

@@ -12,7 +12,7 @@ from hibachi.errors import printable
 from hibachi.llm.chatformat.format import Event, Reasoned, Said
 
 
-class Shown:
+class ShownAnswer:
     """One answer, on standard output. Thoughts are dimmed, and a blank line stands behind them.
 
     Where standard output is no terminal, it gets nothing but what is said, as whoever reads it expects; thoughts then

@@ -75,7 +75,7 @@ def showing_phases(file: TextIO | None = None) -> Iterator[None]:
 
     file: None means standard error.
     """
-    out = Output(file)
+    out = PhaseOutput(file)
     before, _phases.command = _phases.command, True
     drawn = is_live(out.file) and not _phases.shown
     files = sys.stdout, sys.stderr
@@ -104,7 +104,7 @@ def ending_at_once() -> Iterator[None]:
 
     def end(*_: object) -> None:
         _phases.hide()
-        Output().write("\n")  # the terminal wrote ^C into the line
+        PhaseOutput().write("\n")  # the terminal wrote ^C into the line
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)
@@ -134,7 +134,7 @@ class _Phases:
     def __init__(self) -> None:
         self._running: list[Phase] = []
         self._lock = threading.RLock()
-        self._out: Output | None = None
+        self._out: PhaseOutput | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Event()
         self._since = self._ended = 0.0
@@ -161,7 +161,7 @@ class _Phases:
                 self._ended = time.monotonic()
                 self._erase()
 
-    def show(self, out: Output) -> None:
+    def show(self, out: PhaseOutput) -> None:
         with self._lock:
             self._out, self._drawn = out, False
         self._thread = threading.Thread(target=self._tick, args=(out,), name="hibachi-phases", daemon=True)
@@ -175,7 +175,7 @@ class _Phases:
         if self._thread is not None:
             self._thread.join(5 * _TICK)  # else a thread that draws could meet the end of the interpreter
 
-    def _tick(self, out: Output) -> None:
+    def _tick(self, out: PhaseOutput) -> None:
         while self._out is out:
             if not self._running:
                 self._changed.wait()
@@ -253,7 +253,7 @@ def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else 0
 
 
-class Output:
+class PhaseOutput:
     """Writes to a file for as long as that works. file: None means standard error."""
 
     def __init__(self, file: TextIO | None = None) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TextIO
 
-from hibachi.common.phases import Output, duration, is_live, size_of
+from hibachi.common.phases import PhaseOutput, duration, is_live, size_of
 
 FRAME = 0.1  # seconds from one frame to the next
 FIRST = 5.0  # seconds until the first line in a pipe ...
@@ -26,7 +26,7 @@ class Screen:
     """The last lines of a terminal. Each frame takes the place of the one before."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        self._out = Output(file)
+        self._out = PhaseOutput(file)
         self._size, self._height = self.size(), 0
 
     def size(self) -> os.terminal_size:
@@ -100,7 +100,7 @@ class Progress(_Closes):
         self._before = self._done = before
         self._figures: dict[str, float | str] = {}
         self._clock, self._began = clock, clock()
-        self._out = Output(file)
+        self._out = PhaseOutput(file)
         self._screen = Screen(file) if (is_live(self._out.file) if live is None else live) else None
         self._next = self._began + (0.0 if self._screen else FIRST)
         self._closed = False

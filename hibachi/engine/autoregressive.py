@@ -46,7 +46,7 @@ from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.speculation import choose as speculation
 from hibachi.engine.speculation.config import as_config
 from hibachi.engine.speculation.howmany import Waits
-from hibachi.engine.speculation.ngram import Prediction
+from hibachi.engine.speculation.ngram import ExpectedTokens
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
@@ -350,7 +350,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             seed=seed & (2**64 - 1),
             kind=kind,
             padding=fitted.padding,
-            prediction=None if request.prediction is None else Prediction(request.prediction),
+            prediction=None if request.prediction is None else ExpectedTokens(request.prediction),
         )
         if begun is not None:
             job.history.append(np.array([begun.token], kind.dtype))

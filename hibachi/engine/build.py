@@ -30,7 +30,7 @@ from hibachi.engine.runners.cached import CachedRunner
 from hibachi.engine.runners.extra_inputs import ExtraInputs, check_taken, declared_by, kept_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Grouping, bucket
-from hibachi.engine.runners.heads import Head, Sampled, Tokens
+from hibachi.engine.runners.heads import Head, ReturnedTokens, Sampled
 from hibachi.engine.runners.memory import position_bytes
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.nine import NineRunner
@@ -38,7 +38,7 @@ from hibachi.engine.runners.overlapping import OverlappingRunner
 from hibachi.engine.runners.owncache.runner import OwnCacheRunner
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.tokentable import IDS, Kind, Tables
+from hibachi.engine.runners.tokentable import IDS, Tables, TokenKind
 from hibachi.engine.runners.uncached import WholeRunner
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
@@ -108,14 +108,14 @@ class Built:
     prompts: Prompts
     block_size: int
 
-    def block_keys(self, prompt: HostArray, kind: Kind) -> list[Hashable]:
+    def block_keys(self, prompt: HostArray, kind: TokenKind) -> list[Hashable]:
         """The key of each full block of a prompt: its tokens, as bytes."""
         size = self.block_size * prompt[:1].nbytes
         raw = prompt.tobytes()
         return [_key(raw[at : at + size], kind) for at in range(0, len(raw) - size + 1, size)] if size else []
 
 
-def _key(raw: bytes, kind: Kind) -> Hashable:
+def _key(raw: bytes, kind: TokenKind) -> Hashable:
     return raw if kind is IDS else (raw, kind)
 
 
@@ -161,7 +161,9 @@ def build(
         kind = prompts.kind
         assert kind is not None  # of all: these examples have fixed it
         tally, name = Tally(), type(spec.model).__name__
-        head = Tokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
+        head = (
+            ReturnedTokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
+        )
         runner = own = OwnCacheRunner(
             spec.model, backend, tables, spec.rows, head, kind, tally, examples, beside, spec.longest
         )
@@ -264,7 +266,9 @@ def _examples(model: Any, prompts: HostPrompts, vocab: int | None) -> list[HostA
     return [random.integers(0, vocab, (128, *shape)).astype(np.int32) for _ in range(128)]
 
 
-def _facts(spec: EngineSpec, scheduler: Scheduler, backend: Library, deterministic: bool, kind: Kind | None) -> Facts:
+def _facts(
+    spec: EngineSpec, scheduler: Scheduler, backend: Library, deterministic: bool, kind: TokenKind | None
+) -> Facts:
     return Facts(
         vocab_size=spec.vocab_size,
         limits=scheduler.limits,
@@ -341,7 +345,7 @@ def cached_runner(
     """A runner for a model of level 2, limited to call sizes that give the same bits."""
     tally, name = Tally(), type(model).__name__
     if sampler is None:
-        head: Head = Tokens(backend, tally, name)
+        head: Head = ReturnedTokens(backend, tally, name)
     else:
         head = Sampled(sampler, tables.of(kind_of_ids(codebooks_of(model))), tally, name)
     runner = OverlappingRunner(model, backend, scheduler, tables, head, dtype, tally, beside=beside)

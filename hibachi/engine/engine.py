@@ -39,7 +39,7 @@ from hibachi.engine.scheduler.step import Sent, StepPlan
 from hibachi.engine.scheduler.timeshares import TimeShares
 from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.speculation.howmany import Waits
-from hibachi.engine.stats import Counts, Stats
+from hibachi.engine.stats import EngineCounts, Stats
 from hibachi.engine.streams.channel import Wakeups
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.request import Finish
@@ -84,7 +84,7 @@ class Engine:
         self._live: set[Job] = set()
         self._paused: set[Job] = set()
         self._pausing = False  # has any request a stream that pauses it while unread?
-        self._counts = Counts()
+        self._counts = EngineCounts()
         limits = scheduler.limits
         self._meters = Meters(limit=limits.rows, block_size=limits.block_size if scheduler.pool else 0)
         self._worked = 0.0  # the runner's tally at the beginning of this step

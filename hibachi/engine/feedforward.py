@@ -27,7 +27,7 @@ from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.nine import NineFeedforwardRunner
 from hibachi.engine.runners.runner import Runner
-from hibachi.engine.runners.tokentable import Kind, misfits
+from hibachi.engine.runners.tokentable import TokenKind, misfits
 from hibachi.engine.runners.uncached import FeedforwardRunner
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.sequence import Seq
@@ -180,7 +180,7 @@ def fitting(host: HostArray, token: tuple[tuple[int, ...], Any] | None) -> HostA
     return cast
 
 
-def _on_host(backend: ArrayBackend, item: Any, token: HostArray | None) -> tuple[HostArray, Kind]:
+def _on_host(backend: ArrayBackend, item: Any, token: HostArray | None) -> tuple[HostArray, TokenKind]:
     """A copy of an input on the host, and its kind. Raises InvalidRequest."""
     try:
         host = np.asarray(backend.get(item) if backend.owns(item) else item)
@@ -192,4 +192,4 @@ def _on_host(backend: ArrayBackend, item: Any, token: HostArray | None) -> tuple
     if token is None and (dtype := dtype_of(item, host, backend)) != host.dtype:
         token = np.empty(host.shape, dtype)
     host = fitting(host, None if token is None else (token.shape, token.dtype))
-    return host, Kind(host.shape, host.dtype)
+    return host, TokenKind(host.shape, host.dtype)

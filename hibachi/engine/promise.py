@@ -26,7 +26,7 @@ from hibachi.engine.runners.heads import Sampled
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.sampler import Drawn, RowSampler
-from hibachi.engine.runners.tokentable import IDS, History, Kind, Tables
+from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -122,7 +122,7 @@ def _difference(alone: dict[tuple[int, int], HostArray], other: dict[tuple[int, 
 class _Sampled:
     """What is known of tokens that the engine samples. logits: the shape of those of one token."""
 
-    kind: Kind
+    kind: TokenKind
     logits: tuple[int, ...]
 
     def tokens(self, random: np.random.Generator, n: int) -> HostArray:
@@ -261,7 +261,7 @@ def _sampled(runner: CachedRunner) -> _Sampled | None:
     if not isinstance(head, Sampled):
         return None
     shape = head.sampler.shape
-    return _Sampled(Kind(shape[:-1], IDS.dtype), shape)
+    return _Sampled(TokenKind(shape[:-1], IDS.dtype), shape)
 
 
 # ---- sizes of calls --------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def _results(runner: CachedRunner, drawn: _Sampled, n: int, size: int) -> list[H
     """The outputs of n random tokens, in calls of `size`, and what they left in the cache."""
     backend, inputs, memory, row = runner.backend, runner.inputs, runner.memory, np.zeros(1, np.int32)
     blocks = np.arange(1, 1 - (-n // runner.limits.block_size), dtype=np.int32)
-    tokens = History(drawn.tokens(np.random.default_rng(0), n))
+    tokens = TokenHistory(drawn.tokens(np.random.default_rng(0), n))
     inputs.tables.fill(0, drawn.kind, tokens)
     inputs.block_table[0, : len(blocks)] = blocks
     inputs.look(0, n)

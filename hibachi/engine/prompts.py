@@ -15,16 +15,16 @@ from hibachi.backend.protocol import BATCH_DIM
 from hibachi.engine.admission import check_ids
 from hibachi.engine.runners.nine import NineStops
 from hibachi.engine.runners.stops import Stopper, as_token
-from hibachi.engine.runners.tokentable import IDS, Kind, misfits
+from hibachi.engine.runners.tokentable import IDS, TokenKind, misfits
 from hibachi.errors import ConfigError, InvalidRequest, shown, text_of
 from hibachi.request import SamplingParams, StopRule, as_rule
 
 MOST_KINDS = 64  # that are remembered
 
 
-def kind_of_ids(codebooks: int | None) -> Kind:
+def kind_of_ids(codebooks: int | None) -> TokenKind:
     """The kind of tokens that the engine samples."""
-    return IDS if codebooks is None else Kind((codebooks,), IDS.dtype)
+    return IDS if codebooks is None else TokenKind((codebooks,), IDS.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,17 +40,17 @@ class Fitted:
 class Prompts(Protocol):
     """Converts prompts of requests. kind: the kind of all tokens, if it is fixed."""
 
-    kind: Kind | None
+    kind: TokenKind | None
 
-    def taken(self, prompt: Any) -> tuple[Any, Kind, int]:
+    def taken(self, prompt: Any) -> tuple[Any, TokenKind, int]:
         """A copy of a prompt [n, *tok], n >= 1, where its runner wants it, its kind, and n. Raises InvalidRequest."""
         ...
 
-    def fitted(self, kind: Kind) -> Fitted:
+    def fitted(self, kind: TokenKind) -> Fitted:
         """The engine's own tokens for this kind. Raises InvalidRequest if they do not fit it."""
         ...
 
-    def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> Any:
+    def stop(self, kind: TokenKind, stop: Any, params: SamplingParams | None) -> Any:
         """The engine's own rule, combined with the request's. Raises InvalidRequest."""
         ...
 
@@ -68,7 +68,7 @@ def dtype_of(given: Any, host: HostArray, backend: ArrayBackend) -> Any:
     return np.dtype(name) if name in ("float32", "float16") else host.dtype
 
 
-def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
+def check_tokens(host: HostArray, own: TokenKind | None, vocab: int | None) -> None:
     """Check that a prompt consists of tokens of this kind. Raises InvalidRequest.
 
     own: the kind of all tokens, if it is fixed. vocab: the number of token ids, if it is fixed.
@@ -109,7 +109,7 @@ class HostPrompts:
     token is one id. stop: a rule for all requests.
     """
 
-    kind: Kind | None
+    kind: TokenKind | None
 
     def __init__(
         self,
@@ -124,24 +124,24 @@ class HostPrompts:
     ) -> None:
         self._backend, self._vocab, self._own = backend, vocab_size, None if stop is None else as_rule(stop)
         self._stop, self._padding = stop_token, padding_token
-        self._fitted, self._dtypes = dict[Kind, Fitted](), dict[Any, Any]()
-        self._stoppers: WeakValueDictionary[tuple[Kind, StopRule], Stopper] = WeakValueDictionary()
-        self._of_ids: WeakValueDictionary[tuple[Kind, tuple[int, ...]], Stopper] = WeakValueDictionary()
+        self._fitted, self._dtypes = dict[TokenKind, Fitted](), dict[Any, Any]()
+        self._stoppers: WeakValueDictionary[tuple[TokenKind, StopRule], Stopper] = WeakValueDictionary()
+        self._of_ids: WeakValueDictionary[tuple[TokenKind, tuple[int, ...]], Stopper] = WeakValueDictionary()
         self.kind = None if vocab_size is None else kind_of_ids(codebooks)
         if vocab_size is None and token is not None:
             one = self.host(token)
             if one.dtype.kind not in "iufb":
                 raise ConfigError(f"token must be one token, a number or an array of numbers; got {shown(token)}.")
-            self.kind = Kind(one.shape, self._kept(dtype_of(token, one, backend)))
+            self.kind = TokenKind(one.shape, self._kept(dtype_of(token, one, backend)))
         if self.kind is not None:
             self.fitted(self.kind)
 
-    def taken(self, prompt: Any) -> tuple[HostArray, Kind, int]:
+    def taken(self, prompt: Any) -> tuple[HostArray, TokenKind, int]:
         host = self.host(prompt)
         check_tokens(host, self.kind, self._vocab)
         own = self.kind
         if own is None:
-            own = Kind(host.shape[1:], self._kept(dtype_of(prompt, host, self._backend)))
+            own = TokenKind(host.shape[1:], self._kept(dtype_of(prompt, host, self._backend)))
         if self._vocab is not None:
             tokens = host.astype(own.dtype)  # a copy: the caller's may change
         else:
@@ -179,7 +179,7 @@ class HostPrompts:
                 f"If these are several prompts, call `run` once for each."
             ) from e
 
-    def fitted(self, kind: Kind) -> Fitted:
+    def fitted(self, kind: TokenKind) -> Fitted:
         if (found := self._fitted.get(kind)) is not None:
             return found
         shape, dtype = kind
@@ -190,7 +190,7 @@ class HostPrompts:
         found = self._fitted[kind] = Fitted(stop, padding)
         return found
 
-    def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> Stopper | None:
+    def stop(self, kind: TokenKind, stop: Any, params: SamplingParams | None) -> Stopper | None:
         """Equal rules are one object, to be judged at once."""
         ids = tuple(params.stop_token_ids) if params else ()
         if stop is None and not ids:
@@ -210,7 +210,7 @@ class HostPrompts:
             self._of_ids[kind, ids] = found
         return found
 
-    def _made(self, kind: Kind, rule: StopRule) -> Stopper:
+    def _made(self, kind: TokenKind, rule: StopRule) -> Stopper:
         own, engines = () if self._stop is None else (self._stop,), self._own
         if engines is not None:
             where = None if rule.where is None else engines.where
@@ -232,26 +232,26 @@ class HostPrompts:
 class NinePrompts:
     """Takes the backend's own arrays and leaves them where they are."""
 
-    kind: Kind | None
+    kind: TokenKind | None
 
     def __init__(
         self, backend: NineBackend, *, token: Any, stop_token: Any, padding_token: Any, stop: Any = None
     ) -> None:
         self._ops, self._name, self._own = backend.ops, backend.name, None if stop is None else as_rule(stop)
         self._stop, self._padding = stop_token, padding_token
-        self._fitted = dict[Kind, Fitted]()
+        self._fitted = dict[TokenKind, Fitted]()
         self.kind = None
         if token is not None:
-            self.kind = Kind(self._shape(token, "token"), _dtype(token))
+            self.kind = TokenKind(self._shape(token, "token"), _dtype(token))
             self.fitted(self.kind)
 
-    def taken(self, prompt: Any) -> tuple[Any, Kind, int]:
+    def taken(self, prompt: Any) -> tuple[Any, TokenKind, int]:
         shape = self._shape(prompt, "prompt")
         if not shape or not shape[0]:
             raise InvalidRequest(
                 f"A prompt must have the shape (sequence, *token) with at least one token; got shape {shape}."
             )
-        kind = Kind(shape[1:], _dtype(prompt))
+        kind = TokenKind(shape[1:], _dtype(prompt))
         if self.kind is not None and kind != self.kind:
             raise InvalidRequest(
                 f"This engine takes prompts of tokens of shape {self.kind.shape} and dtype {self.kind.dtype}; got "
@@ -262,12 +262,12 @@ class NinePrompts:
         except Exception as e:
             raise InvalidRequest(f"A prompt must be an array of {self._name}; its copy failed: {text_of(e)}.") from e
 
-    def given(self, item: Any) -> tuple[Any, Kind]:
+    def given(self, item: Any) -> tuple[Any, TokenKind]:
         """A copy of an input of a feed-forward model, of any shape, and its kind. Raises InvalidRequest."""
         shape = self._shape(item, "input")
         try:
             batch = self._ops.repeat(self._ops.unsqueeze(item, BATCH_DIM), BATCH_DIM, 1)
-            return self._ops.vectorize_dim(batch, BATCH_DIM)[0], Kind(shape, _dtype(item))
+            return self._ops.vectorize_dim(batch, BATCH_DIM)[0], TokenKind(shape, _dtype(item))
         except Exception as e:
             raise InvalidRequest(f"An input must be an array of {self._name}; its copy failed: {text_of(e)}.") from e
 
@@ -285,7 +285,7 @@ class NinePrompts:
                 f"{type(array).__qualname__} ({text_of(e)})."
             ) from e
 
-    def fitted(self, kind: Kind) -> Fitted:
+    def fitted(self, kind: TokenKind) -> Fitted:
         if (found := self._fitted.get(kind)) is not None:
             return found
         padding = None if self._padding is None else self._one(self._padding, kind, "padding token")
@@ -299,7 +299,7 @@ class NinePrompts:
         found = self._fitted[kind] = Fitted(stop, padding)
         return found
 
-    def _one(self, token: Any, kind: Kind, what: str) -> Any:
+    def _one(self, token: Any, kind: TokenKind, what: str) -> Any:
         """A token as [1, *tok]. Raises InvalidRequest."""
         shape = self._shape(token, what)
         if shape not in (kind.shape, (1, *kind.shape)) or _dtype(token) != kind.dtype:
@@ -310,7 +310,7 @@ class NinePrompts:
             )
         return token if shape == (1, *kind.shape) else self._ops.unsqueeze(token, BATCH_DIM)
 
-    def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> NineStops | None:
+    def stop(self, kind: TokenKind, stop: Any, params: SamplingParams | None) -> NineStops | None:
         own: NineStops | None = self.fitted(kind).stop
         if stop is None:
             return own

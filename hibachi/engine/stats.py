@@ -34,7 +34,7 @@ class Stats:
 
 
 @dataclass(slots=True)
-class Counts:
+class EngineCounts:
     """The counters of `Stats`."""
 
     steps: int = 0

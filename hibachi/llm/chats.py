@@ -12,12 +12,12 @@ from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.textstream import Choice, Completion, cut_off
-from hibachi.llm.tokenizers.prompts import Prompts
+from hibachi.llm.tokenizers.prompts import TextPrompts
 from hibachi.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ChatRequest:
     """What a chat says of its tools and of reasoning, in OpenAI's words."""
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -67,7 +67,7 @@ class Ready:
 class Chats:
     """The chats of one model. checks: raises InvalidRequest where no form can be had. ends: tokens that end a text."""
 
-    def __init__(self, prompts: Prompts, checks: Callable[[SamplingParams], object], ends: Sequence[int]) -> None:
+    def __init__(self, prompts: TextPrompts, checks: Callable[[SamplingParams], object], ends: Sequence[int]) -> None:
         self._prompts, self._checks, self._ends = prompts, checks, ends
         self._talks: dict[tuple[Parsers, str | None], Talk] = {}
 
@@ -75,7 +75,7 @@ class Chats:
         self,
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         params: Sequence[SamplingParams],
-        asking: Asking,
+        asking: ChatRequest,
         variables: Mapping[str, Any],
     ) -> Ready:
         """Conversations that may be queued, with parameters for each. Raises InvalidRequest or PromptTooLong."""
@@ -87,7 +87,7 @@ class Chats:
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
-        asking: Asking,
+        asking: ChatRequest,
         variables: Mapping[str, Any],
     ) -> Chat:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)

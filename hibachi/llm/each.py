@@ -14,7 +14,7 @@ from hibachi.engine.streams.channel import give_way
 from hibachi.engine.streams.closeable import Closing
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, QueueFull, shown
 from hibachi.llm.gather import Gather
-from hibachi.llm.sources import Listed, Source, Tasked, Threaded
+from hibachi.llm.sources import Listed, PromptSource, Tasked, Threaded
 from hibachi.llm.textstream import Completion, TextStream
 from hibachi.llm.tokenizers.prompts import listed
 from hibachi.request import Prompt, SamplingParams, Terms, as_params
@@ -51,7 +51,14 @@ class Window:
     """
 
     def __init__(
-        self, texts: _Texts, gather: Gather, source: Source[Given], *, ordered: bool, ahead: int | None, errors: str
+        self,
+        texts: _Texts,
+        gather: Gather,
+        source: PromptSource[Given],
+        *,
+        ordered: bool,
+        ahead: int | None,
+        errors: str,
     ) -> None:
         if errors not in ERRORS:
             raise ConfigError(f'errors must be "raise" or "return"; got {shown(errors)}.')
@@ -208,7 +215,7 @@ class Each(Closing, Generic[T]):
             raise
 
     def __iter__(self) -> Iterator[T]:
-        return _Cursor(self)
+        return _EachCursor(self)
 
     def close(self) -> None:
         self._window.close()
@@ -257,13 +264,13 @@ class AsyncEach(Closing, Generic[T]):
             self.close()
 
 
-class _Cursor(Generic[T]):
+class _EachCursor(Generic[T]):
     """What `for` holds, and drops when it is left."""
 
     def __init__(self, each: Each[T]) -> None:
         self._each = each
 
-    def __iter__(self) -> _Cursor[T]:
+    def __iter__(self) -> _EachCursor[T]:
         return self
 
     def __next__(self) -> T:
@@ -321,7 +328,7 @@ def window_of(
     """See `Texts.each`. tasks: prompts may come from an asynchronous iterable. Raises InvalidRequest, ConfigError."""
     gather = Gather()
     along = _Along(_in_step(params, SamplingParams, "params"), _in_step(terms, Terms, "terms"))
-    source: Source[Given]
+    source: PromptSource[Given]
     if tasks and isinstance(prompts, AsyncIterable):
         source = Tasked(aiter(prompts), along, gather.wake)
     elif isinstance(prompts, (Mapping, Sequence)) or hasattr(prompts, "tolist") or not isinstance(prompts, Iterable):

@@ -17,7 +17,7 @@ T = TypeVar("T", covariant=True)
 S = TypeVar("S")
 
 
-class Source(Protocol[T]):
+class PromptSource(Protocol[T]):
     """Gives items one by one. error: the exception that reading them raised, after the items before it."""
 
     error: BaseException | None

@@ -19,7 +19,7 @@ from hibachi.engine.streams.merge import amerge, merge
 from hibachi.engine.streams.stream import Item
 from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.chatformat.templates.choosing import Parsers
-from hibachi.llm.chats import Asking, Chats
+from hibachi.llm.chats import ChatRequest, Chats
 from hibachi.llm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.llm.holding import Holding
 from hibachi.llm.model.generation import NO_RULES, TokenRules
@@ -29,7 +29,7 @@ from hibachi.llm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.llm.textstream import Completion, TextChoice, TextStream
 from hibachi.llm.tokenizers import Detokenizer
 from hibachi.llm.tokenizers.own import NoTokenizer
-from hibachi.llm.tokenizers.prompts import Prompts, conversations, listed
+from hibachi.llm.tokenizers.prompts import TextPrompts, conversations, listed
 from hibachi.request import Pooling, Prompt, Request, SamplingParams, Terms, as_params, as_terms
 
 
@@ -56,7 +56,7 @@ class Texts(Holding):
     ) -> None:
         super().__init__(engine)
         self.tokenizer = tokenizer
-        self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_model_len)
+        self.prompts: TextPrompts = TextPrompts(tokenizer, engine.facts.limits.max_model_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
         self.rules: TokenRules = NO_RULES
         self._chats: Chats | None = None
@@ -269,7 +269,7 @@ class Texts(Holding):
         template. Raises InvalidRequest if the model has no template, or none that shows tools.
         """
         check_variables(f"{type(self).__name__}.chat", variables)
-        asking = Asking(tools, tool_choice, parallel_tool_calls, Parsers(tool_call_parser, reasoning_parser))
+        asking = ChatRequest(tools, tool_choice, parallel_tool_calls, Parsers(tool_call_parser, reasoning_parser))
         many = conversations(messages)
         each = [as_params(p, self.default_params) for p in _for_each(params, many, "SamplingParams")]
         if self._chats is None:

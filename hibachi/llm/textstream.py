@@ -369,7 +369,7 @@ class TextStream(Closing):
         return True
 
     def __iter__(self) -> Iterator[Piece]:
-        return _Loop(self)
+        return _TextLoop(self)
 
     async def __anext__(self) -> Piece:
         """The next piece. Does not cancel anything."""
@@ -390,7 +390,7 @@ class TextStream(Closing):
         return True
 
     def __aiter__(self) -> AsyncIterator[Piece]:
-        return _Loop(self)
+        return _TextLoop(self)
 
     def take(self, n: int) -> list[Piece]:
         """The next n pieces, waiting for them; fewer at the end. The request runs on.
@@ -449,13 +449,13 @@ class TextStream(Closing):
             raise left_early()
 
 
-class _Loop:
+class _TextLoop:
     """What `for` and `async for` hold: dropping it, as `break` does, cancels the request at once."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream = stream
 
-    def __iter__(self) -> _Loop:
+    def __iter__(self) -> _TextLoop:
         return self
 
     def __next__(self) -> Piece:
@@ -465,7 +465,7 @@ class _Loop:
             self._stream.leave()
             raise
 
-    def __aiter__(self) -> _Loop:
+    def __aiter__(self) -> _TextLoop:
         return self
 
     async def __anext__(self) -> Piece:

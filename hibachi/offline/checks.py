@@ -10,14 +10,14 @@ from hibachi.offline.batch import Batch
 from hibachi.offline.files import arrowtypes
 from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import Form
+from hibachi.offline.files.table import FileForm
 from hibachi.offline.tasks.columns import Columns
 from hibachi.offline.tasks.task import RowTask
 
 MOST_NAMED = 20  # wrong rows, in a message
 
 
-def check_form(form: Form) -> None:
+def check_form(form: FileForm) -> None:
     """Check that a writer of this format is installed. Raises MissingExtra."""
     if form.format.needs_pyarrow or form.compression == "zstd":
         what = form.format.title if form.format.needs_pyarrow else form.compression

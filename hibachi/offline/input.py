@@ -17,7 +17,7 @@ from hibachi.offline.checks import apart
 from hibachi.offline.drive import digest_of
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources, expand
-from hibachi.offline.files.table import Form
+from hibachi.offline.files.table import FileForm
 from hibachi.offline.journal import Journal
 from hibachi.offline.tasks.task import RowTask
 
@@ -26,7 +26,7 @@ FEW = 3  # edited rows, in a message
 SUSPECT = "suspect"  # a note: of heads, under which rows may have been read that the digests do not tell of
 
 
-class Input:
+class RowInput:
     """digests: of each file what it holds, and not when it was written. names: as the files are called now."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Input:
             else:
                 _show(work, row)
 
-    def columns(self, form: Form) -> list[str] | None:
+    def columns(self, form: FileForm) -> list[str] | None:
         """Whose names an output of this form has beside those of results, as far as that is known before all is
         computed; None means nothing is. Raises ConfigError for those that it cannot have."""
         sources, stop = self.sources, self._batch.limit

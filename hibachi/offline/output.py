@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from hibachi.offline.files.format import Field, Writer
+from hibachi.offline.files.format import Field, RowWriter
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import Form
+from hibachi.offline.files.table import FileForm
 from hibachi.offline.files.writers import open_writer
 from hibachi.offline.journal import Journal
 
@@ -29,7 +29,7 @@ class Output:
     def __init__(
         self,
         file: BinaryIO,
-        form: Form,
+        form: FileForm,
         journal: Journal,
         rows: Iterator[Row],
         *,
@@ -42,7 +42,7 @@ class Output:
         self._journal, self._rows, self._marks = journal, rows, marks
         names = [Field(prefix + f.name, f.kind) for f in (*fields, *((CHANGED,) if marks else ()))]
         self._names = {f.name: prefix + f.name for f in (*fields, CHANGED)}
-        self._writer: Writer = open_writer(file, form, sources=carried, results=names, stop=limit)
+        self._writer: RowWriter = open_writer(file, form, sources=carried, results=names, stop=limit)
         self._held: Row | None = None
         self.written = self.failed = 0
 

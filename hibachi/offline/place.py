@@ -15,7 +15,7 @@ from hibachi.offline.whole import into_place, part_of, seal
 OUTPUT, ERRORS = "end", "errors"  # names of the journal's notes
 
 
-class Place:
+class RunPlace:
     """A file of a run, which is known again by the journal's note of it.
 
     name: of that note. said: what the note says besides; {} without one. whole: the file is there as it was written

@@ -22,11 +22,11 @@ from hibachi.offline.drive import Counts, Drive
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import BATCH, InvalidInput
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import Form, form_of
-from hibachi.offline.input import Input, same_input
+from hibachi.offline.files.table import FileForm, form_of
+from hibachi.offline.input import RowInput, same_input
 from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors
-from hibachi.offline.place import ERRORS, OUTPUT, Place, check_places
+from hibachi.offline.place import ERRORS, OUTPUT, RunPlace, check_places
 from hibachi.offline.tasks import fingerprint as told
 from hibachi.offline.tasks.choose import work_of
 from hibachi.offline.tasks.lines import are_lines
@@ -99,14 +99,14 @@ class _Run:
         self._piped = PIPE in batch.inputs or batch.output == PIPE
         if self._piped:
             self._watcher.says("A pipe cannot be resumed: if this run is ended, it begins anew.")
-        self._form: Form = form_of(
+        self._form: FileForm = form_of(
             "out.jsonl" if batch.output == PIPE and not batch.format else batch.output, batch.format
         )
         check_form(self._form)
         journal_path = self._paths()
         own = [path for path in (self._path, self._errors_path) if path is not None and journal_path.exists()]
         own += [Path(os.path.realpath(name)) for name in batch.beside]
-        self._input = Input(batch, spool=journal_path.with_name("input"), own=own, says=self._watcher.says)
+        self._input = RowInput(batch, spool=journal_path.with_name("input"), own=own, says=self._watcher.says)
         self._sources = self._input.sources
         self._check_places(journal_path)
         self._columns = self._sources.columns
@@ -223,9 +223,9 @@ class _Run:
     def _find_places(self) -> None:
         """Raises ConfigError if a file is there that is not ours."""
         journal, overwrite = self._journal, self._batch.overwrite
-        self._place = Place(self._path, journal, OUTPUT, overwrite=overwrite) if self._path is not None else None
+        self._place = RunPlace(self._path, journal, OUTPUT, overwrite=overwrite) if self._path is not None else None
         errors = self._errors_path
-        self._errors = Place(errors, journal, ERRORS, overwrite=overwrite) if errors is not None else None
+        self._errors = RunPlace(errors, journal, ERRORS, overwrite=overwrite) if errors is not None else None
         if not journal.heads and not self._piped:
             for place in filter(None, (self._place, self._errors)):
                 place.check_part()

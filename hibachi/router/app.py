@@ -13,15 +13,15 @@ from hibachi.llm.dialects.errors import INVALID, SERVER, Refused, as_refused
 from hibachi.llm.dialects.openai.answers import encode
 from hibachi.router import body as bodies
 from hibachi.router.affine import FURTHEST, pieces_of
-from hibachi.router.body import Body, Room
+from hibachi.router.body import Body, BodyRoom
 from hibachi.router.client import Headers, in_words
 from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
-from hibachi.router.forward import Broken, Forwarder, Job, unknown
+from hibachi.router.forward import Broken, Forwarder, Forwarding, unknown
 from hibachi.router.inspect_body import Named, model_of_path, model_of_query, server_of
 from hibachi.router.policies import Ask, at_home
 from hibachi.router.proxying import without_hops
-from hibachi.router.routes import STORED, TOKENS, Kind, Routes, response_of_path
+from hibachi.router.routes import STORED, TOKENS, RouteKind, Routes, response_of_path
 from hibachi.router.settings import RouteSettings
 from hibachi.server.web.access import tell
 from hibachi.server.web.deadlines import LEFT, Left, check_headers
@@ -51,7 +51,7 @@ class Door:
         self._forwarder, self._routes, self._tenants, self._own = forwarder, routes, tenants, own
         self._fleet, self._sticky = forwarder.fleet, settings.sticky_header.lower().encode()
         self._most, self._arrival = settings.max_body_size, settings.arrival_timeout or None
-        self._room = Room(max(settings.max_body_size, settings.max_bodies_size))
+        self._room = BodyRoom(max(settings.max_body_size, settings.max_bodies_size))
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -103,7 +103,7 @@ class Door:
 
     # ---- what passes -------------------------------------------------------------------------------------------
 
-    async def _pass(self, x: Exchange, kind: Kind | None) -> None:
+    async def _pass(self, x: Exchange, kind: RouteKind | None) -> None:
         if kind is None:
             raise Refused(f"{x.method} {x.path[:200]}: this path does not pass.", status=404, code="not_found")
         if self.draining:
@@ -126,11 +126,11 @@ class Door:
                 headers.append(("Content-Length", str(body.size)))
             if named is not None:
                 ask = self._to_its_keeper(ask, kind, named)
-            elif kind is Kind.OBJECT or (ask.sticky and x.path in STORED):
+            elif kind is RouteKind.OBJECT or (ask.sticky and x.path in STORED):
                 own = self._its_own(x, ask)
-                if kind is Kind.OBJECT or any(u.name == own for u in self._fleet.having(ask.model)):
+                if kind is RouteKind.OBJECT or any(u.name == own for u in self._fleet.having(ask.model)):
                     ask = replace(ask, only=own)
-            job = Job(x, ask, headers, path, body, kind, again=kind is Kind.GENERATES)
+            job = Forwarding(x, ask, headers, path, body, kind, again=kind is RouteKind.GENERATES)
             await self._while_here(x, self._forwarder.forward(job))
         finally:
             body.close()
@@ -162,19 +162,19 @@ class Door:
             headers.append((PART, named_part(x.tenant, given)))  # its key is that of all who come through here
         return headers, path
 
-    async def _ask(self, x: Exchange, kind: Kind, body: Body, *, goes_on: bool) -> Ask:
+    async def _ask(self, x: Exchange, kind: RouteKind, body: Body, *, goes_on: bool) -> Ask:
         """The facts of a request for the policy. goes_on: from what an upstream keeps, so that it need not name a
         model. Raises Refused for a model that no upstream has.
         """
-        wants_text = getattr(self._forwarder.lines.policy, "pieces", False) and kind is Kind.GENERATES
+        wants_text = getattr(self._forwarder.lines.policy, "pieces", False) and kind is RouteKind.GENERATES
         model, text = model_of_path(x.path), b""
-        if body.size and (model is None or kind is Kind.GENERATES):
+        if body.size and (model is None or kind is RouteKind.GENERATES):
             named, text = await body.look(
                 x.headers.get(b"content-type", b""),
                 x.headers.get(b"content-encoding", b""),
                 FURTHEST if wants_text else 0,
                 self._room,
-                strict=kind is Kind.GENERATES,
+                strict=kind is RouteKind.GENERATES,
             )
             model = named or model
         if model is None and x.path == TOKENS:
@@ -182,14 +182,14 @@ class Door:
         fleet = self._fleet
         if model is None:
             models = fleet.models
-            if kind is Kind.GENERATES and len(models) > 1 and not goes_on:
+            if kind is RouteKind.GENERATES and len(models) > 1 and not goes_on:
                 raise Refused(
                     f"The request names no model, and there are several: {shown(models, 50)}.",
                     kind=INVALID, param="model", code="model_missing",
                 )  # fmt: skip
-            model = models[0] if kind is Kind.GENERATES and models and not goes_on else ANY
+            model = models[0] if kind is RouteKind.GENERATES and models and not goes_on else ANY
         elif not fleet.having(model):
-            if kind is not Kind.GENERATES and model_of_path(x.path) is None:
+            if kind is not RouteKind.GENERATES and model_of_path(x.path) is None:
                 model = ANY  # a field of this name in something else
             elif fleet.known:
                 raise unknown(model, fleet.models)
@@ -206,14 +206,14 @@ class Door:
             return await body.named(x.headers.get(b"content-encoding", b""), self._room)
         return None
 
-    def _to_its_keeper(self, ask: Ask, kind: Kind, named: Named) -> Ask:
+    def _to_its_keeper(self, ask: Ask, kind: RouteKind, named: Named) -> Ask:
         """For the upstream that keeps what is named. Raises Refused where none does, or where it lacks the model."""
         keeper = self._fleet.keeper(named.server)
         if keeper is None:
             if len(self._fleet.upstreams) <= 1:
                 return ask  # it says so itself
             raise lost(named, "no upstream is the one that kept it")
-        if kind is not Kind.GENERATES:
+        if kind is not RouteKind.GENERATES:
             ask = replace(ask, model=ANY)
         elif ask.model != ANY and ask.model not in keeper.models:
             raise lost(named, f"the server that keeps it does not have the model {shown([ask.model], 1)}")

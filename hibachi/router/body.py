@@ -20,7 +20,7 @@ IN_MEMORY = 1 << 20  # bytes
 PIECE = 1 << 18  # bytes that are read of a file at once
 
 
-class Room:
+class BodyRoom:
     """Bytes of bodies in files, of all requests together. looking: requests that unpack or search a body, which takes
     memory.
     """
@@ -46,7 +46,7 @@ class Body:
     size: int
 
     def __init__(
-        self, data: bytes = b"", file: IO[bytes] | None = None, size: int | None = None, room: Room | None = None
+        self, data: bytes = b"", file: IO[bytes] | None = None, size: int | None = None, room: BodyRoom | None = None
     ) -> None:
         self.data, self._file, self._room = data, file, room
         self.size = len(data) if size is None else size
@@ -74,7 +74,7 @@ class Body:
         return os.pread(self._file.fileno(), PIECE, at)  # another thread may still be reading for an attempt that ended
 
     async def look(
-        self, kind: bytes, encoding: bytes, text: int, room: Room, *, strict: bool
+        self, kind: bytes, encoding: bytes, text: int, room: BodyRoom, *, strict: bool
     ) -> tuple[str | None, bytes]:
         """See `peek.look`."""
         if self._file is None and not encoding and b"form" not in kind.lower():
@@ -91,7 +91,7 @@ class Body:
         assert self._file is not None
         return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)  # an error may still refer to it
 
-    async def named(self, encoding: bytes, room: Room) -> Named | None:
+    async def named(self, encoding: bytes, room: BodyRoom) -> Named | None:
         """See `peek.goes_on_from`."""
         if self._file is None and not encoding:
             return goes_on_from(self.data, encoding)
@@ -112,7 +112,7 @@ class Body:
         return hashed.digest()
 
 
-async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: bytes, room: Room) -> Body:
+async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: bytes, room: BodyRoom) -> Body:
     """announced: the header Content-Length. Raises Gone, and Refused for more than `most` bytes, or where there is no
     room.
     """

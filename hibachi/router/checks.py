@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from hibachi.router.client import Client, Headers, is_ours, words
+from hibachi.router.client import Headers, UpstreamClient, is_ours, words
 from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import Thresholds, bad_check, good_check
-from hibachi.router.upstreams import State, Upstream
+from hibachi.router.upstreams import Upstream, UpstreamState
 
 log: logging.Logger = logging.getLogger("hibachi.route")
 JITTER = 0.1  # part of the time between two checks
@@ -33,13 +33,13 @@ class _Bad(Exception):
     """The answer to a check is not what it should be."""
 
 
-class Checks:
+class UpstreamChecks:
     """A task for each upstream. changed: called when an upstream takes requests now, or has other models."""
 
     def __init__(
         self,
         fleet: Fleet,
-        client: Client,
+        client: UpstreamClient,
         changed: Callable[[], None],
         *,
         every: float,
@@ -87,7 +87,7 @@ class Checks:
             except Exception:
                 log.exception("the check of %s failed by a mistake of ours", u.name)
             seconds = self._every * (1 + JITTER * (2 * self._random.random() - 1))
-            if u.state is not State.UP or u.bad:
+            if u.state is not UpstreamState.UP or u.bad:
                 seconds = min(seconds, WHILE_ILL)
             with suppress(TimeoutError):
                 await asyncio.wait_for(bell.wait(), seconds)
@@ -120,7 +120,7 @@ class Checks:
 
     def _compare(self, u: Upstream) -> None:
         """Warn, once, that a model of this upstream has other bits elsewhere; not before all were asked once."""
-        if any(each.state is State.NEW for each in self._fleet.upstreams):
+        if any(each.state is UpstreamState.NEW for each in self._fleet.upstreams):
             return
         for model in u.models:
             found = self._fleet.numerics(model)
@@ -203,9 +203,9 @@ def load_of(body: bytes, path: str) -> float | None:
     return None
 
 
-def _tell(u: Upstream, before: State) -> None:
+def _tell(u: Upstream, before: UpstreamState) -> None:
     if u.takes:
-        again = " again" if before is not State.NEW else ""
+        again = " again" if before is not UpstreamState.NEW else ""
         log.info("%s takes requests%s; models: %s", u.name, again, shown(list(u.models), 8))
     else:
         log.warning("%s takes no requests: %s", u.name, u.why)

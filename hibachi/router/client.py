@@ -46,7 +46,7 @@ class _Pool(aiohttp.TCPConnector):
         return connection
 
 
-class Client:
+class UpstreamClient:
     """connect: seconds to open a connection."""
 
     def __init__(self, connect: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hibachi.router.health import drain
-from hibachi.router.upstreams import Place, State, Upstream
+from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 ANY = ""  # in the place of a model: any upstream
 
@@ -32,13 +32,13 @@ class Fleet:
                 u = Upstream(place)
                 new.append(u)
             elif u in self.leaving:  # it is back, with what it still has
-                u.state, u.good, u.bad, u.faults, u.why = State.NEW, 0, 0, 0, "it has not been asked yet"
+                u.state, u.good, u.bad, u.faults, u.why = UpstreamState.NEW, 0, 0, 0, "it has not been asked yet"
                 new.append(u)
             u.place = place
             now[place.name] = u
         for u in before.values():
             drain(u, "it has left the configuration")
-            u.state = State.DRAINING
+            u.state = UpstreamState.DRAINING
         self.leaving = [u for u in before.values() if u.in_flight]
         self.upstreams = list(now.values())
         self.changed()

@@ -17,14 +17,14 @@ from hibachi.llm.dialects.dialects import key_of
 from hibachi.llm.dialects.errors import LIMITED, SERVER, Refused
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
-from hibachi.router.client import Client, Headers, NoAnswer, is_ours, not_http, not_opened, words
+from hibachi.router.client import Headers, NoAnswer, UpstreamClient, is_ours, not_http, not_opened, words
 from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import answered, drain, failed, put_back
 from hibachi.router.policies import Ask
 from hibachi.router.proxying import Idle, without_hops
-from hibachi.router.queue import Lines, NoSlot, may_have
-from hibachi.router.routes import Kind
-from hibachi.router.upstreams import State, Times, Upstream
+from hibachi.router.queue import NoSlot, Queues, may_have
+from hibachi.router.routes import RouteKind
+from hibachi.router.upstreams import Times, Upstream, UpstreamState
 from hibachi.server.web.deadlines import cut
 from hibachi.server.web.exchange import Exchange
 
@@ -38,7 +38,7 @@ LATE = 504  # a deadline in Anthropic's dialect, where others say 408; or a prox
 
 
 @dataclass(slots=True)
-class Meter:
+class ForwardMeter:
     """What became of requests, all upstreams together."""
 
     answers: dict[tuple[str, int], int] = field(default_factory=dict)  # by kind of path and status
@@ -49,7 +49,7 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ForwardPatience:
     """Timeouts in seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0
     means any time.
 
@@ -62,7 +62,7 @@ class Patience:
 
 
 @dataclass(slots=True)
-class Job:
+class Forwarding:
     """A request as it is to be sent."""
 
     x: Exchange
@@ -70,7 +70,7 @@ class Job:
     headers: Headers
     path: str  # and query, as it came
     body: Body
-    kind: Kind
+    kind: RouteKind
     again: bool = False  # may it be sent twice?
     tried: tuple[Upstream, ...] = ()
     faulty: list[Upstream] = field(default_factory=list)  # those that failed with it
@@ -108,20 +108,20 @@ class Forwarder:
     def __init__(
         self,
         fleet: Fleet,
-        lines: Lines,
-        client: Client,
-        patience: Patience,
+        lines: Queues,
+        client: UpstreamClient,
+        patience: ForwardPatience,
         dress: Callable[[Exchange, Upstream, list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]],
         recheck: Callable[[Upstream], None],
         *,
         keyed: bool = False,
     ) -> None:
         self.fleet, self.lines, self.client, self.patience = fleet, lines, client, patience
-        self.meter = Meter()
+        self.meter = ForwardMeter()
         self._dress, self._recheck, self.keyed = dress, recheck, keyed
         self._poison: OrderedDict[bytes, float] = OrderedDict()  # when each may be tried twice again
 
-    async def forward(self, job: Job) -> None:
+    async def forward(self, job: Forwarding) -> None:
         """Raises Refused where no answer has begun, and Broken where one cannot be ended."""
         if self._poison and job.again:
             await self._look_up(job)
@@ -141,7 +141,7 @@ class Forwarder:
 
     # ---- slots -------------------------------------------------------------------------------------------------
 
-    async def _slot(self, job: Job) -> Upstream | None:
+    async def _slot(self, job: Forwarding) -> Upstream | None:
         """None means there is none, and the client has the answer that was held. Raises Refused."""
         u, job.slot = job.slot or self.lines.take(job.ask, job.tried), None
         if u is None:
@@ -154,13 +154,13 @@ class Forwarder:
                 return None
         return u
 
-    def _count(self, job: Job, u: Upstream) -> None:
+    def _count(self, job: Forwarding, u: Upstream) -> None:
         u.used += 1
         u.retries += bool(job.tried)
         if job.ask.pieces and isinstance(policy := self.lines.policy, PrefixAffine):
             u.affine += policy.home(job.ask, self.fleet.taking(job.ask.model)) is u
 
-    async def _wait(self, job: Job) -> Upstream:
+    async def _wait(self, job: Forwarding) -> Upstream:
         """Raises NoSlot."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -171,7 +171,7 @@ class Forwarder:
             job.x.more["queued"] = job.x.more.get("queued", 0.0) + seconds
             self.meter.queued.add(seconds)
 
-    def _refused(self, job: Job, why: str) -> Refused:
+    def _refused(self, job: Forwarding, why: str) -> Refused:
         again = {"Retry-After": "1"}
         if why == "full":
             return Refused(
@@ -191,18 +191,18 @@ class Forwarder:
             status=503, kind=SERVER, code="no_upstream", headers=again,
         )  # fmt: skip
 
-    def _others(self, job: Job, *, soon: bool = False) -> bool:
+    def _others(self, job: Forwarding, *, soon: bool = False) -> bool:
         """Is there an upstream that takes such requests and has not had this one? soon: or that may take them again as
         soon as it has been checked, as it failed with a request only."""
         return any(
-            u.takes or (soon and u.state is State.ILL and not u.bad)
+            u.takes or (soon and u.state is UpstreamState.ILL and not u.bad)
             for u in self.fleet.having(job.ask.model)
             if may_have(u, job.ask, job.tried)
         )
 
     # ---- one attempt -------------------------------------------------------------------------------------------
 
-    async def _attempt(self, job: Job, u: Upstream) -> bool:
+    async def _attempt(self, job: Forwarding, u: Upstream) -> bool:
         """Has the client its answer? Raises Refused and Broken."""
         loop = asyncio.get_running_loop()
         began, x = loop.time(), job.x
@@ -220,7 +220,7 @@ class Forwarder:
             if (done := await self._second_thoughts(job, u, answer)) is not None:
                 return done
             x.more["ttft"] = seconds = loop.time() - began
-            u.took(seconds, telling=answer.status < 400 and job.kind is Kind.GENERATES)
+            u.took(seconds, telling=answer.status < 400 and job.kind is RouteKind.GENERATES)
             if answer.status < 500:
                 self._well(u)
             u.answers[answer.status] += 1
@@ -232,7 +232,7 @@ class Forwarder:
             else:
                 answer.release()
 
-    async def _fault(self, job: Job, u: Upstream, e: BaseException) -> bool:
+    async def _fault(self, job: Forwarding, u: Upstream, e: BaseException) -> bool:
         """No answer came. False means it is to be tried again. Raises Refused."""
         if isinstance(e, ValueError) and not isinstance(e, aiohttp.ClientError):
             raise Refused(f"This request cannot be sent on: {e}.", code="invalid_http") from e
@@ -267,7 +267,7 @@ class Forwarder:
             return True
         raise Refused(f"The upstream failed: {why}.", status=502, kind=SERVER, code="upstream_failed") from e
 
-    async def _reach_another(self, job: Job) -> bool:
+    async def _reach_another(self, job: Forwarding) -> bool:
         """Try another upstream; nothing was sent yet. Where none is left, wait for one to be ready, also one that was
         tried.
         """
@@ -288,7 +288,7 @@ class Forwarder:
             status=503, kind=SERVER, code="no_upstream", headers={"Retry-After": "1"},
         )  # fmt: skip
 
-    async def _second_thoughts(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse) -> bool | None:
+    async def _second_thoughts(self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse) -> bool | None:
         """Looks at a status: None means the answer passes on; else as `_attempt`."""
         status, headers = answer.status, answer.headers
         busy = status == 429 or (status in UNWELL and "Retry-After" in headers)
@@ -339,7 +339,7 @@ class Forwarder:
 
     # ---- whose fault -------------------------------------------------------------------------------------------
 
-    async def _guilty(self, job: Job, u: Upstream, why: str) -> bool:
+    async def _guilty(self, job: Forwarding, u: Upstream, why: str) -> bool:
         """A request that was sent has failed. May it be sent once more?"""
         if job.poisonous:
             return False
@@ -360,7 +360,7 @@ class Forwarder:
         log.warning("request %s failed on %s; both go on", job.x.id, " and ".join(o.name for o in job.faulty))
         return False
 
-    async def _look_up(self, job: Job) -> None:
+    async def _look_up(self, job: Forwarding) -> None:
         """Has it failed twice not long ago?"""
         now = asyncio.get_running_loop().time()
         while self._poison and next(iter(self._poison.values())) <= now:
@@ -369,7 +369,7 @@ class Forwarder:
             job.poisonous, job.again = True, False
 
     @staticmethod
-    async def _digest(job: Job) -> bytes:
+    async def _digest(job: Forwarding) -> bytes:
         return await job.body.digest(job.x.method.encode(), job.path.encode())
 
     def _ill(self, u: Upstream, why: str) -> None:
@@ -380,13 +380,13 @@ class Forwarder:
         self.lines.changed()
 
     def _well(self, u: Upstream) -> None:
-        if u.state is State.TRIED:
+        if u.state is UpstreamState.TRIED:
             answered(u)
             self.lines.serve(u)
 
     # ---- what passes -------------------------------------------------------------------------------------------
 
-    async def _send_held(self, job: Job, held: Held) -> None:
+    async def _send_held(self, job: Forwarding, held: Held) -> None:
         job.held = None
         job.x.more["upstream"] = held.upstream.name
         await job.x.start(held.status, self._headers(job.x, held.upstream, held.headers))
@@ -395,7 +395,7 @@ class Forwarder:
     def _headers(self, x: Exchange, u: Upstream, given: Any) -> list[tuple[bytes, bytes]]:
         return self._dress(x, u, without_hops(given))
 
-    async def _pass_on(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse, first: bytes = b"") -> None:
+    async def _pass_on(self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse, first: bytes = b"") -> None:
         """The answer as it comes; first: what has come of it already. Raises Broken."""
         x, content = job.x, answer.content
         headers = self._headers(x, u, answer.raw_headers)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hibachi.router.upstreams import SLOWER, State, Upstream
+from hibachi.router.upstreams import SLOWER, Upstream, UpstreamState
 
 FORGETS = 0.5  # how much of its latency an upstream loses with a check, when it had no request since the one before
 
@@ -32,17 +32,19 @@ def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: T
     u.used_before = u.used
     if not u.measured:
         u.latency = seconds if u.latency is None else u.latency + SLOWER * (seconds - u.latency)
-    if u.state is State.NEW or (u.state is State.TRIED and not u.trial):
+    if u.state is UpstreamState.NEW or (u.state is UpstreamState.TRIED and not u.trial):
         _up(u)
-    elif u.state is State.DRAINING or (u.state is State.ILL and u.good >= limits.rise):
-        u.state, u.trial, u.why = State.TRIED, False, "it is tried again, with one request at a time"
+    elif u.state is UpstreamState.DRAINING or (u.state is UpstreamState.ILL and u.good >= limits.rise):
+        u.state, u.trial, u.why = UpstreamState.TRIED, False, "it is tried again, with one request at a time"
 
 
 def bad_check(u: Upstream, why: str, limits: Thresholds) -> None:
     u.good, u.bad = 0, u.bad + 1
-    if u.state in (State.NEW, State.TRIED, State.DRAINING) or (u.state is State.UP and u.bad >= limits.fall):
-        u.state = State.ILL
-    if u.state is State.ILL:
+    if u.state in (UpstreamState.NEW, UpstreamState.TRIED, UpstreamState.DRAINING) or (
+        u.state is UpstreamState.UP and u.bad >= limits.fall
+    ):
+        u.state = UpstreamState.ILL
+    if u.state is UpstreamState.ILL:
         u.why = why
 
 
@@ -50,26 +52,26 @@ def failed(u: Upstream, why: str) -> None:
     """A request that it had, or could not be given, failed: it is ill until the next good check."""
     u.faults += 1
     if u.takes:
-        u.state, u.why, u.good = State.ILL, why, 0
+        u.state, u.why, u.good = UpstreamState.ILL, why, 0
 
 
 def answered(u: Upstream) -> None:
     """A request has its answer, or the beginning of it, and it is no fault of the server's."""
-    if u.state is State.TRIED:
+    if u.state is UpstreamState.TRIED:
         _up(u)
 
 
 def put_back(u: Upstream) -> None:
     """Undo a failure that was the request's fault. An upstream that a check found ill stays ill."""
-    if u.state in (State.ILL, State.TRIED) and u.faults and not u.bad:
+    if u.state in (UpstreamState.ILL, UpstreamState.TRIED) and u.faults and not u.bad:
         _up(u)
 
 
 def drain(u: Upstream, why: str) -> None:
     """It takes no further requests, and says so itself, or the operator does."""
-    if u.takes or u.state is State.NEW:
-        u.state, u.why = State.DRAINING, why
+    if u.takes or u.state is UpstreamState.NEW:
+        u.state, u.why = UpstreamState.DRAINING, why
 
 
 def _up(u: Upstream) -> None:
-    u.state, u.trial, u.why, u.faults = State.UP, False, "", 0
+    u.state, u.trial, u.why, u.faults = UpstreamState.UP, False, "", 0

@@ -36,7 +36,7 @@ class _Named(msgspec.Struct):
     model: msgspec.Raw = _NOTHING
 
 
-class _Texts(_Named):
+class _BodyTexts(_Named):
     messages: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
@@ -75,7 +75,7 @@ class Named(NamedTuple):
 _keeps, _items = msgspec.json.Decoder(_Keeps), msgspec.json.Decoder(list[_Item])
 _OURS = re.compile(r"(?:resp|msg|rs|fc|fco)_([a-z]{8})_\w+")
 _ID_OF_OURS = re.compile(rb'"id"\s*:\s*"(?:resp|msg|rs|fc|fco)_[a-z]{8}_')  # without it there is no reference to us
-_named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Texts)
+_named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_BodyTexts)
 _packed = msgspec.msgpack.Decoder(_Named)
 _MSGPACK = frozenset((b"application/msgpack", b"application/x-msgpack", b"application/vnd.msgpack"))
 
@@ -158,7 +158,7 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
     model = _model(_named_by(found.model, msgspec.json.decode))
     if not text:
         return model, b""
-    assert isinstance(found, _Texts)
+    assert isinstance(found, _BodyTexts)
     said, left = [], text
     for part in (found.system, found.instructions, found.messages, found.prompt, found.input, found.inputs, found.text):
         if left > 0 and part is not _NOTHING:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from hibachi.router.forward import Forwarder
-from hibachi.router.upstreams import BOUNDS, State, Times
+from hibachi.router.upstreams import BOUNDS, Times, UpstreamState
 
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 EDGES = [f"{bound:g}" for bound in BOUNDS] + ["+Inf"]
@@ -91,7 +91,7 @@ class _Records:
 
 
 def _up(u: Any) -> float:
-    return {State.UP: 1.0, State.TRIED: 0.5}.get(u.state, 0.0)
+    return {UpstreamState.UP: 1.0, UpstreamState.TRIED: 0.5}.get(u.state, 0.0)
 
 
 def _buckets(times: Times) -> tuple[list[tuple[str, float]], float]:

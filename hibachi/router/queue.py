@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hibachi.router.fleet import ANY, Fleet
 from hibachi.router.policies import Ask, Policy
-from hibachi.router.upstreams import State, Upstream
+from hibachi.router.upstreams import Upstream, UpstreamState
 
 
 class NoSlot(Exception):
@@ -40,7 +40,7 @@ class Waiter:
             self.slot.set_exception(NoSlot(why))
 
 
-class Lines:
+class Queues:
     """Gives slots of the fleet to requests. most: how many may wait in all. wait_for: seconds, where no upstream takes
     requests.
     """
@@ -187,4 +187,4 @@ def may_have(u: Upstream, ask: Ask, avoid: tuple[Upstream, ...]) -> bool:
 
 def _fill(u: Upstream) -> None:
     u.in_flight += 1
-    u.trial = u.state is State.TRIED
+    u.trial = u.state is UpstreamState.TRIED

@@ -9,7 +9,7 @@ from enum import Enum
 from posixpath import normpath
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     """GENERATES: the same request may be tried again elsewhere. OBJECT: it concerns what one upstream keeps."""
 
     GENERATES = "generates"
@@ -84,17 +84,17 @@ class Routes:
         self._more = frozenset(path for path in more if not path.endswith("*"))
         self._beginnings = tuple(path[:-1] for path in more if path.endswith("*"))
 
-    def kind(self, method: str, path: str) -> Kind | None:
+    def kind(self, method: str, path: str) -> RouteKind | None:
         """None means it does not pass."""
         plain = normpath(path) if "//" in path or "/." in path else path  # as an upstream may understand it
         if "\\" in path or _NEVER.fullmatch(plain) or (plain is not path and not plain.startswith("/v1/")):
             return None
         if path in _GENERATE:
-            return Kind.GENERATES if method == "POST" else Kind.OTHER
+            return RouteKind.GENERATES if method == "POST" else RouteKind.OTHER
         if path in self._more or (self._beginnings and path.startswith(self._beginnings)):
-            return Kind.OTHER
+            return RouteKind.OTHER
         if path.startswith("/v1/"):
             if method == "POST" and _ENGINES.fullmatch(path):
-                return Kind.GENERATES
-            return Kind.OBJECT if _OBJECTS.match(plain) else Kind.OTHER
-        return Kind.OTHER if path in _BESIDES else None
+                return RouteKind.GENERATES
+            return RouteKind.OBJECT if _OBJECTS.match(plain) else RouteKind.OTHER
+        return RouteKind.OTHER if path in _BESIDES else None

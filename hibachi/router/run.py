@@ -15,15 +15,15 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.router.addresses import places_of, resolved
 from hibachi.router.app import Door
-from hibachi.router.checks import Checks
-from hibachi.router.client import Client
+from hibachi.router.checks import UpstreamChecks
+from hibachi.router.client import UpstreamClient
 from hibachi.router.dialects import as_anthropic, dialect_of
 from hibachi.router.fleet import Fleet
-from hibachi.router.forward import Forwarder, Patience
+from hibachi.router.forward import Forwarder, ForwardPatience
 from hibachi.router.health import Thresholds
 from hibachi.router.metrics import PLAIN, Page
 from hibachi.router.policynames import policy_of
-from hibachi.router.queue import Lines
+from hibachi.router.queue import Queues
 from hibachi.router.routes import Routes
 from hibachi.router.settings import RouteSettings
 from hibachi.router.status import told
@@ -36,7 +36,7 @@ from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.hosts import Hosts, hosts_for
 from hibachi.server.web.keys import tenants_of
 from hibachi.server.web.logs import log_to_stderr
-from hibachi.server.web.server import Config, Server, config_of
+from hibachi.server.web.server import Config, HttpServer, config_of
 from hibachi.server.web.signals import ending
 from hibachi.server.web.tenants import Tenants
 
@@ -113,9 +113,9 @@ class Router:
         settings, fleet = self._settings, self.fleet
         fleet.settle(await resolved(self._places, ()))
         policy = policy_of(settings.policy)
-        self._lines = Lines(fleet, policy, most=settings.max_num_queued_reqs, wait_for=settings.wait_for)
-        self._client = Client(settings.connect_timeout)
-        self._checks = Checks(
+        self._lines = Queues(fleet, policy, most=settings.max_num_queued_reqs, wait_for=settings.wait_for)
+        self._client = UpstreamClient(settings.connect_timeout)
+        self._checks = UpstreamChecks(
             fleet,
             self._client,
             self._lines.changed,
@@ -131,7 +131,7 @@ class Router:
                 headers.append((b"x-upstream-origin", u.origin.encode()))
             return headers
 
-        patience = Patience(settings.timeout, settings.idle_timeout, settings.wait_for)
+        patience = ForwardPatience(settings.timeout, settings.idle_timeout, settings.wait_for)
         self.forwarder = Forwarder(
             fleet, self._lines, self._client, patience, dress, self._checks.now, keyed=bool(self._tenants.keys)
         )
@@ -209,7 +209,7 @@ class Router:
         self._lines.changed()
 
 
-class RouterServer(Server):
+class RouterServer(HttpServer):
     def __init__(self, config: Any, router: Router, settings: RouteSettings) -> None:
         super().__init__(config, settings.drain_timeout, settings.arrival_timeout or None)
         self._router = router

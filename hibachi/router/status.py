@@ -9,10 +9,10 @@ from typing import Any
 
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.router.fleet import Fleet
-from hibachi.router.queue import Lines
+from hibachi.router.queue import Queues
 
 
-def told(fleet: Fleet, lines: Lines, policy: str) -> dict[str, Any]:
+def told(fleet: Fleet, lines: Queues, policy: str) -> dict[str, Any]:
     return {
         "policy": policy,
         "waiting": lines.waiting,

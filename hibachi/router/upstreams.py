@@ -13,7 +13,7 @@ BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 """Upper bounds of the buckets of times, in seconds; the last one is open."""
 
 
-class State(Enum):
+class UpstreamState(Enum):
     """NEW: not asked yet. UP: takes requests. TRIED: was ill, and takes one at a time until that one is answered. ILL:
     takes none. DRAINING: takes none, and ends those that it has.
     """
@@ -70,7 +70,7 @@ class Upstream:
     """One server, as the router sees it. Times are those of a clock that never goes back, in seconds."""
 
     place: Place
-    state: State = State.NEW
+    state: UpstreamState = UpstreamState.NEW
     models: Mapping[str, Any] = field(default_factory=dict)  # by id: what `/v1/models` says of it
     in_flight: int = 0
     trial: bool = False  # is the one request under way that is to show whether it works again?
@@ -109,15 +109,15 @@ class Upstream:
 
     @property
     def takes(self) -> bool:
-        return self.state is State.UP or self.state is State.TRIED
+        return self.state is UpstreamState.UP or self.state is UpstreamState.TRIED
 
     @property
     def slots(self) -> int:
         """Free ones. Where it is tried again, there is one."""
-        if not self.takes or (self.state is State.TRIED and self.trial):
+        if not self.takes or (self.state is UpstreamState.TRIED and self.trial):
             return 0
         free = self.place.limit - self.in_flight
-        return min(free, 1) if self.state is State.TRIED else free
+        return min(free, 1) if self.state is UpstreamState.TRIED else free
 
     def took(self, seconds: float, *, telling: bool = True) -> None:
         """A request had its first byte after so long. telling: others will take as long; refusals are quick."""

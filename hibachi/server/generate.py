@@ -43,10 +43,10 @@ from hibachi.llm.dialects.tokens.writing import (
     WHOLE,
     Came,
     End,
-    Form,
     Opening,
-    Output,
     Scores,
+    TokenFormat,
+    TokensOutput,
     TokenWriter,
     Whole,
     about,
@@ -138,7 +138,7 @@ async def _answer(
         served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant, x.part)) as stream,
     ):
         record.text, record.stream = Generated(stream), said.stream
-        answer = _Answer(served, x, writer, asked, stream, record, n)
+        answer = _TokenAnswer(served, x, writer, asked, stream, record, n)
         try:
             streamed = said.stream and form is not None
             work = answer.stream(STREAMS[str(form)]) if streamed else answer.whole(accept, form)
@@ -155,7 +155,7 @@ async def _answer(
             stream.close()
 
 
-class _Answer:
+class _TokenAnswer:
     """The answer to a request. n: tokens of the prompt."""
 
     def __init__(
@@ -176,7 +176,7 @@ class _Answer:
         self._came = 0
         self._over = False
 
-    async def stream(self, form: Form) -> None:
+    async def stream(self, form: TokenFormat) -> None:
         """Send events; each has all tokens that have come since the last."""
         x, writer = self._x, self._writer
         comments = Comments(x, form.kind, form.comment)
@@ -208,7 +208,7 @@ class _Answer:
         finally:
             comments.stop()
 
-    def _event(self, tokens: HostArray, form: Form, scores: Scores | None) -> bytes:
+    def _event(self, tokens: HostArray, form: TokenFormat, scores: Scores | None) -> bytes:
         return form.event(self._writer.came(tokens, form, scores))
 
     async def whole(self, accept: Accept, form: str | None) -> None:
@@ -382,7 +382,7 @@ def _example(served: Served) -> dict[str, Any]:
 
 GENERATE = About(
     TokensBody,
-    (Whole, Output),
+    (Whole, TokensOutput),
     (Opening, Came, End, Error),
     reads=dict.fromkeys((*MSGPACKS, NPY, BYTES), BINARY),
     writes=dict.fromkeys((NPY, MSGPACK, NDJSON), BINARY),

@@ -13,7 +13,16 @@ from hibachi.llm.dialects.responses.answers import EVENTS, Deleted, ItemList, Re
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
 from hibachi.llm.dialects.responses.items import PAGE, Item
 from hibachi.llm.dialects.responses.parse import in_body, own_items, request
-from hibachi.llm.dialects.responses.store import Kept, Known, Store, Stored, as_items, no_item, no_response, resolved
+from hibachi.llm.dialects.responses.store import (
+    KeptResponse,
+    KnownItems,
+    Store,
+    Stored,
+    as_items,
+    no_item,
+    no_response,
+    resolved,
+)
 from hibachi.llm.dialects.responses.writing import RESPONSES, ResponsesWriter
 from hibachi.server.routes import About, Route, for_chat
 from hibachi.server.served import Served
@@ -74,7 +83,7 @@ async def input_items(served: Served, x: Exchange) -> None:
 # ---- what came before ----------------------------------------------------------------------------------------------
 
 
-async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[Known, list[Item | Stored]]:
+async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[KnownItems, list[Item | Stored]]:
     """What is kept of it, and the input. Raises Refused."""
     given = await served.beside(x, partial(own_items, body, served.bounds))
     store = served.responses.of(x.tenant, x.part)
@@ -84,16 +93,16 @@ async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tup
     return before, own
 
 
-def _before(store: Store, previous: str | None) -> Known:
+def _before(store: Store, previous: str | None) -> KnownItems:
     if previous is None:
-        return Known()
+        return KnownItems()
     found = store.find(previous)
     if found is None:
         raise no_response(previous, "previous_response_id")
     return store.conversation(found)
 
 
-def _found(served: Served, x: Exchange) -> Kept:
+def _found(served: Served, x: Exchange) -> KeptResponse:
     """Raises Refused."""
     id = x.params["response"]
     found = served.responses.of(x.tenant, x.part).find(id)
@@ -102,7 +111,7 @@ def _found(served: Served, x: Exchange) -> Kept:
     return found
 
 
-def _listed(found: Kept, query: dict[str, str]) -> Sequence[str]:
+def _listed(found: KeptResponse, query: dict[str, str]) -> Sequence[str]:
     """Ids of its input in the order that is asked for, behind the one that is named."""
     ids = found.items[: found.inputs]
     order = query.get("order", "desc")

@@ -20,14 +20,14 @@ from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import SERVER, Refused, unsupported
 from hibachi.llm.dialects.forms import OURS, refused
 from hibachi.llm.dialects.json_limits import LIGHT, check_packed_weight, check_weight, may_be_deep
-from hibachi.llm.dialects.openai.answers import Vocabulary
+from hibachi.llm.dialects.openai.answers import TokenTexts
 from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.responses.store import Stores
-from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.tgi.limits import TgiLimits
-from hibachi.llm.dialects.tgi.writing import Words
+from hibachi.llm.dialects.tgi.writing import TgiTokens
 from hibachi.llm.dialects.tokens.parse import AskedTokens
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import TextStream
@@ -35,7 +35,7 @@ from hibachi.llm.tokens import Tokens
 from hibachi.request import Request, SamplingParams, Terms
 from hibachi.server.gate import Gate
 from hibachi.server.record import Meter, NoMeter, Record
-from hibachi.server.tenant_pool import Aside
+from hibachi.server.tenant_pool import TenantPool
 from hibachi.server.tokenizing import Tokenizing
 from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.tenants import Tenants, salt_of
@@ -89,10 +89,14 @@ class Served:
         self._texts = Tokenizing()
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
-        self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
-        self._checking = Aside("hibachi-check", "forms of answers wait to be checked")
+        self._converting = TenantPool(
+            "hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE
+        )
+        self._checking = TenantPool("hibachi-check", "forms of answers wait to be checked")
         # One at a time, so that of the processes in which forms are checked one is always there for small ones.
-        self._checking_large = Aside("hibachi-check-large", "forms of answers wait to be checked", at_once=1, threads=1)
+        self._checking_large = TenantPool(
+            "hibachi-check-large", "forms of answers wait to be checked", at_once=1, threads=1
+        )
         self._short = ThreadPoolExecutor(2, "hibachi-short")
         self.arrays = Tokenizing()  # where large ones are read
 
@@ -210,7 +214,7 @@ class Served:
         decode = partial(texts.tokenizer.decode, skip_special_tokens=False)
         longest = None if self.tgi is None else self.tgi.max_input_tokens
         reading = Reading(texts.prompts, texts.vocab_size, self.chat_template, longest, self.parsers)
-        return TextModel(texts, reading, Vocabulary(texts.tokenizer.token_bytes, decode), self.bounds)
+        return TextModel(texts, reading, TokenTexts(texts.tokenizer.token_bytes, decode), self.bounds)
 
     @property
     def model(self) -> TextModel:
@@ -226,7 +230,7 @@ class Served:
         return texts
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> TokenTexts:
         return self.model.vocabulary
 
     @property
@@ -234,8 +238,8 @@ class Served:
         return self.model.reading
 
     @cached_property
-    def words(self) -> Words:
-        return Words(self.vocabulary, self.texts.tokenizer, self.texts.eos_ids)
+    def words(self) -> TgiTokens:
+        return TgiTokens(self.vocabulary, self.texts.tokenizer, self.texts.eos_ids)
 
     async def read(self, x: Exchange, steps: Steps[T]) -> T:
         """Run the steps of a request, long ones beside the event loop. Raises Refused or QueueFull if too much of this
@@ -254,7 +258,7 @@ class Served:
             result: T = e.value
             return result
 
-    async def _step(self, x: Exchange, step: Step) -> Any:
+    async def _step(self, x: Exchange, step: ReadingStep) -> Any:
         if step.kind == "body":
             return await self.beside(x, step.work, step.size)
         if step.kind == "text":

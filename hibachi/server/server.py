@@ -23,7 +23,7 @@ from hibachi.server.web.deadlines import Tell
 from hibachi.server.web.hosts import Hosts
 from hibachi.server.web.rooted import Rooted
 from hibachi.server.web.server import Config, config_of
-from hibachi.server.web.server import Server as Orderly
+from hibachi.server.web.server import HttpServer as Orderly
 
 CLOSING = 1.0  # seconds at least for the engine to end, after the time of the requests is over
 

@@ -10,7 +10,7 @@ from hibachi.errors import HibachiError
 from hibachi.llm.dialects.errors import as_refused
 from hibachi.llm.dialects.forms import said_by
 from hibachi.llm.dialects.openai.answers import encode
-from hibachi.llm.dialects.openai.writing import Writer
+from hibachi.llm.dialects.openai.writing import AnswerWriter
 from hibachi.llm.textstream import TextChoice, TextStream
 from hibachi.server.record import Record
 from hibachi.server.served import Served
@@ -23,7 +23,7 @@ BYTES = 8  # of a body that is repeated, which take as long as one of these
 
 
 async def answer_text(
-    served: Served, x: Exchange, writer: Writer, ids: list[list[int]], *, headers: Headers | None = None
+    served: Served, x: Exchange, writer: AnswerWriter, ids: list[list[int]], *, headers: Headers | None = None
 ) -> None:
     """Submit a request for text and send its answer.
 
@@ -58,7 +58,7 @@ async def answer_text(
 
 
 async def _whole(
-    served: Served, x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None
+    served: Served, x: Exchange, writer: AnswerWriter, text: TextStream, record: Record, headers: Headers | None
 ) -> None:
     while pieces := await text.come(each=writer.each):
         record.came(pieces)
@@ -76,12 +76,12 @@ async def _made(served: Served, size: int, make: Callable[[], bytes]) -> bytes:
     return await served.apart(make) if size > LONG else make()
 
 
-def _again(x: Exchange, writer: Writer) -> int:
+def _again(x: Exchange, writer: AnswerWriter) -> int:
     """How long what a writer repeats is, as that of LONG: the request, and all that was said."""
     return x.size // BYTES + _new(writer)
 
 
-def _of_prompts(writer: Writer) -> int:
+def _of_prompts(writer: AnswerWriter) -> int:
     """Tokens and log-probabilities of the prompts that an answer has."""
     asked = writer.asked
     if not asked.echo and asked.params.prompt_logprobs is None:
@@ -90,14 +90,14 @@ def _of_prompts(writer: Writer) -> int:
     return each * asked.params.n if asked.echo else each
 
 
-def _new(writer: Writer) -> int:
+def _new(writer: AnswerWriter) -> int:
     """Tokens and log-probabilities of the continuations."""
     new = sum(len(choice.token_ids) for stream in writer.streams for choice in stream.choices)
     return new * (1 + (writer.asked.params.logprobs or 0))
 
 
 async def _stream(
-    served: Served, x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None
+    served: Served, x: Exchange, writer: AnswerWriter, text: TextStream, record: Record, headers: Headers | None
 ) -> None:
     more = None if headers is None else headers(record)
     comments, dialect = Comments(x, comment=writer.waiting, more=more), writer.dialect
@@ -139,14 +139,14 @@ async def _stream(
     await x.write((first or b"") + events + dialect.end, more=False)
 
 
-async def _opening(served: Served, x: Exchange, writer: Writer) -> bytes:
+async def _opening(served: Served, x: Exchange, writer: AnswerWriter) -> bytes:
     """The events before all text."""
     if writer.beside:
         return await _made(served, _of_prompts(writer), lambda: _events(writer, writer.opening()))
     return await _made(served, x.size // BYTES, partial(_events, writer, writer.opening()))
 
 
-def _events(writer: Writer, chunks: Iterable[Any]) -> bytes:
+def _events(writer: AnswerWriter, chunks: Iterable[Any]) -> bytes:
     """The events, without those that a writer keeps for its next one, which are None. A chunk may be several."""
     each = (part for chunk in chunks for part in (chunk if isinstance(chunk, list) else [chunk]))
     return b"".join([writer.frame(chunk) for chunk in each if chunk is not None])

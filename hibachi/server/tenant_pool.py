@@ -14,7 +14,7 @@ T = TypeVar("T")
 MOST = 64  # calls that may wait or run
 
 
-class Aside:
+class TenantPool:
     """Runs calls, at most `at_once` of all tenants that have no name, and half as many of one that has. name: of the
     threads. waiting: what waits, in the words of an error. threads: of all tenants; None means twice `at_once`.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hibachi.common.settings.kinds import SWITCH, Kind, choice, integer, seconds, size, text
+from hibachi.common.settings.kinds import SWITCH, ValueKind, choice, integer, seconds, size, text
 from hibachi.engine.speculation.config import MOST
 from hibachi.errors import ConfigError
 from hibachi.llm.model.hub import parse_name
@@ -84,7 +84,7 @@ class TgiFlag:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     becomes: tuple[str, ...] = ()
     about: str = ""
     same: tuple[Any, ...] = ()
@@ -110,14 +110,14 @@ class TgiFlag:
         return f"tgi_{self.key}"
 
 
-def _number(least: float, most: float = 1e9) -> Kind:
+def _number(least: float, most: float = 1e9) -> ValueKind:
     def read(given: Any) -> float:
         number = float(given)
         if not least <= number <= most:
             raise ValueError
         return number
 
-    return Kind("X", f"a number from {least:g} to {most:g}" if most < 1e9 else f"a number >= {least:g}", read)
+    return ValueKind("X", f"a number from {least:g} to {most:g}" if most < 1e9 else f"a number >= {least:g}", read)
 
 
 def _quantization(given: str) -> str:
@@ -232,7 +232,7 @@ _NO_VARIABLE = ("hostname", "env")  # the first is always there, and the second 
 
 
 @dataclass
-class Reading:
+class SettingsReader:
     """The result of reading the launcher's flags and variables.
 
     others: settings of ours, each with its value and where it was given; variables before flags, as the last one
@@ -267,11 +267,11 @@ class Reading:
         return asked
 
 
-def read(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Reading:
+def read(flags: Mapping[str, Any], environment: Mapping[str, str]) -> SettingsReader:
     """Read the launcher's flags (by their keys) and variables. Raises ConfigError, which names the flag or the
     variable.
     """
-    found = Reading()
+    found = SettingsReader()
     given: dict[str, Any] = {}
     for flag, value, where in _given(flags, environment):
         if flag.key == "max_input_length" and found.where.get("max_input_tokens"):
@@ -305,7 +305,7 @@ def _value(flag: TgiFlag, given: Any, where: str) -> Any:
         raise ConfigError(f"{where}: expected {flag.kind.expected}; got {shown}.") from None
 
 
-def _take(found: Reading, flag: TgiFlag, value: Any) -> None:
+def _take(found: SettingsReader, flag: TgiFlag, value: Any) -> None:
     where = found.where[flag.key]
     if flag.refused and value not in flag.same:
         raise ConfigError(f"{where} cannot be followed, and without it answers would be others: {flag.about}.")

@@ -9,8 +9,8 @@ from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.answers import Warmed
 from hibachi.llm.dialects.openai.bodies import WarmBody, read
 from hibachi.llm.dialects.openai.conversation import conversation
-from hibachi.llm.dialects.openai.parse import Asked, terms_of, tools_shown
-from hibachi.llm.dialects.openai.writing import Writer
+from hibachi.llm.dialects.openai.parse import ParsedRequest, terms_of, tools_shown
+from hibachi.llm.dialects.openai.writing import AnswerWriter
 from hibachi.prefix import warmed
 from hibachi.request import SamplingParams
 from hibachi.server.routes import About, Route, for_text
@@ -19,7 +19,7 @@ from hibachi.server.streaming import answer_text
 from hibachi.server.web.exchange import Exchange
 
 
-class WarmWriter(Writer):
+class WarmWriter(AnswerWriter):
     """chars: of the text. block: tokens of one of the cache."""
 
     prefix = "warm"
@@ -56,7 +56,7 @@ async def warm(served: Served, x: Exchange) -> None:
         special = bool(special)
     ids = await served.read(x, reading.encode([text], "text", special=special is not False))
     params = SamplingParams(temperature=0, max_tokens=1)
-    asked = Asked(params, terms_of(body), False, False, False, False, unwritten=True)
+    asked = ParsedRequest(params, terms_of(body), False, False, False, False, unwritten=True)
     writer = WarmWriter(asked, name, served.vocabulary)
     writer.chars, writer.block = len(text), facts.limits.block_size
     await answer_text(served, x, writer, ids)

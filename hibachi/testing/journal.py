@@ -35,7 +35,7 @@ def facts(of: pytest.Item | pytest.TestReport) -> dict[str, Any]:
     return dict(getattr(of, "user_properties", ()))  # a report of a file that was skipped has none
 
 
-class Journal:
+class KitJournal:
     """A plugin of pytest, in the process that is watched.
 
     folder: of the journal. Its last line is the watcher's: {"every": seconds}, after which the stacks of a promise that
@@ -151,10 +151,10 @@ class Journal:
         return category, "", ""
 
 
-class Replay:
-    """A plugin of pytest beside a `Journal`: reports what was before, in place of running it again."""
+class KitReplay:
+    """A plugin of pytest beside a `KitJournal`: reports what was before, in place of running it again."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: KitJournal) -> None:
         self._journal = journal
 
     @pytest.hookimpl(tryfirst=True)

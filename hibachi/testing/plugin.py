@@ -18,14 +18,14 @@ from hibachi.backend.nine import NineBackend
 from hibachi.errors import HibachiError
 from hibachi.testing.causes import cause_of, places
 from hibachi.testing.gaps import Gap, read_gaps
-from hibachi.testing.journal import Journal, Replay, facts
+from hibachi.testing.journal import KitJournal, KitReplay, facts
 from hibachi.testing.nine import NineHandle, besides
-from hibachi.testing.report import Result, as_json, facts_of, gaps_told, table, told
+from hibachi.testing.report import KitResult, as_json, facts_of, gaps_told, table, told
 
 WIDTH = 80
 OF_NINE = "test_tensors", "test_invalid", "test_nine"
 BACKENDS = pytest.StashKey[dict[str, ArrayBackend]]()
-JOURNAL = pytest.StashKey[Journal]()
+JOURNAL = pytest.StashKey[KitJournal]()
 SMOKE = "smoke"  # the group whose promises come first: where one is broken, the rest of the backend is not run
 
 
@@ -60,9 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(e)) from None
     folder = config.getoption("hibachi_journal")
     if folder and not hasattr(config, "workerinput") and not config.getoption("numprocesses", None):
-        journal = config.stash[JOURNAL] = Journal(config, Path(folder))
+        journal = config.stash[JOURNAL] = KitJournal(config, Path(folder))
         config.pluginmanager.register(journal, "hibachi-journal")
-        config.pluginmanager.register(Replay(journal))
+        config.pluginmanager.register(KitReplay(journal))
     config.pluginmanager.register(Promises(config, gaps))
     if config.getoption("backend"):
         try:
@@ -160,7 +160,7 @@ class Promises:
 
     def __init__(self, config: pytest.Config, gaps: list[Gap]) -> None:
         self.config, self.gaps = config, gaps
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, KitResult] = {}
         self.unfit: dict[str, str] = {}  # backends that failed the smoke stage -> the stage
         self.uncollected: dict[str, None] = {}  # what was said, each once, though every file fails alike
 
@@ -212,7 +212,7 @@ class Promises:
         about = facts(report).get("promise")
         if about is None:
             return
-        result = self.results.setdefault(report.nodeid, Result(report.nodeid, **about))
+        result = self.results.setdefault(report.nodeid, KitResult(report.nodeid, **about))
         result.take(report)
         if result.group == SMOKE and result.status in ("broken", "hung", "crashed"):
             self.unfit.setdefault(result.backend, result.title)

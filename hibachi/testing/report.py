@@ -18,7 +18,7 @@ NAMED = 3  # promises that are named, of those with one cause
 
 
 @dataclass
-class Result:
+class KitResult:
     """One promise on one backend.
 
     parts: groups of promises about what this one is made of. look: what to look at, of a promise of the smoke stage.
@@ -111,20 +111,20 @@ def _cell(found: list[str]) -> str:
 
 
 @dataclass
-class Lines:
+class ReportLines:
     """red: the first of them."""
 
     lines: list[str]
     red: bool = True
 
 
-def told(results: Sequence[Result], smoke: str) -> Iterator[Lines]:
+def told(results: Sequence[KitResult], smoke: str) -> Iterator[ReportLines]:
     """What is broken on one backend, each cause once. smoke: the group of the smoke stage."""
     bad = [r for r in results if r.status in ("broken", "hung", "crashed")]
     stages = {r.cause.key if r.cause is not None else r.test: r for r in reversed(bad) if r.group == smoke}
     for r in reversed(stages.values()):
-        yield Lines([_smoke(r, any(other.status == "not run" for other in results))])
-    causes: dict[str, list[Result]] = defaultdict(list)
+        yield ReportLines([_smoke(r, any(other.status == "not run" for other in results))])
+    causes: dict[str, list[KitResult]] = defaultdict(list)
     for r in bad:
         if r.group != smoke and r.cause is not None:
             causes[r.cause.key].append(r)
@@ -136,10 +136,10 @@ def told(results: Sequence[Result], smoke: str) -> Iterator[Lines]:
         if found[0].status == "broken" and not cause.where and all(groups.intersection(r.parts) for r in found):
             later.append(found)
         else:
-            yield Lines([f"{found[0].status.upper()} on {found[0].backend}: {_names(found, 1)}", *_block(found)])
+            yield ReportLines([f"{found[0].status.upper()} on {found[0].backend}: {_names(found, 1)}", *_block(found)])
     if later:
         n = sum(map(len, later))
-        yield Lines(
+        yield ReportLines(
             [
                 f"MAY FOLLOW on {later[0][0].backend}: {n} {'promise is' if n == 1 else 'promises are'} broken whose "
                 "parts break those above",
@@ -148,7 +148,7 @@ def told(results: Sequence[Result], smoke: str) -> Iterator[Lines]:
         )
 
 
-def _smoke(result: Result, ended: bool) -> str:
+def _smoke(result: KitResult, ended: bool) -> str:
     """One line: which stage, what error, what to look at."""
     where = f" at {result.cause.where[0]}" if result.cause is not None and result.cause.where else ""
     message = result.message.rstrip(".")
@@ -157,7 +157,7 @@ def _smoke(result: Result, ended: bool) -> str:
     return f"SMOKE failed on {result.backend} at {result.title!r}: {said}. Look at {result.look or result.test}.{rest}"
 
 
-def _block(found: list[Result]) -> Iterator[str]:
+def _block(found: list[KitResult]) -> Iterator[str]:
     first = found[0]
     assert first.cause is not None
     yield f"  {first.message}"
@@ -168,18 +168,18 @@ def _block(found: list[Result]) -> Iterator[str]:
     yield f"  {first.test}"
 
 
-def _wrapped(first: str, found: Sequence[Result]) -> list[str]:
+def _wrapped(first: str, found: Sequence[KitResult]) -> list[str]:
     return textwrap.wrap(
         first + _names(found, NAMED), WIDTH, initial_indent="    ", subsequent_indent="      ", break_long_words=False
     )
 
 
-def _names(found: Sequence[Result], n: int) -> str:
+def _names(found: Sequence[KitResult], n: int) -> str:
     named = ", ".join(r.title for r in found[:n])
     return named if len(found) <= n else f"{named} and {len(found) - n} more"
 
 
-def gaps_told(gaps: Sequence[Gap], results: Sequence[Result]) -> Iterator[Lines]:
+def gaps_told(gaps: Sequence[Gap], results: Sequence[KitResult]) -> Iterator[ReportLines]:
     """Which known gaps are gaps still, which are none any more, and which lines are about no promise of this run."""
     for gap in gaps:
         about = [r for r in results if r.status and gap.about(title(r.test))]
@@ -188,17 +188,19 @@ def gaps_told(gaps: Sequence[Gap], results: Sequence[Result]) -> Iterator[Lines]
             kept = [r for r in about if r.backend == name and r.status == "kept"]
             if still:
                 others = f"; of line {gap.line}, {len(kept)} more are kept" if kept else ""
-                yield Lines([f"KNOWN on {name}: {_names(still, NAMED)} ({gap.reason}{others})"], red=False)
+                yield ReportLines([f"KNOWN on {name}: {_names(still, NAMED)} ({gap.reason}{others})"], red=False)
             elif kept:
-                yield Lines([f"NO LONGER A GAP on {name}: {_names(kept, NAMED)} (line {gap.line})"], red=False)
+                yield ReportLines([f"NO LONGER A GAP on {name}: {_names(kept, NAMED)} (line {gap.line})"], red=False)
         if not about:
-            yield Lines([f"Known gaps, line {gap.line}: {gap.pattern!r} is about no promise of this run"], red=False)
+            yield ReportLines(
+                [f"Known gaps, line {gap.line}: {gap.pattern!r} is about no promise of this run"], red=False
+            )
 
 
 # ---- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def as_json(results: Sequence[Result], backends: dict[str, Any], lost: dict[str, str]) -> dict[str, Any]:
+def as_json(results: Sequence[KitResult], backends: dict[str, Any], lost: dict[str, str]) -> dict[str, Any]:
     """backends: by name; lost: why those that did not load are missing."""
     out: dict[str, Any] = {"versions": versions(), "backends": {}}
     for name in dict.fromkeys([*backends, *lost, *(r.backend for r in results)]):

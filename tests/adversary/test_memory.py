@@ -15,7 +15,7 @@ import pytest
 from hibachi import LLM, AutoregressiveBatchInference, NumpyBackend, SamplingParams
 from hibachi.backend.kernels.library import why_missing
 from hibachi.engine.runners import tokentable
-from hibachi.engine.runners.tokentable import History, TokenTable
+from hibachi.engine.runners.tokentable import TokenHistory, TokenTable
 from hibachi.errors import InvalidModelFiles
 from hibachi.llm.model import rope
 from hibachi.llm.model.files import locate, open_files
@@ -132,7 +132,7 @@ def test_m9_the_table_holds_what_lists_hold(width, shape, monkeypatch):
                 history, tokens = parked.pop()
             else:
                 tokens = rng.integers(0, 99, (random.randint(1, 3 * width + 2), *shape)).tolist()
-                history = History(np.array(tokens))
+                history = TokenHistory(np.array(tokens))
             row = free.pop()
             table.fill(row, history)
             held[row] = history, tokens
@@ -172,16 +172,16 @@ def test_m9_the_table_holds_what_lists_hold(width, shape, monkeypatch):
 
 def test_m9_a_row_that_could_not_be_filled_leaves_the_others_as_they_were(monkeypatch):
     table = TokenTable(2, (), np.int32)
-    one, other = History(np.arange(5, dtype=np.int32)), History(np.arange(2000, dtype=np.int32))
+    one, other = TokenHistory(np.arange(5, dtype=np.int32)), TokenHistory(np.arange(2000, dtype=np.int32))
     table.fill(0, one)
 
     def fail(*args):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(History, "copy", fail)
+        patch.setattr(TokenHistory, "copy", fail)
         with pytest.raises(MemoryError):
-            table.fill(1, History(np.arange(9, dtype=np.int32)))
+            table.fill(1, TokenHistory(np.arange(9, dtype=np.int32)))
     table.fill(1, other)
     assert table.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
     assert table.read(1, 1990, 2000).tolist() == list(range(1990, 2000))

@@ -40,7 +40,7 @@ from hibachi.errors import (
 )
 from hibachi.llm.remote import engine as remote
 from hibachi.llm.remote import process, sender
-from hibachi.llm.remote.child import Child, Outbox, OutChannel, Ready, _portable
+from hibachi.llm.remote.child import Child, EngineReady, Outbox, OutChannel, _portable
 from hibachi.llm.remote.engine import RemoteEngine
 from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
@@ -48,7 +48,7 @@ from tests.engine.models import PATIENCE, Background, until
 
 LONG = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
 FACTS = Facts(100, Limits(4, 64, 64, 10**7), True, None, False, True, "a library; a device", "float32", "Puppet")
-READY = Ready(FACTS, (), None)
+READY = EngineReady(FACTS, (), None)
 
 
 class Puppet:

@@ -23,9 +23,9 @@ from hibachi.llm.dialects.openai.answers import (
     Delta,
     Function,
     FunctionDelta,
+    TokenTexts,
     ToolCall,
     ToolCallDelta,
-    Vocabulary,
     chat_logprobs,
     completion_logprobs,
     embeddings,
@@ -51,7 +51,7 @@ def text(ids):
 
 @pytest.fixture
 def words():
-    return Vocabulary(RAW.__getitem__, text)
+    return TokenTexts(RAW.__getitem__, text)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_what_tokens_look_like(words):
 
 def test_a_token_is_looked_up_once():
     asked = []
-    words = Vocabulary(lambda i: asked.append(i) or RAW[i], text)
+    words = TokenTexts(lambda i: asked.append(i) or RAW[i], text)
     assert [words(i) for i in (0, 1, 0, 1)] == [("He", [72, 101]), ("llo", [108, 108, 111])] * 2
     assert asked == [0, 1]
 

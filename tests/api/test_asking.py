@@ -11,7 +11,7 @@ from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.request import SamplingParams, Terms
 
 # What the server was started with; none of it is a default of SamplingParams.
@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("ask", [completion, chat])
 
 def test_a_completion_that_says_nothing_more():
     """The server's parameters, but for the length of an answer, which is OpenAI's."""
-    assert completion(defaults=SERVER) == Asked(
+    assert completion(defaults=SERVER) == ParsedRequest(
         params=SERVER.with_(max_tokens=16),
         terms=Terms(priority=0, tenant="", timeout=None, queue_timeout=None, cache_salt=None),
         stream=False,
@@ -92,7 +92,7 @@ def test_a_completion_that_says_nothing_more():
 
 def test_a_chat_that_says_nothing_more():
     """It may go on to the end of the context."""
-    assert chat(defaults=SERVER) == Asked(
+    assert chat(defaults=SERVER) == ParsedRequest(
         params=SERVER.with_(max_tokens=None),
         terms=Terms(priority=0, tenant="", timeout=None, queue_timeout=None, cache_salt=None),
         stream=False,

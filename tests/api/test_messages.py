@@ -25,7 +25,7 @@ from hibachi.llm.dialects.json_limits import check_weight
 from hibachi.llm.dialects.messages.answers import SIGNATURE, ToolUseBlock, model, models
 from hibachi.llm.dialects.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.llm.dialects.messages.parse import SWITCHES, chat_of, in_body
-from hibachi.llm.dialects.messages.writing import Blocks, joined, named
+from hibachi.llm.dialects.messages.writing import ContentBlocks, joined, named
 from hibachi.llm.dialects.openai import parse as openai
 from hibachi.llm.dialects.openai.bodies import Bounds, read
 from hibachi.request import SamplingParams
@@ -461,7 +461,7 @@ def test_what_else_is_told_of_a_refusal_stays():
 
 
 def parts_of(events, *, reasoning=True):
-    blocks = Blocks(lambda given, number: given or f"toolu_{number}", reasoning=reasoning)
+    blocks = ContentBlocks(lambda given, number: given or f"toolu_{number}", reasoning=reasoning)
     parts = [part for event in events for part in blocks.add([event])]
     return blocks, [*parts, *blocks.end()]
 

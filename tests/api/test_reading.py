@@ -6,11 +6,11 @@ import pytest
 
 from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.steps import run
 from hibachi.llm.dialects.truncation import Truncation
-from hibachi.llm.tokenizers.prompts import Prompts
+from hibachi.llm.tokenizers.prompts import TextPrompts
 from hibachi.request import SamplingParams, Terms
 
 
@@ -38,12 +38,12 @@ def read(reading, name, *args, **kwargs):
 
 
 def reading(template="", context=8):
-    return Reading(Prompts(Letters(), context), 100, template)
+    return Reading(TextPrompts(Letters(), context), 100, template)
 
 
 def talk(*messages, special=False, open_end=False, truncation=None, **variables):
     """What is asked for by messages, each a role and a content."""
-    asked = Asked(SamplingParams(), Terms(), stream=False, usage=False, usage_always=False, token_ids=False)
+    asked = ParsedRequest(SamplingParams(), Terms(), stream=False, usage=False, usage_always=False, token_ids=False)
     asked.messages = [{"role": role, "content": content} for role, content in messages]
     asked.special, asked.open_end, asked.truncation, asked.template = special, open_end, truncation, variables
     return asked
@@ -107,7 +107,7 @@ def test_what_is_too_long_may_be_cut():
     assert read(reading(), "encode", ["abcd"], "prompt", truncation=Truncation(3, first=True)) == [[99, *of("ab")]]
     fitting = Truncation(None, new=5)
     assert read(reading(), "encode", ["abcdefgh"], "prompt", truncation=fitting) == [of("fgh")]
-    limited = Reading(Prompts(Letters(), 8), 100, "", 2)
+    limited = Reading(TextPrompts(Letters(), 8), 100, "", 2)
     assert read(limited, "encode", ["abcdefgh"], "prompt", truncation=Truncation(None)) == [of("gh")]
     long = "user", "abcdefghijkl"
     assert read(reading(), "chat", talk(long, truncation=last)) == of("jkl")

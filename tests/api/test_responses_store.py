@@ -10,7 +10,7 @@ pytest.importorskip("msgspec")
 
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.responses.items import FunctionCallOutput, ItemReference, Message, as_kept, given
-from hibachi.llm.dialects.responses.store import OVERHEAD, Known, Store, Stores, as_items, resolved
+from hibachi.llm.dialects.responses.store import OVERHEAD, KnownItems, Store, Stores, as_items, resolved
 
 
 class Clock:
@@ -32,7 +32,7 @@ def said(text, id=None, role="user"):
 
 def keep(store, name, own, answer=b"{}", before=None):
     output = [said(f"to {name}", f"msg_{name}", "assistant")]
-    return store.keep(name, answer, before or Known(), own, output)
+    return store.keep(name, answer, before or KnownItems(), own, output)
 
 
 def conversation(store, name):

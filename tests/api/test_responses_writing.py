@@ -15,15 +15,15 @@ import msgspec
 from hibachi.errors import EngineClosed
 from hibachi.llm.chatformat.format import PLAIN, CallArguments, CallBegun, CallEnded, Reasoned, Said
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.answers import TokenLogprob, Vocabulary
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.answers import TokenLogprob, TokenTexts
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.responses.bodies import ReasoningAsked, ResponsesBody
 from hibachi.llm.dialects.responses.writing import ResponsesWriter, _of_text
 from hibachi.llm.textstream import Choice, Piece
 from hibachi.request import Finish, SamplingParams, Terms
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
-WORDS = Vocabulary(lambda i: b"<%d>" % i, lambda ids: "".join(f"<{i}>" for i in ids))
+WORDS = TokenTexts(lambda i: b"<%d>" % i, lambda ids: "".join(f"<{i}>" for i in ids))
 CALL = [CallBegun(0, "weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Paris"}'), CallEnded(0)]
 SECOND = [CallBegun(1, "time", "nineletts"), CallArguments(1, "{}"), CallEnded(1)]
 # What the model says, a list of events for each piece of text; whether max_tokens ends it; and the items of it.
@@ -78,7 +78,7 @@ def writer_of(said, cut=False, *, ids=(7, 8), logprobs=None, keep=None, **fields
     reader = SimpleNamespace(
         parser=lambda: Parser(said), format=PLAIN, call_id=lambda answer, choice, number: f"call_{number}"
     )
-    asked = Asked(SamplingParams(), Terms(), stream=True, usage=False, usage_always=False, token_ids=False)
+    asked = ParsedRequest(SamplingParams(), Terms(), stream=True, usage=False, usage_always=False, token_ids=False)
     asked.reader, asked.logprobs = reader, logprobs
     body = ResponsesBody(input="a", **fields)
     writer = ResponsesWriter(asked, "m", WORDS, body, server="abcdefgh", id="r", created=3, keeps=True, keep=keep)

@@ -15,13 +15,13 @@ from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import EngineClosed
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.answers import Vocabulary, encode
+from hibachi.llm.dialects.openai.answers import TokenTexts, encode
 from hibachi.llm.dialects.openai.bodies import Bounds, read
 from hibachi.llm.dialects.tgi.answers import ChatTokenizeResponse, Info, SimpleToken, simple_tokens
 from hibachi.llm.dialects.tgi.bodies import GenerateBody
 from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.dialects.tgi.parse import fit, generation
-from hibachi.llm.dialects.tgi.writing import GenerateWriter, Words
+from hibachi.llm.dialects.tgi.writing import GenerateWriter, TgiTokens
 from hibachi.llm.textstream import TextChoice, TextStream
 from hibachi.llm.tokenizers import Detokenizer
 from hibachi.llm.tokenizers.own import OwnTokenizer
@@ -46,8 +46,8 @@ class Told:
         raw = json.dumps({"inputs": PROMPT, "parameters": parameters}).encode()
         given = generation(read(GenerateBody, raw), TgiLimits(), Bounds(), 500, stream=stream, full_text=full_text)
         self.ids = fit(given, tokenizer.encode(PROMPT), TgiLimits(), Bounds(), 500)
-        words = Words(
-            Vocabulary(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)),
+        words = TgiTokens(
+            TokenTexts(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)),
             tokenizer,
             ends,
         )

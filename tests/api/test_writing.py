@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from hibachi import LLM
-from hibachi.llm.dialects.openai.answers import Vocabulary, encode
+from hibachi.llm.dialects.openai.answers import TokenTexts, encode
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody
 from hibachi.llm.dialects.openai.chatwriting import ChatWriter
 from hibachi.llm.dialects.openai.parse import chat, completion
@@ -23,7 +23,7 @@ PROMPT = list(range(5, 45))
 def written():
     """written(body, **options): the writer, when its texts have ended."""
     with LLM("tiny") as llm:
-        words = Vocabulary(llm.tokenizer.token_bytes, llm.tokenizer.decode)
+        words = TokenTexts(llm.tokenizer.token_bytes, llm.tokenizer.decode)
 
         def call(body, **options):
             make, kind = (chat, ChatWriter) if isinstance(body, ChatBody) else (completion, CompletionWriter)

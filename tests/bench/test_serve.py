@@ -23,7 +23,7 @@ from hibachi.testing.bench import report, traffic
 from hibachi.testing.bench.events import Events
 from hibachi.testing.bench.generator import Generator, check, model_of
 from hibachi.testing.bench.report import Slo
-from hibachi.testing.bench.traffic import Ask, Form
+from hibachi.testing.bench.traffic import Ask, RequestForm
 
 
 def splits(data, seed):
@@ -117,13 +117,13 @@ def test_a_trace_keeps_its_times_lengths_and_shared_pieces(tmp_path):
 
 def test_bodies():
     ask = Ask(0, None, [3, 4, 5], 9)
-    body = json.loads(Form("completions", "m").body(ask))
+    body = json.loads(RequestForm("completions", "m").body(ask))
     assert body["prompt"] == [3, 4, 5] and body["max_tokens"] == 9 and body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True} and body["model"] == "m" and body["temperature"] == 0
-    chat = json.loads(Form("chat", None, stream=False, ignore_eos=False, more={"top_p": 0.5}).body(ask))
+    chat = json.loads(RequestForm("chat", None, stream=False, ignore_eos=False, more={"top_p": 0.5}).body(ask))
     assert chat.pop("messages") == [{"role": "user", "content": "to in is"}]
     assert chat == {"max_tokens": 9, "temperature": 0, "stream": False, "top_p": 0.5}
-    assert len(json.loads(Form("completions", None, words=True).body(ask))["prompt"].split()) == 3
+    assert len(json.loads(RequestForm("completions", None, words=True).body(ask))["prompt"].split()) == 3
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ async def against(*answers, **options):
     url = Url.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     client = Client(url)
     try:
-        yield fake, Generator(client, Form("completions", "m"), **options)
+        yield fake, Generator(client, RequestForm("completions", "m"), **options)
     finally:
         await client.close()
         server.close()
@@ -295,7 +295,7 @@ def test_the_client_says_who_it_is():
 def test_no_server_is_an_error_of_its_own():
     async def inner():
         client = Client(Url.of("http://127.0.0.1:9"))
-        generator = Generator(client, Form("completions", "m"))
+        generator = Generator(client, RequestForm("completions", "m"))
         with pytest.raises(Unreachable):
             await client.get("/")
         with pytest.raises(ConfigError, match="Is it running"):

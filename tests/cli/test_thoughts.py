@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hibachi.cli import chat
-from hibachi.cli.thoughts import Shown
+from hibachi.cli.thoughts import ShownAnswer
 from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.format import Reasoned, Said
 from hibachi.llm.own import open_texts
@@ -132,7 +132,7 @@ def test_thoughts_behind_what_is_said(monkeypatch, capsys):
     out = Tty()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setenv("NO_COLOR", "1")
-    shown = Shown()
+    shown = ShownAnswer()
     shown.tell([Said("a"), Reasoned("b"), Reasoned("c"), Said("d"), Reasoned("e")])
     shown.end()
     assert out.getvalue() == "a\n\n(bc)\n\nd\n\n(e)"

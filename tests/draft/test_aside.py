@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from hibachi.engine.speculation.drafter_thread import PATIENCE, Aside
+from hibachi.engine.speculation.drafter_thread import PATIENCE, DrafterThread
 
 SOON = 30.0  # seconds in which what comes has come
 ROWS = [np.array([1, 2, 3], np.int32), np.array([4], np.int32)]
@@ -42,7 +42,7 @@ def aside():
     made = []
 
     def make(drafter):
-        made.append(Aside(drafter, 100, "mine"))
+        made.append(DrafterThread(drafter, 100, "mine"))
         return made[-1]
 
     yield make

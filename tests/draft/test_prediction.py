@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from hibachi.engine.speculation.ngram import LONG, NEAR, Prediction, predicted
+from hibachi.engine.speculation.ngram import LONG, NEAR, ExpectedTokens, predicted
 
 
 def found(prediction, answer, k=4):
     """Told all at once; told token by token it must be the same."""
     ids = np.array(prediction, np.int32)
-    slow, whole = Prediction(ids), Prediction(ids).find(np.array(answer, np.int32), k)
+    slow, whole = ExpectedTokens(ids), ExpectedTokens(ids).find(np.array(answer, np.int32), k)
     for n in range(len(answer) + 1):
         last = slow.find(np.array(answer[:n], np.int32), k)
     assert whole.dtype == last.dtype == np.int32 and whole.tolist() == last.tolist()
@@ -68,7 +68,7 @@ def test_it_equals_the_definition():
 
 
 def test_tokens_that_were_taken_back_have_not_come():
-    mine = Prediction(np.array(TEXT, np.int32))
+    mine = ExpectedTokens(np.array(TEXT, np.int32))
     for n in (9, 20, 4, 0, 7):
         assert mine.find(np.array(TEXT[:n], np.int32), 2).tolist() == TEXT[n : n + 2]
 

@@ -13,7 +13,7 @@ import pytest
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, SamplingParams
 from hibachi.engine.speculation import drafting as askers
 from hibachi.engine.speculation import find
-from hibachi.engine.speculation.drafter_thread import Aside
+from hibachi.engine.speculation.drafter_thread import DrafterThread
 from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.speculation.howmany import HowMany
 from hibachi.llm.remote.llm import RemoteLLM
@@ -162,8 +162,8 @@ def test_proposals_that_are_of_no_use_harm_nobody(patient, what):
 
 def test_one_that_hangs_is_waited_for_once_and_closing_does_not_wait(monkeypatch, caplog):
     gate, waits = threading.Event(), []
-    take = Aside.take
-    monkeypatch.setattr(Aside, "take", lambda self, wait: waits.append(wait) or take(self, wait))
+    take = DrafterThread.take
+    monkeypatch.setattr(DrafterThread, "take", lambda self, wait: waits.append(wait) or take(self, wait))
     mine = Does(lambda tokens, most: gate.wait(60))
     try:
         with engine(mine) as e:
@@ -200,10 +200,10 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
     assert not how.pays(1, [4], [0.1], 1e-3) and not how.pays(1, [4], [0.9], 1.0)
     assert not how.pays(1, [0], [0.9], 0.0) and not how.pays(100, [4], [0.9], 0.0)
 
-    aside = Aside(Right(), 10, "mine")
+    aside = DrafterThread(Right(), 10, "mine")
     aside.seconds = 1e-3
     mine = askers.Apart(aside, how, "mine")
-    row = askers.Row(object(), None, 4, 1)
+    row = askers.DraftingRow(object(), None, 4, 1)
     for _ in range(200):
         how.records.note(row.seq, 1, 0, "mine")
     asked = [mine._pays([row], 1) for _ in range(2 * askers.RETRY)]
@@ -218,7 +218,7 @@ def test_a_step_without_a_question_is_charged_with_none():
     """What the last question took is not taken from the time of later steps."""
     noted = []
     how = SimpleNamespace(costs=SimpleNamespace(note=lambda tokens, seconds: noted.append(seconds)))
-    mine = Drafting(askers.Apart(Aside(Right(), 10, "mine"), how, "mine"), 4, how)
+    mine = Drafting(askers.Apart(DrafterThread(Right(), 10, "mine"), how, "mine"), 4, how)
     plan = SimpleNamespace(q=np.ones(1, int), draft=None, rows=[0])
     mine.asker.seconds = 0.5
     mine.took(plan, 2.0)

@@ -19,7 +19,7 @@ from hibachi import (
 )
 from hibachi.engine.recording.replay import read, replay
 from hibachi.engine.runners.owncache.layout import Past
-from hibachi.engine.scheduler.copies import Source
+from hibachi.engine.scheduler.copies import CopySource
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
 
@@ -330,12 +330,12 @@ def test_only_what_is_there_is_copied(own):
     assert len(nodes) == 2 and set(nodes) <= set(made._kept)
     array = np.arange(6, dtype=np.float32).reshape(1, 1, 6)
     short = Past({"layers": [(array,)]}, [array], [3], [6], 6, 1)
-    assert made.past(0, [Source(nodes[0], 3), Source(nodes[1], 3)], {3: short}, 8) is None
-    assert made.past(0, [Source(nodes[0], 3)], {}, 4) is None
-    found = made.past(0, [Source(nodes[0], 3)], {3: short}, 4)
+    assert made.past(0, [CopySource(nodes[0], 3), CopySource(nodes[1], 3)], {3: short}, 8) is None
+    assert made.past(0, [CopySource(nodes[0], 3)], {}, 4) is None
+    found = made.past(0, [CopySource(nodes[0], 3)], {3: short}, 4)
     assert found.arrays[0].tolist() == [[[0, 1, 2, 3]]] and found.counts == [4] and found.rows == [0]
     made.clear()
-    assert made.past(0, [Source(nodes[0], -1)], {}, 4) is None
+    assert made.past(0, [CopySource(nodes[0], -1)], {}, 4) is None
     made.keep(short, 3, [(0, blocks[0], nodes[0]), (1, blocks[1], nodes[1]), (0, blocks[1], nodes[0] + 99)])
     assert [*made._kept] == [nodes[0]] and layout.uncut == ""
     runner.rebuild(keep=True)

@@ -8,7 +8,7 @@ import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
 from hibachi.engine.speculation.howmany import HowMany
-from hibachi.llm.tokenizers.prompts import Prompts
+from hibachi.llm.tokenizers.prompts import TextPrompts
 from hibachi.request import Request
 from hibachi.testing.toys import SumFrames, SumPaged, SumTokens, expected
 
@@ -96,11 +96,11 @@ def test_it_is_kept_only_where_it_is_of_use():
 def test_of_a_text_no_more_is_read_than_fits_into_the_context():
     read = []
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: read.append(text) or list(range(len(text))))
-    assert Prompts(tokenizer, 10).predicted("a" * 10**6) == list(range(10))
+    assert TextPrompts(tokenizer, 10).predicted("a" * 10**6) == list(range(10))
     assert [len(text) for text in read] == [160]
-    assert Prompts(tokenizer, 10).predicted("abc") == [0, 1, 2]
+    assert TextPrompts(tokenizer, 10).predicted("abc") == [0, 1, 2]
     with pytest.raises(InvalidRequest, match=r"A prediction must be .* valid Unicode; got '\\ud800' at character 2"):
-        Prompts(tokenizer, 10).predicted("ab\ud800")
+        TextPrompts(tokenizer, 10).predicted("ab\ud800")
 
 
 def test_where_guesses_do_not_pay_none_is_tried():

@@ -9,7 +9,7 @@ import pytest
 from hibachi import AutoregressiveBatchInference, ModelError, NumpyBackend
 from hibachi.engine.runners import uncached
 from hibachi.engine.runners.kept_inputs import Room, Rooms, wants_own
-from hibachi.engine.runners.tokentable import History, Kind
+from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
 from hibachi.engine.scheduler.sequence import Seq
 
 PROMPTS = [[1.0], [2.0, 3.0], [5.0, 1.0, 4.0], [7.0] * 20]
@@ -336,7 +336,7 @@ def ask(rooms, who, lengths, width=None, newest=9.0):
         who,
         lengths,
         width or int(lengths.max()),
-        Kind((), np.dtype(np.float64)),
+        TokenKind((), np.dtype(np.float64)),
         lambda: np.full(len(lengths), newest),
         fill,
     )
@@ -391,7 +391,7 @@ def test_a_room_begins_with_room_for_what_may_come_or_a_little(most, columns):
 def test_the_newest_token_may_have_left_the_table(serve):
     """A row that comes back with more tokens than the table holds has all of them in its history."""
     runner = serve(Weighed(), token=1.0)._built.runner
-    history, kind = History(np.arange(2000.0)), Kind((), np.dtype(np.float64))
+    history, kind = TokenHistory(np.arange(2000.0)), TokenKind((), np.dtype(np.float64))
     runner.tables.fill(0, kind, history)
     assert runner._newest(np.array([0]), np.array([2000])).tolist() == [1999.0]
 

@@ -8,7 +8,7 @@ import pytest
 
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.columns import Asking, Columns
+from hibachi.offline.tasks.columns import Columns, RowReader
 from hibachi.request import SamplingParams
 
 from ..serve.saying import CALL, OTHER, SAYS, THINKS, THOUGHT, told
@@ -156,7 +156,7 @@ def test_what_is_wrong_for_all_rows_is_refused_first(runs, flags):
 
 
 def test_a_row_of_another_kind_of_tools_is_alone_wrong():
-    asking = Asking(Columns(messages="m"), SamplingParams())
+    asking = RowReader(Columns(messages="m"), SamplingParams())
     for tools in ({"a": 1}, 5, ["x"], [None], "[1]"):
         with pytest.raises(InvalidRequest, match="tools"):
             asking.read(Row(0, "f", 1, {"m": told("x"), "tools": tools}))
@@ -165,7 +165,7 @@ def test_a_row_of_another_kind_of_tools_is_alone_wrong():
 def read_of_arrow(rows, **columns):
     """What each row asks for, as it comes out of a file of Parquet."""
     batch = pytest.importorskip("pyarrow").RecordBatch.from_pylist(rows)
-    asking = Asking(Columns(messages="messages", **columns), SamplingParams())
+    asking = RowReader(Columns(messages="messages", **columns), SamplingParams())
     return [asking.read(Row(i, "f", i, v, arrow=(batch, i))) for i, v in enumerate(batch.to_pylist())]
 
 

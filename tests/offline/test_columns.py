@@ -12,7 +12,7 @@ import pytest
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.llm.own import open_texts
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.columns import _LISTS, PARAMS, Asking, Columns, value_of
+from hibachi.offline.tasks.columns import _LISTS, PARAMS, Columns, RowReader, value_of
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
@@ -20,7 +20,7 @@ from .ran import TEMPLATE
 
 
 def asked(columns, **values):
-    return Asking(columns, SamplingParams()).read(Row(0, "in.csv", 2, values))
+    return RowReader(columns, SamplingParams()).read(Row(0, "in.csv", 2, values))
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_the_parameters_that_are_lists_are_known():
 
 
 def test_equal_numbers_of_different_types_are_not_taken_for_each_other():
-    asking = Asking(Columns(prompt="p", param_columns={"temperature": "t", "n": "n"}), SamplingParams())
+    asking = RowReader(Columns(prompt="p", param_columns={"temperature": "t", "n": "n"}), SamplingParams())
 
     def read(**values):
         return asking.read(Row(0, "f", 1, {"p": "a", **values}))
@@ -88,13 +88,13 @@ def test_equal_numbers_of_different_types_are_not_taken_for_each_other():
 
 def test_the_sets_of_parameters_that_are_kept_are_bounded(monkeypatch):
     monkeypatch.setattr("hibachi.offline.tasks.columns._KNOWN", 4)
-    asking = Asking(Columns(prompt="p", param_columns={"seed": "s"}), SamplingParams())
+    asking = RowReader(Columns(prompt="p", param_columns={"seed": "s"}), SamplingParams())
     seeds = [asking.read(Row(0, "f", 1, {"p": "a", "s": i % 6})).params.seed for i in range(20)]
     assert seeds == [i % 6 for i in range(20)]
 
 
 def test_a_row_says_what_form_its_answer_must_have():
-    asking = Asking(Columns(prompt="p", param_columns={"structured_outputs": "f"}), SamplingParams())
+    asking = RowReader(Columns(prompt="p", param_columns={"structured_outputs": "f"}), SamplingParams())
 
     def read(form):
         return asking.read(Row(0, "f", 1, {"p": "a", "f": form})).params
@@ -116,7 +116,7 @@ def test_a_row_says_what_form_its_answer_must_have():
 
 def test_a_long_set_of_parameters_is_not_kept():
     """Thousands of schemas of a megabyte would be too much."""
-    asking = Asking(Columns(prompt="p", param_columns={"structured_outputs": "f"}), SamplingParams())
+    asking = RowReader(Columns(prompt="p", param_columns={"structured_outputs": "f"}), SamplingParams())
     rows = [Row(0, "f", 1, {"p": "a", "f": {"regex": "a" * n}}) for n in (10, 20_000)]
     assert [asking.read(row).params is asking.read(row).params for row in rows] == [True, False]
 

@@ -21,7 +21,7 @@ from hibachi.offline.files import format as format_
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import FORMATS, Form, form_of
+from hibachi.offline.files.table import FORMATS, FileForm, form_of
 from hibachi.offline.files.writers import open_writer
 
 RESULTS = [
@@ -557,9 +557,9 @@ def test_what_a_format_must_have(format, tmp_path):
     """Read, written, counted, known by its content and by its name, and named wherever formats are."""
     others = [other for other in FORMATS if other is not format]
     assert format.suffixes and not {*format.suffixes} & {s for other in others for s in other.suffixes}
-    assert form_of("-", format.name) == Form(format, None) and format.name not in [other.name for other in others]
+    assert form_of("-", format.name) == FileForm(format, None) and format.name not in [other.name for other in others]
     file = io.BytesIO()
-    writer = open_writer(file, Form(format, None), sources=None, results=[Field("a", "int"), Field("b", "text")])
+    writer = open_writer(file, FileForm(format, None), sources=None, results=[Field("a", "int"), Field("b", "text")])
     for i in range(3):
         writer.write(Row(i, "x", i + 1, {}), {"a": i, "b": "ü"})
     writer.close()

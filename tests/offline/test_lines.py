@@ -13,7 +13,7 @@ from hibachi.errors import InvalidRequest
 from hibachi.llm.remote.identity import system_fingerprint
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.duplicates import Seen
-from hibachi.offline.tasks.lines import Lines, are_lines
+from hibachi.offline.tasks.lines import BatchLines, are_lines
 
 from .ran import TEMPLATE, Runs
 
@@ -344,6 +344,6 @@ def test_names_are_known_however_many(monkeypatch):
 
 
 def test_ids_are_of_seed_row_and_use():
-    one, other = Lines(0, 0), Lines(1, 0)
+    one, other = BatchLines(0, 0), BatchLines(1, 0)
     found = [x.id_of(n, what) for x in (one, other) for n in (0, 1) for what in ("line", "request")]
-    assert len(set(found)) == 8 and found[0] == Lines(0, 9).id_of(0, "line")
+    assert len(set(found)) == 8 and found[0] == BatchLines(0, 9).id_of(0, "line")

@@ -33,8 +33,8 @@ from hibachi.offline.tasks.openai import OpenAIWork  # noqa: E402
 from hibachi.offline.tasks.sender import Patience, refusal  # noqa: E402
 from hibachi.offline.tasks.task import Lost, RowError  # noqa: E402
 from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork  # noqa: E402
-from hibachi.offline.tasks.urlbase import Server, Used, begins, signed, used_of  # noqa: E402
-from hibachi.offline.tasks.urlwork import Said, url_work  # noqa: E402
+from hibachi.offline.tasks.urlbase import RemoteServer, Used, begins, signed, used_of  # noqa: E402
+from hibachi.offline.tasks.urlwork import UrlAnswer, url_work  # noqa: E402
 from hibachi.request import SamplingParams  # noqa: E402
 
 from ..serve.conftest import CHATML, site  # noqa: E402
@@ -682,7 +682,7 @@ def test_no_part_of_a_key_is_told():
         assert "sk-" not in str(refusal(400, b"x" * size + KEY.encode(), KEY))
     assert "sk-" not in str(refusal(400, b"x" + b" " * 1995 + KEY.encode(), KEY))
     batch = Batch(inputs=["a"], output="b", url="http://127.0.0.1:1", api_key=KEY)
-    assert KEY not in repr(batch) and KEY not in repr(Server.of(batch, QUICK))
+    assert KEY not in repr(batch) and KEY not in repr(RemoteServer.of(batch, QUICK))
 
 
 def test_a_huge_answer_is_bounded(monkeypatch):
@@ -1127,7 +1127,7 @@ def test_a_server_that_is_loading_is_waited_for():
 
 
 def test_parameters_know_which_were_named():
-    said = Said().with_(temperature=0.5, max_tokens=16).with_(top_k=-1, seed=4)
+    said = UrlAnswer().with_(temperature=0.5, max_tokens=16).with_(top_k=-1, seed=4)
     assert said.named == {"temperature", "max_tokens", "top_k", "seed"} and said.seed == 4
     assert said.as_body() == {"max_tokens": 16, "temperature": 0.5, "top_k": -1}
 
@@ -1153,7 +1153,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHE
 )
 def test_a_form_is_said_as_most_servers_know_it(form, said):
     """And ours means the same by it."""
-    params = Said().with_(structured_outputs=form, max_tokens=5)
+    params = UrlAnswer().with_(structured_outputs=form, max_tokens=5)
     assert params.as_body() == {"max_tokens": 5, **said}
     body = read(CompletionBody, json.dumps({"prompt": "a", **params.as_body()}).encode())
     assert asking.completion(body, SamplingParams(), Bounds()).params.structured_outputs == params.structured_outputs

@@ -29,7 +29,7 @@ import uvicorn.server  # noqa: E402
 from hibachi.router.addresses import places_of  # noqa: E402
 from hibachi.router.run import Router, RouterServer, config_for  # noqa: E402
 from hibachi.router.settings import settle  # noqa: E402
-from hibachi.router.upstreams import State, Upstream  # noqa: E402
+from hibachi.router.upstreams import Upstream, UpstreamState  # noqa: E402
 from hibachi.server.web.keys import tenants_of  # noqa: E402
 
 from .mocks import Mock  # noqa: E402
@@ -286,7 +286,10 @@ class Here:
     def ready(self) -> Here:
         """Once everybody has been asked."""
         eventually(
-            lambda: self.router.fleet.upstreams and all(u.state is not State.NEW for u in self.router.fleet.upstreams)
+            lambda: (
+                self.router.fleet.upstreams
+                and all(u.state is not UpstreamState.NEW for u in self.router.fleet.upstreams)
+            )
         )
         return self
 

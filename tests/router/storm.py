@@ -34,7 +34,7 @@ from hibachi.router.client import not_opened
 from hibachi.router.policies import at_home
 from hibachi.router.run import Router, RouterServer
 from hibachi.router.settings import settle
-from hibachi.router.upstreams import Place, State, Upstream
+from hibachi.router.upstreams import Place, Upstream, UpstreamState
 from hibachi.server.web.address import bound
 from hibachi.server.web.server import config_of
 from hibachi.server.web.tenants import Tenants
@@ -421,7 +421,7 @@ class Storm:
         answer checks is not there."""
         tried = {one.where for one in self.asked[n]}
         others = [u for u in self.router.fleet.having(self.by_number[n].model) if u.name not in tried]
-        asked.alone |= not any(u.takes or (u.state is State.ILL and not u.bad) for u in others)
+        asked.alone |= not any(u.takes or (u.state is UpstreamState.ILL and not u.bad) for u in others)
 
     # ---- trouble -----------------------------------------------------------------------------------------------
 
@@ -579,7 +579,9 @@ class Storm:
 
     def _unrest(self) -> list[str]:
         router = self.router
-        out = [f"{u.name} is {u.state.value}: {u.why}" for u in router.fleet.upstreams if u.state is not State.UP]
+        out = [
+            f"{u.name} is {u.state.value}: {u.why}" for u in router.fleet.upstreams if u.state is not UpstreamState.UP
+        ]
         for u in (*router.fleet.upstreams, *router.fleet.leaving):
             out += [f"{u.name} has {u.in_flight} requests"] if u.in_flight else []
         out += [f"{m.url} has {len(m.active)} requests" for m in self.mocks if m.active]

@@ -13,13 +13,13 @@ from benchmarks.router_trace import asks, led, moved, one_cache, replay, upstrea
 from hibachi.engine.simulator.trace import Trace
 from hibachi.router.affine import BESIDES, FURTHEST, MORE, SPAN, STEP, Latest, PrefixAffine, pieces_of
 from hibachi.router.policies import Ask, LeastConnection
-from hibachi.router.upstreams import Place, State, Upstream
+from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 QUIET = dict(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def servers(*weights, limit=64):
-    return [Upstream(Place(f"http://s{i}", limit=limit, weight=w), State.UP) for i, w in enumerate(weights)]
+    return [Upstream(Place(f"http://s{i}", limit=limit, weight=w), UpstreamState.UP) for i, w in enumerate(weights)]
 
 
 def ask(text, among, model=""):

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hibachi.errors import HibachiError
 from hibachi.router import addresses as places
 from hibachi.router import status
-from hibachi.router.upstreams import State
+from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, ROOT, ask, eventually, request, routing
 from .mocks import HANG, full, of_json
@@ -267,7 +267,7 @@ def test_metrics_are_what_a_reader_of_prometheus_takes(mock, route):
         router.ask("/v1/completions", BODY)
     router.ask("/v1/completions", b'{"model": "none"}')
     b.stop()
-    eventually(lambda: router.of(b).state is State.ILL)
+    eventually(lambda: router.of(b).state is UpstreamState.ILL)
     page = router.ask("/metrics", None)
     assert page[b"content-type"].startswith(b"text/plain; version=0.0.4")
     found = {}
@@ -289,7 +289,7 @@ def test_status_is_a_table(mock, route):
     a, b = mock(*(f"model-{i}" for i in range(9))), mock("m")
     router = route(a, b, api_key="ours")
     b.stop()
-    eventually(lambda: router.of(b).state is State.ILL)
+    eventually(lambda: router.of(b).state is UpstreamState.ILL)
     text = status.fetched(router.url, "ours")
     head, first, second, why, last = text.splitlines()
     assert head.split() == ["upstream", "state", "in", "flight", "latency", "requests", "errors", "models"]

@@ -5,7 +5,7 @@ import pytest
 
 from hibachi.llm.dialects.errors import Refused
 from hibachi.router.inspect_body import look, model_of_query
-from hibachi.router.routes import Kind, Routes
+from hibachi.router.routes import RouteKind, Routes
 
 from .mocks import CLOSE, RESET, full, sse
 
@@ -49,7 +49,7 @@ def test_the_model_in_a_query(query, model):
 
 @pytest.mark.parametrize("path", [PATH, "/v1/warm"])
 def test_it_may_be_tried_again_elsewhere(path):
-    assert Routes().kind("POST", path) is Kind.GENERATES
+    assert Routes().kind("POST", path) is RouteKind.GENERATES
 
 
 def test_what_is_warmed_goes_where_those_who_begin_so_will_go():

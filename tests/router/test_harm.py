@@ -8,7 +8,7 @@ import urllib.parse
 
 import pytest
 
-from hibachi.router.upstreams import State
+from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, eventually, request
 from .mocks import HANG, chunk, full, of_json
@@ -223,7 +223,7 @@ def test_who_fails_and_is_well_again_during_one_check_serves_who_waits(mock, rou
     router = route(a, check_interval=60.0, wait_for=20.0, fall=1)
     u, go = router.of(a), threading.Event()
     a.check = lambda request: [go, of_json({"data": [{"id": "m"}]})]
-    router.call(lambda: setattr(u, "state", State.TRIED))
+    router.call(lambda: setattr(u, "state", UpstreamState.TRIED))
     router.call(lambda: router.router._checks.now(u))
     eventually(lambda: len(a.checks) > 1)
     router.call(lambda: router.router.forwarder._ill(u, "it failed"))

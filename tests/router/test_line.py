@@ -8,20 +8,20 @@ import pytest
 
 from hibachi.router.fleet import Fleet
 from hibachi.router.policies import Ask, LeastConnection
-from hibachi.router.queue import Lines, NoSlot
-from hibachi.router.upstreams import Place, State
+from hibachi.router.queue import NoSlot, Queues
+from hibachi.router.upstreams import Place, UpstreamState
 
 
 def fleet(*limits, models=("m",)):
     made = Fleet([Place(f"http://{n}", limit=limit) for n, limit in zip("abcdef", limits, strict=False)])
     for u in made.upstreams:
-        u.state, u.models = State.UP, {model: {"id": model} for model in models}
+        u.state, u.models = UpstreamState.UP, {model: {"id": model} for model in models}
     made.changed()
     return made
 
 
 def lines(made, **more):
-    return Lines(made, LeastConnection(), **more)
+    return Queues(made, LeastConnection(), **more)
 
 
 ASK = Ask("m")
@@ -119,14 +119,14 @@ def test_too_many_too_late_and_nobody_there():
             await line.wait(ASK, "2", 10)
         with pytest.raises(NoSlot, match="late"):
             await late
-        u.state = State.ILL
+        u.state = UpstreamState.ILL
         began = asyncio.get_running_loop().time()
         with pytest.raises(NoSlot, match="none"):
             await line.wait(ASK, "3", 10)
         assert 0.04 < asyncio.get_running_loop().time() - began < 5
         waiting = asyncio.ensure_future(line.wait(ASK, "4", 10))
         await settled()
-        u.state = State.UP
+        u.state = UpstreamState.UP
         line.give_back(u)
         line.changed()
         assert await waiting is u
@@ -145,14 +145,14 @@ def test_who_waits_for_a_slot_despairs_only_while_nobody_takes_requests():
         u = line.take(ASK)
         waiting = asyncio.ensure_future(line.wait(ASK, "1", 10))
         await settled()
-        u.state = State.ILL
+        u.state = UpstreamState.ILL
         line.changed()
         await asyncio.sleep(0.05)
-        u.state = State.UP
+        u.state = UpstreamState.UP
         line.changed()
         await asyncio.sleep(0.15)
         assert not waiting.done()  # it is busy, but there
-        u.state = State.ILL
+        u.state = UpstreamState.ILL
         line.changed()
         with pytest.raises(NoSlot, match="none"):
             await waiting
@@ -190,13 +190,13 @@ def test_b26_slots_are_never_negative_nor_above_the_limit():
                 rng.choice(tasks).cancel()
             if rng.random() < 0.1:
                 u = rng.choice(made.upstreams)
-                u.state = State.ILL if u.takes else State.UP
+                u.state = UpstreamState.ILL if u.takes else UpstreamState.UP
                 line.changed()
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.random() * 0.002)
             assert all(0 <= u.in_flight <= u.place.limit for u in made.upstreams)
         for u in made.upstreams:
-            u.state = State.UP
+            u.state = UpstreamState.UP
         line.changed()
         for task in tasks:
             with suppress(asyncio.CancelledError):
@@ -223,7 +223,7 @@ def test_who_leaves_the_configuration_ends_what_it_has():
     run(test)
 
 
-@pytest.mark.parametrize("state", [State.UP, State.TRIED])
+@pytest.mark.parametrize("state", [UpstreamState.UP, UpstreamState.TRIED])
 def test_a_slot_that_comes_as_its_client_leaves_goes_to_the_next(state):
     async def test():
         made = fleet(1)
@@ -234,7 +234,7 @@ def test_a_slot_that_comes_as_its_client_leaves_goes_to_the_next(state):
         u.state = state
         line.give_back(u)  # to the first, which does not know yet
         first.cancel()
-        assert await second is u and u.in_flight == 1 and u.trial == (state is State.TRIED)
+        assert await second is u and u.in_flight == 1 and u.trial == (state is UpstreamState.TRIED)
         line.give_back(u)
         assert u.in_flight == line.waiting == 0
 
@@ -245,11 +245,11 @@ def test_which_models_there_are_is_known_when_everybody_was_reached_once():
     made = fleet(1, 1)
     a, b = made.upstreams
     assert made.known
-    a.state = State.ILL
+    a.state = UpstreamState.ILL
     assert made.known  # its models are still those that it had
-    b.state = State.ILL
+    b.state = UpstreamState.ILL
     assert not made.known
-    a.state, b.models = State.UP, {}
+    a.state, b.models = UpstreamState.UP, {}
     assert not made.known
-    b.state = State.UP
+    b.state = UpstreamState.UP
     assert made.known  # it has none

@@ -21,7 +21,7 @@ from hibachi.router.policies import (
     quickest,
 )
 from hibachi.router.policynames import POLICIES, policy_of
-from hibachi.router.upstreams import Place, State, Upstream
+from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 ASK = Ask("m")
 
@@ -30,7 +30,7 @@ def upstreams(*busy, latency=(), weights=(), loads=()):
     made = []
     for i, n in enumerate(busy):
         place = Place(f"http://host{i}:8000", weight=weights[i] if weights else 1.0)
-        u = Upstream(place, state=State.UP, in_flight=n)
+        u = Upstream(place, state=UpstreamState.UP, in_flight=n)
         u.latency = latency[i] if latency else None
         u.load = loads[i] if loads else None
         made.append(u)

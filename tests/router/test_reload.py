@@ -12,7 +12,7 @@ import pytest
 
 from hibachi.router import run
 from hibachi.router.policies import at_home
-from hibachi.router.upstreams import Place, State, Upstream
+from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 from .conftest import BODY, JSON, Wire, ask, eventually, hup, request
 from .mocks import full, of_json, sse
@@ -272,7 +272,7 @@ def test_two_upstreams_are_replaced_in_turn_and_no_request_fails(mock, route, ge
             eventually(lambda other=other, n=n: len(other.requests) > n + 20)
             eventually(lambda one=one: not here.of(one).takes)
             one.start()
-            eventually(lambda one=one: here.of(one).state is State.UP)
+            eventually(lambda one=one: here.of(one).state is UpstreamState.UP)
     finally:
         over.set()
         for thread in clients:
@@ -360,6 +360,6 @@ def test_an_older_look_does_not_undo_a_newer_one(mock, route, written, monkeypat
 def test_addresses_of_a_long_name_have_homes_of_their_own():
     """What comes after the first 64 letters of a name tells them apart as well."""
     name = "http://hibachi-inference-servers.production-of-models.svc.cluster.local:8000"
-    four = [Upstream(Place(name, f"10.0.0.{n}"), State.UP) for n in range(4)]
+    four = [Upstream(Place(name, f"10.0.0.{n}"), UpstreamState.UP) for n in range(4)]
     homes = {at_home(b"%d" % n, four)[0].name for n in range(100)}
     assert len(homes) == 4

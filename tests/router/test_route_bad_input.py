@@ -15,7 +15,7 @@ import zlib
 import pytest
 
 from hibachi.router.policies import at_home
-from hibachi.router.upstreams import State
+from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, JSON, ROOT, Here, eventually, request
 from .mocks import CLOSE, HANG, RESET, chunk, error, full, of_json, sse
@@ -549,7 +549,7 @@ def test_statuses_of_the_routers_own_in_other_words(mock, route):
     assert here.ask("/generate", BODY).json["error_type"] == "incomplete_generation"
     assert here.ask("/v1/messages", BODY).json["error"]["type"] == "timeout_error"
     one.check, one.script = lambda r: [error(500)], lambda r: [CLOSE]
-    eventually(lambda: here.of(one).state is State.ILL)
+    eventually(lambda: here.of(one).state is UpstreamState.ILL)
     answer = here.ask("/v1/messages", BODY)
     assert (answer.status, answer.json["error"]["type"]) == (529, "overloaded_error")
     assert answer[b"retry-after"] == b"1"

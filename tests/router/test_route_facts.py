@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from hibachi.router.upstreams import State
+from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, JSON, eventually, request
 from .mocks import CLOSE, HANG, RESET, Mock, error, full, of_json, sse
@@ -161,9 +161,9 @@ def test_an_error_of_the_servers_goes_elsewhere_and_it_rests(mock, route):
     bad.check = lambda r: [HANG]
     assert here.ask().json["port"] == good.port
     assert len(bad.requests) == 1 and good.bodies == bad.bodies == [BODY]
-    assert here.of(bad).state is State.ILL
+    assert here.of(bad).state is UpstreamState.ILL
     assert here.of(bad).why == "it answered a request with 500"
-    assert here.of(good).state is State.UP
+    assert here.of(good).state is UpstreamState.UP
     for _ in range(3):
         assert here.ask().json["port"] == good.port
     assert len(bad.requests) == 1
@@ -269,8 +269,8 @@ def test_a_failing_check_concerns_nobody_else(mock, route):
     ):
         bad.check = check
         n = len(bad.checks)
-        eventually(lambda n=n: len(bad.checks) > n + 2 and here.of(bad).state is State.ILL)
-        assert here.of(good) is before and before.state is State.UP and list(before.models) == ["a", "c"]
+        eventually(lambda n=n: len(bad.checks) > n + 2 and here.of(bad).state is UpstreamState.ILL)
+        assert here.of(good) is before and before.state is UpstreamState.UP and list(before.models) == ["a", "c"]
         assert [m["id"] for m in here.ask("/v1/models", None).json["data"]] == ["a", "c"]
         assert here.ask("/v1/completions", b'{"model": "c"}').json["port"] == good.port
     bad.check = None
@@ -306,7 +306,7 @@ def test_statuses_and_headers_of_upstreams_pass(mock, route):
         answer = here.ask()
         assert (answer.status, answer.body, answer[b"x-own"]) == (status, b"x", b"1")
         assert answer[b"cache-control"] == b"private"
-        eventually(lambda: here.of(one).state is State.UP)
+        eventually(lambda: here.of(one).state is UpstreamState.UP)
 
 
 def test_one_limit_for_all_models_of_an_upstream(mock, route):
@@ -338,13 +338,13 @@ def test_an_ill_server_is_tried_with_one_request(mock, route):
     one = mock(script=lambda r: [error(500)])
     here = route(one)
     here.ask()
-    eventually(lambda: here.of(one).state is State.TRIED)
+    eventually(lambda: here.of(one).state is UpstreamState.TRIED)
     one.script = gated(gate)
     three = [here.asking() for _ in range(3)]
     eventually(lambda: one.running == 1 and here.waiting == 2)
     gate.set()
     assert [a.result().status for a in three] == [200] * 3
-    assert here.of(one).state is State.UP and one.most <= 2
+    assert here.of(one).state is UpstreamState.UP and one.most <= 2
 
 
 def test_a_request_that_breaks_two_servers_breaks_no_third(mock, route):
@@ -356,7 +356,7 @@ def test_a_request_that_breaks_two_servers_breaks_no_third(mock, route):
     answer = here.ask("/v1/completions", b'{"model": "m", "prompt": "poison"}')
     assert (answer.status, answer.error["code"]) == (502, "upstream_failed")
     assert sorted(len(u.requests) for u in three) == [0, 1, 1]
-    eventually(lambda: all(u.state is State.UP for u in here.router.fleet.upstreams))
+    eventually(lambda: all(u.state is UpstreamState.UP for u in here.router.fleet.upstreams))
     assert here.ask("/v1/completions", b'{"model": "m", "prompt": "poison"}').status == 502
     assert sum(len(u.requests) for u in three) == 3  # it is known, and sent once
     assert here.ask().status == 200

@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from hibachi.router.upstreams import State
+from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, eventually
 from .mocks import full, of_json, sse
@@ -118,7 +118,7 @@ def test_a_late_request_is_no_fault_of_its_server(mock, route):
         (504, "deadline_exceeded")
     }
     assert len(a.requests + b.requests) == 3 and not router.router.forwarder.meter.poisonous
-    assert all((u.state, u.faults) == (State.UP, 0) for u in (router.of(a), router.of(b)))
+    assert all((u.state, u.faults) == (UpstreamState.UP, 0) for u in (router.of(a), router.of(b)))
     assert router.of(a).answers[504] + router.of(b).answers[504] == 3
 
 

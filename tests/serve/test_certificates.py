@@ -77,7 +77,7 @@ def place(tmp_path, pems):
     return made
 
 
-class Plain(servers.Server):
+class Plain(servers.HttpServer):
     """A server of an application without requests that run on."""
 
     def capture_signals(self):

@@ -19,7 +19,7 @@ from hibachi.llm.dialects.openai.answers import encode
 from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.llm.dialects.responses.answers import Response, ResponseReasoning, ResponseText
 from hibachi.llm.dialects.responses.items import Message
-from hibachi.llm.dialects.responses.store import Known
+from hibachi.llm.dialects.responses.store import KnownItems
 from hibachi.llm.own import open_model
 from hibachi.server.app import ROUTES, application, tells
 from hibachi.server.docspage import curl
@@ -69,7 +69,7 @@ class Site:
             for tenant in ("", "t"):
                 kept = Response(**NOTHING, id="resp_here", created_at=1, model="tiny")
                 store = self.served.responses.of(tenant)
-                store.keep("resp_here", encode(kept), Known(), [Message(role="user", content="a")], [])
+                store.keep("resp_here", encode(kept), KnownItems(), [Message(role="user", content="a")], [])
 
         address = path.replace("{model}", "tiny").replace("{response}", "resp_here" if check else "resp_nope")
 

@@ -33,7 +33,7 @@ skip_without()
 import jax.numpy as jnp  # noqa: E402
 
 from hibachi_jax import JaxBackend  # noqa: E402
-from hibachi_jax.native import HANDLERS, NativeJaxBackend, PackedWeight, target  # noqa: E402
+from hibachi_jax.native import HANDLERS, JaxPackedWeight, NativeJaxBackend, target  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,7 +218,9 @@ def test_the_kernels_are_candidates_where_they_can_be_had(monkeypatch, tmp_path)
     whole = compose(plain, {c.operation: c for c in found})
     assert type(whole) is NativeJaxBackend and whole.deterministic
     mixed = compose(plain, {c.operation: c for c in found if c.operation != "linear"})
-    assert not isinstance(mixed.put_weight(np.zeros((4, 6), "float32"), "float32"), PackedWeight) or mixed.deterministic
+    assert (
+        not isinstance(mixed.put_weight(np.zeros((4, 6), "float32"), "float32"), JaxPackedWeight) or mixed.deterministic
+    )
     assert not JaxBackend("cpu", native=False).candidates() and not whole.candidates()
     without_compiler(monkeypatch, tmp_path)
     assert all("no C++ compiler" in c.why_not for c in plain.candidates() if c.name == "native")

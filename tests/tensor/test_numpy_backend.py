@@ -11,7 +11,7 @@ from hibachi.backend.kernels.library import NUMERICS, SWITCH, library, why_missi
 from hibachi.backend.numpy_backend import InvariantNumpyBackend, NativeNumpyBackend, NumpyBackend
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.tokentable import IDS, History, Tables
+from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.llm.model.files import locate, open_files
@@ -125,7 +125,7 @@ def test_no_array_of_a_step_is_of_another_precision(kind):
 
     rows = np.arange(4)
     for row in rows:
-        tables.fill(row, IDS, History(np.arange(3, 64, dtype=np.int32)))
+        tables.fill(row, IDS, TokenHistory(np.arange(3, 64, dtype=np.int32)))
     sys.settrace(look)
     try:
         for start, each in ((0, [1, 5, 33, 2]), (40, [1, 1, 1, 1])):

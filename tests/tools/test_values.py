@@ -8,13 +8,13 @@ from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.format import Tagged
 from hibachi.llm.chatformat.reading.schema_types import ALL, Typed, value_of
 from hibachi.llm.chatformat.reading.tagged import TaggedArguments
-from hibachi.llm.chatformat.reading.values import JSON, PYTHON, Rules, Values
+from hibachi.llm.chatformat.reading.values import JSON, PYTHON, ValueRules, Values
 from hibachi.llm.chatformat.tools import ToolCall
 from hibachi.llm.chatformat.write import written
 
 from .made import FORMATS
 
-QUOTED = Rules(('<|"|>', '"'), None, named=True)
+QUOTED = ValueRules(('<|"|>', '"'), None, named=True)
 PARAMETERS = Tagged("<parameter=", ">\n", "\n</parameter>\n")
 
 

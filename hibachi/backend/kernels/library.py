@@ -50,7 +50,7 @@ class NativeUnavailable(HibachiError):
 
 
 @dataclass(frozen=True)
-class Library:
+class KernelLibrary:
     """The kernels that are used, where they come from ("installed" or "compiled"), and what a trial says of them."""
 
     kernels: Kernels
@@ -63,7 +63,7 @@ class Library:
         return f"{self.variant.name}, {self.origin}: {self.path}; {self.choice}"
 
 
-def library() -> Library:
+def library() -> KernelLibrary:
     """The library, compiled now if need be. Raises NativeUnavailable."""
     found = _library(os.environ.get(SWITCH, "auto"))
     if isinstance(found, str):
@@ -113,7 +113,7 @@ def _known() -> bool:
 
 
 @cache
-def _library(asked: str) -> Library | str:
+def _library(asked: str) -> KernelLibrary | str:
     """What was asked for, or why it cannot be had. Decided once, and said once."""
     try:
         if asked == "none":
@@ -158,7 +158,7 @@ def choose(asked: str, there: tuple[Variant, ...], level: int) -> tuple[Variant,
 # ---- installed -------------------------------------------------------------------------------------------------------
 
 
-def _installed(asked: str) -> Library | None:
+def _installed(asked: str) -> KernelLibrary | None:
     """From the wheel; None means it brought none. Raises NativeUnavailable, WrongLibrary, OSError."""
     try:
         manifest = json.loads((INSTALLED / "manifest.json").read_text())
@@ -190,7 +190,7 @@ def _level(probe: Path) -> int:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
-def _compiled(asked: str) -> Library:
+def _compiled(asked: str) -> KernelLibrary:
     """Compiled once for this machine. Raises NativeUnavailable, BuildFailed, WrongLibrary, OSError."""
     if platform.system() not in ("Linux", "Darwin"):
         raise NativeUnavailable(f"no wheel has kernels for {platform.system()} on {platform.machine()}")
@@ -222,7 +222,7 @@ def _place(variant: Variant, cxx: str) -> Path:
     return cache_folder() / "kernels" / f"{variant.name}-{key(cxx, variant)}{_SUFFIX}"
 
 
-def _fastest(paths: dict[Variant, Path], contents: dict[Variant, str], origin: str) -> Library:
+def _fastest(paths: dict[Variant, Path], contents: dict[Variant, str], origin: str) -> KernelLibrary:
     """The fastest of libraries that compute the same. Raises WrongLibrary, OSError."""
     there = {v.name: Kernels(str(path)) for v, path in paths.items()}
     try:
@@ -232,7 +232,7 @@ def _fastest(paths: dict[Variant, Path], contents: dict[Variant, str], origin: s
     choice = settled(there, {v.name: named for v, named in contents.items()}, folder)
     [variant] = [v for v in paths if v.name == choice.variant]
     use(there[variant.name], choice)
-    return Library(there[variant.name], variant, paths[variant], origin, choice)
+    return KernelLibrary(there[variant.name], variant, paths[variant], origin, choice)
 
 
 def _made(path: Path, make: Callable[[Path], object]) -> Path:

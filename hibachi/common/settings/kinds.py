@@ -12,7 +12,7 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """A kind of value. read: from a text or a value of TOML; raises ValueError. metavar: "" for a switch."""
 
     metavar: str
@@ -26,7 +26,7 @@ class Setting:
     """One setting. default: as it would be given; None means that `otherwise` says what holds."""
 
     name: str
-    kind: Kind
+    kind: ValueKind
     default: Any
     help: str
     otherwise: str = ""
@@ -59,18 +59,18 @@ def _text(given: Any) -> str:
     return given
 
 
-def text(metavar: str, expected: str = "a text") -> Kind:
-    return Kind(metavar, expected, _text)
+def text(metavar: str, expected: str = "a text") -> ValueKind:
+    return ValueKind(metavar, expected, _text)
 
 
-def texts(metavar: str) -> Kind:
+def texts(metavar: str) -> ValueKind:
     def read(given: Any) -> tuple[str, ...]:
         return tuple(map(_text, given.split() if isinstance(given, str) else given))
 
-    return Kind(metavar, "texts (in a variable, separated by blanks)", read, many=True)
+    return ValueKind(metavar, "texts (in a variable, separated by blanks)", read, many=True)
 
 
-def integer(least: int, most: int | None = None) -> Kind:
+def integer(least: int, most: int | None = None) -> ValueKind:
     def read(given: Any) -> int:
         number = int(given) if isinstance(given, str) else given
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
@@ -79,10 +79,10 @@ def integer(least: int, most: int | None = None) -> Kind:
             raise ValueError
         return number
 
-    return Kind("N", f"an integer >= {least}" if most is None else f"an integer from {least} to {most}", read)
+    return ValueKind("N", f"an integer >= {least}" if most is None else f"an integer from {least} to {most}", read)
 
 
-def seconds(least: float = 0.0) -> Kind:
+def seconds(least: float = 0.0) -> ValueKind:
     """Seconds, from `least` on. A setting that takes 0.0 says what that means."""
 
     def read(given: Any) -> float:
@@ -91,10 +91,10 @@ def seconds(least: float = 0.0) -> Kind:
             raise ValueError
         return float(number)
 
-    return Kind("S", f"seconds >= {least:g}", read)
+    return ValueKind("S", f"seconds >= {least:g}", read)
 
 
-def size(*, off: bool = False) -> Kind:
+def size(*, off: bool = False) -> ValueKind:
     """off: it may be 0, or "off", which is the same."""
 
     def read(given: Any) -> int:
@@ -108,26 +108,26 @@ def size(*, off: bool = False) -> Kind:
             raise ValueError
         return given
 
-    return Kind("BYTES", "bytes, such as 1048576, 512M or 4G" + (", or 0 or off" if off else ""), read)
+    return ValueKind("BYTES", "bytes, such as 1048576, 512M or 4G" + (", or 0 or off" if off else ""), read)
 
 
-def choice(*names: str) -> Kind:
+def choice(*names: str) -> ValueKind:
     def read(given: Any) -> str:
         if given not in names:
             raise ValueError
         return str(given)
 
-    return Kind("|".join(names), f"one of {', '.join(names)}", read)
+    return ValueKind("|".join(names), f"one of {', '.join(names)}", read)
 
 
 def _switch(given: Any) -> bool:
     return given if isinstance(given, bool) else _SWITCHES[given.lower()]
 
 
-SWITCH = Kind("", "true or false", _switch)
+SWITCH = ValueKind("", "true or false", _switch)
 
 
-def setting(kind: Kind, default: Any, help: str, otherwise: str = "") -> Any:
+def setting(kind: ValueKind, default: Any, help: str, otherwise: str = "") -> Any:
     """A field of a record of settings, with its default as `kind` reads it. `Setting` says what the arguments mean."""
     value = None if default is None else kind.read(default)
     return field(default=value, metadata={"setting": Setting("", kind, default, help, otherwise)})

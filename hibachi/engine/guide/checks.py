@@ -44,7 +44,7 @@ class Ended(Exception):
         self.by_form = by_form
 
 
-class Process:
+class CheckProcess:
     """One process that checks: started when it is first needed, and again after its end. Used by one thread at a time.
 
     library: the package llguidance, imported. setup: its first line.
@@ -156,7 +156,7 @@ class Checks:
         self._library, self._setup = library, setup
         self._verdicts = Verdicts()
         self.counted = Counted()
-        self._processes: list[Process] = []
+        self._processes: list[CheckProcess] = []
         self._stopped = False
         self.forget()
         _living.add(self)
@@ -165,8 +165,10 @@ class Checks:
     def forget(self) -> None:
         """The processes are another's: those of the process that we were forked from."""
         self._lock = Lock()
-        self._processes[:] = [Process(self._library, self._setup) for _ in range(PROCESSES)]
-        self._idle: queue.LifoQueue[Process] = queue.LifoQueue()  # so that the second is started when both are needed
+        self._processes[:] = [CheckProcess(self._library, self._setup) for _ in range(PROCESSES)]
+        self._idle: queue.LifoQueue[CheckProcess] = (
+            queue.LifoQueue()
+        )  # so that the second is started when both are needed
         for process in reversed(self._processes):
             self._idle.put(process)
         self._running: dict[StructuredOutputs, Future[Grammar | FormRefused]] = {}
@@ -233,7 +235,7 @@ class Checks:
         refused.keyword = keyword
         return refused
 
-    def _again(self, process: Process, line: bytes) -> dict[str, Any]:
+    def _again(self, process: CheckProcess, line: bytes) -> dict[str, Any]:
         """Somebody else ended the process; twice is taken for an effect of the form."""
         if self._stopped:
             raise EngineClosed("The engine was closed while structured_outputs were checked. Make a new one.")
@@ -252,7 +254,7 @@ def too_complex() -> dict[str, Any]:
     return {"refused": SIMPLER.format(seconds=SECONDS, mebibytes=MEMORY >> 20), "keyword": None, "field": None}
 
 
-def stop(processes: list[Process]) -> None:
+def stop(processes: list[CheckProcess]) -> None:
     for process in processes:
         process.stop()
 

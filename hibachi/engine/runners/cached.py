@@ -32,12 +32,12 @@ from hibachi.engine.runners.runner import (
     raise_for_all,
     writers_first,
 )
-from hibachi.engine.runners.tokentable import Kind, Tables
+from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.speculation.proposals import Ahead, OneCall, Outs, Piece, ahead_of
+from hibachi.engine.speculation.proposals import Ahead, OneCall, Outs, ProposedPiece, ahead_of
 
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
 
@@ -159,7 +159,7 @@ class CachedRunner(Runner):
         scored = np.zeros(len(plan.rows), bool) if plan.draft is None else self.inputs.scores(plan.rows, plan.start)
         if self._vectors is None and not self.tables.several and (plan.draft is None or not scored.any()):
             return [(idx, self.main)]
-        found: dict[tuple[bool, Kind | None, bool], list[int]] = {}
+        found: dict[tuple[bool, TokenKind | None, bool], list[int]] = {}
         for i in idx.tolist():
             job: Job = plan.seqs[i].owner
             found.setdefault((job.request.pooling is not None, job.kind, bool(scored[i])), []).append(i)
@@ -243,7 +243,7 @@ class CachedRunner(Runner):
             return Ahead(plan.end[idx], plan.emit[idx])
         return ahead_of(call.head.sampler, call.head.table, plan, idx)
 
-    def _packed(self, rows: Any, at: Any, piece: Piece) -> StepInputs[Array]:
+    def _packed(self, rows: Any, at: Any, piece: ProposedPiece) -> StepInputs[Array]:
         return self.inputs.packed(rows, at, piece.own, piece.last, draft=piece.draft, proposals=piece.proposals)
 
     def _drawn(self, plan: StepPlan, call: ModelCall, idx: Any, outs: Outs) -> Part:
@@ -355,7 +355,7 @@ class CachedRunner(Runner):
         outs = None if ahead.draft is None else Outs(self.backend, ahead.counts)
         parts = list[Part]()
 
-        def each(mine: Any, at: Any, piece: Piece, out: Array, wanted: int) -> None:
+        def each(mine: Any, at: Any, piece: ProposedPiece, out: Array, wanted: int) -> None:
             if outs is not None:
                 self._add(outs, call, out, wanted, mine, ahead.outputs(mine, piece))
             elif scoring or piece.last.any():
@@ -393,7 +393,7 @@ class CachedRunner(Runner):
         start: Any,
         ahead: Ahead,
         scoring: int = 0,
-        each: Callable[[Any, Any, Piece, Array, int], None] | None = None,
+        each: Callable[[Any, Any, ProposedPiece, Array, int], None] | None = None,
     ) -> None:
         """Step the states `work` over what rows compute. each: gets of each call the places among the rows, where they
         start, their tokens, the outputs, and how many. scoring: rows of which all outputs are wanted.

@@ -145,7 +145,7 @@ class Sampled:
         return sampler.rows(out, samples) if len(samples) else out, faults
 
 
-class Tokens:
+class ReturnedTokens:
     """Tokens that the model returns itself, one a row."""
 
     name: str

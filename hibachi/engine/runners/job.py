@@ -12,7 +12,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.engine.guide.protocol import Grammar, Guides
 from hibachi.engine.runners.guiding import Guided
 from hibachi.engine.runners.stops import Stopper
-from hibachi.engine.runners.tokentable import History, Kind
+from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
 from hibachi.errors import InvalidRequest, text_of
@@ -31,7 +31,7 @@ class Job:
     request: Request
     stop: Any = None  # a `Stopper`, or the runner's own kind of stop rule
     seed: int = 0
-    kind: Kind | None = None  # of its tokens; of feed-forward, of its input
+    kind: TokenKind | None = None  # of its tokens; of feed-forward, of its input
     padding: Any = None  # the padding token of its kind: on the host [*tok], native [1, *tok]
     known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
     changes: Any = None  # to its logits: see `RowEdits`
@@ -50,11 +50,11 @@ class Job:
         return self.request.params
 
     @property
-    def history(self) -> History:
+    def history(self) -> TokenHistory:
         """The tokens that its row of the table does not hold: when it gets a row, all of them."""
         if self.known is None:
-            self.known = History(self.request.prompt)
-        assert isinstance(self.known, History)
+            self.known = TokenHistory(self.request.prompt)
+        assert isinstance(self.known, TokenHistory)
         return self.known
 
     @property

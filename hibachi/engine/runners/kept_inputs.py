@@ -11,7 +11,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.engine.runners.calls import drop_frames
-from hibachi.engine.runners.tokentable import Kind
+from hibachi.engine.runners.tokentable import TokenKind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import text_of
 
@@ -21,7 +21,7 @@ LEAST_ROOM = 16  # tokens
 MOST_CAUSES = 8  # characters of an error that are looked at
 
 
-class Shown(NamedTuple):
+class ShownInputs(NamedTuple):
     """The tokens of a call and its result: [B, S + 1, *tok], in our own memory. lengths [B]: before the call."""
 
     tokens: Array
@@ -39,8 +39,8 @@ class Grown:
         """useful: the model's outputs are its tokens."""
         self._backend = backend
         self.useful: bool = useful and backend.asynchronous and not backend.shapes.compiled
-        self._last: dict[tuple[int, ...], Shown] = {}  # by who shared the call
-        self._now: dict[tuple[int, ...], Shown] = {}
+        self._last: dict[tuple[int, ...], ShownInputs] = {}  # by who shared the call
+        self._now: dict[tuple[int, ...], ShownInputs] = {}
 
     def begin(self) -> None:
         """Begin a step: inputs older than the last step are dropped."""
@@ -69,7 +69,7 @@ class Grown:
         """
         if out.dtype == shown.dtype:
             tokens = self._backend.cat([shown, self._backend.unsqueeze(out, 1)], 1)
-            self._now[_key(seqs)] = Shown(tokens, lengths)
+            self._now[_key(seqs)] = ShownInputs(tokens, lengths)
 
 
 class Room:
@@ -152,7 +152,7 @@ class Rooms:
         seqs: list[Seq],
         lengths: Any,
         width: int,
-        kind: Kind,
+        kind: TokenKind,
         newest: Callable[[], HostArray],
         fill: Callable[[HostArray], object],
     ) -> HostArray:

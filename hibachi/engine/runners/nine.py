@@ -24,7 +24,7 @@ from hibachi.engine.runners.calls import Theirs, mend_shape
 from hibachi.engine.runners.groups import Call, Grouping
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.runner import AwaitingRunner, Outcome, Part, isolate, jobs_of
-from hibachi.engine.runners.tokentable import Kind
+from hibachi.engine.runners.tokentable import TokenKind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.errors import (
@@ -49,7 +49,7 @@ class NineStops:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class KeptTokens:
     """Sequences of equal width [n, width, *tok], and the tokens [n, *tok] that follow if the step is committed.
 
     A job's `known` says where its row is: (kept, place).
@@ -72,7 +72,7 @@ class NineRunner(AwaitingRunner):
         """Raises ConfigError for a model whose `forward` takes lengths, if the backend cannot make an array of them."""
         super().__init__(backend, None)
         self._ops, self.grouping = backend.ops, grouping
-        self._kinds: set[Kind | None] = set()  # that there were
+        self._kinds: set[TokenKind | None] = set()  # that there were
         self._forward: Any = model.forward
         self.name: str = f"{type(model).__name__}.forward"
         lengths = takes_lengths(model, ModelKind.FORWARD)
@@ -89,7 +89,7 @@ class NineRunner(AwaitingRunner):
         self._kinds.add(job.kind)
         if job.known is None:
             one = self._ops.unsqueeze(job.request.prompt, BATCH_DIM)
-            job.known = Kept(one, [job], [seq.prompt_len]), 0
+            job.known = KeptTokens(one, [job], [seq.prompt_len]), 0
 
     @override
     def run(self, plan: StepPlan) -> Outcome:
@@ -122,7 +122,7 @@ class NineRunner(AwaitingRunner):
             out = copied(ops, out, (n + extra, *shape[2:]), self.name)
             out = ops.slice(out, BATCH_DIM, 0, n) if extra else out
             kept.grown = None
-            grown = self._grown(Kept(kept.array, [], [], out))
+            grown = self._grown(KeptTokens(kept.array, [], [], out))
             longer = (n, shape[SEQ_DIM] + 1, *shape[2:])
             agreed(tuple(ops.shape(grown)) == longer, "unsqueeze and cat", longer, ops.shape(grown))
             kept.next, kept.grown = out, grown
@@ -132,9 +132,11 @@ class NineRunner(AwaitingRunner):
 
     # ---- what a call is shown ----------------------------------------------------------------------------------
 
-    def _gathered(self, ends: dict[Job, int], width: int) -> Kept:
+    def _gathered(self, ends: dict[Job, int], width: int) -> KeptTokens:
         """Jobs of this many tokens each, side by side in any order, padded to a width."""
-        parts = dict[tuple[Kept, bool], list[int]]()  # where the rows are now, and whether their next tokens count
+        parts = dict[
+            tuple[KeptTokens, bool], list[int]
+        ]()  # where the rows are now, and whether their next tokens count
         for job, end in ends.items():
             kept, place = job.known
             parts.setdefault((kept, end > kept.lengths[place]), []).append(place)
@@ -149,19 +151,19 @@ class NineRunner(AwaitingRunner):
         shape, wanted = tuple(self._ops.shape(array)), f"{len(jobs)} rows of {width} tokens"
         agreed(shape[:2] == (len(jobs), width), "cat, repeat, slice or pop", wanted, shape)
         self._leave(parts)
-        found = Kept(array, jobs, [ends[job] for job in jobs])
+        found = KeptTokens(array, jobs, [ends[job] for job in jobs])
         for i, job in enumerate(jobs):
             job.known = found, i
         return found
 
-    def _grown(self, kept: Kept) -> Array:
+    def _grown(self, kept: KeptTokens) -> Array:
         if kept.grown is None:
             kept.grown = self._ops.cat([kept.array, self._ops.unsqueeze(kept.next, SEQ_DIM)], SEQ_DIM)
         return kept.grown
 
-    def _leave(self, parts: dict[tuple[Kept, bool], list[int]]) -> None:
+    def _leave(self, parts: dict[tuple[KeptTokens, bool], list[int]]) -> None:
         """Copy the remaining rows after others have left, so that no more memory than theirs is held."""
-        gone = dict[Kept, list[int]]()
+        gone = dict[KeptTokens, list[int]]()
         for (kept, _), places in parts.items():
             gone.setdefault(kept, []).extend(places)
         for kept, places in gone.items():
@@ -173,7 +175,7 @@ class NineRunner(AwaitingRunner):
             if not stay:
                 continue
             following = None if kept.next is None else taken(self._ops, kept.next, stay, n)
-            rest = Kept(taken(self._ops, kept.array, stay, n), [kept.jobs[i] for i in stay], [], following)
+            rest = KeptTokens(taken(self._ops, kept.array, stay, n), [kept.jobs[i] for i in stay], [], following)
             rest.lengths = [kept.lengths[i] for i in stay]
             for i, job in enumerate(rest.jobs):
                 job.known = rest, i

@@ -27,7 +27,7 @@ def misfits(values: HostArray, cast: HostArray) -> list[tuple[int, Any]]:
     return [(i, values.reshape(lost.shape)[i, lost[i].argmax()]) for i in np.flatnonzero(lost.any(axis=1)).tolist()]
 
 
-class History:
+class TokenHistory:
     """Tokens of a request, from its first: [length, *tok] on the host, in pieces that are never written to."""
 
     length: int
@@ -59,7 +59,7 @@ class History:
             at += len(piece)
 
 
-class Kind(NamedTuple):
+class TokenKind(NamedTuple):
     """Shape and dtype of the tokens of a request. Requests of different kinds never share a call."""
 
     shape: tuple[int, ...]
@@ -72,18 +72,18 @@ class Kind(NamedTuple):
         return size * math.prod(self.shape)
 
 
-IDS = Kind((), np.dtype(np.int32))
+IDS = TokenKind((), np.dtype(np.int32))
 """Of token ids: where the engine samples."""
 
 
 class Tables:
     """The tokens of all running rows on the host, in a table for each kind of token."""
 
-    def __init__(self, rows: int, kind: Kind | None = None) -> None:
+    def __init__(self, rows: int, kind: TokenKind | None = None) -> None:
         """kind: of all requests; None means each has its own."""
         self._rows = rows
         self._kinds = [kind] * rows
-        self._tables: dict[Kind, TokenTable] = {}
+        self._tables: dict[TokenKind, TokenTable] = {}
         self._at: list[TokenTable | None] = [None if kind is None else self.of(kind)] * rows
 
     @property
@@ -91,7 +91,7 @@ class Tables:
         """Whether rows may be of several kinds."""
         return len(self._tables) > 1
 
-    def of(self, kind: Kind) -> TokenTable:
+    def of(self, kind: TokenKind) -> TokenTable:
         if (found := self._tables.get(kind)) is None:
             found = self._tables[kind] = TokenTable(self._rows, *kind)
         return found
@@ -102,7 +102,7 @@ class Tables:
         assert found is not None
         return found
 
-    def fill(self, row: int, kind: Kind, history: History) -> None:
+    def fill(self, row: int, kind: TokenKind, history: TokenHistory) -> None:
         """`TokenTable.fill`. Tables of kinds that no row has any more are dropped."""
         if self._kinds[row] != kind:
             self._kinds[row] = kind
@@ -130,10 +130,10 @@ class TokenTable:
         # One more, for a token that the device is still computing; for ids, as many more as may be proposed.
         self.values: HostArray = np.zeros((rows, self.width + 1 + (0 if shape else MOST), *shape), dtype)
         self._before = np.zeros(rows, np.intp)  # tokens of each row before those in `values`
-        self._histories: list[ref[History] | None] = [None] * rows
+        self._histories: list[ref[TokenHistory] | None] = [None] * rows
         self._long = False  # a row has tokens that are not in `values`
 
-    def fill(self, row: int, history: History) -> None:
+    def fill(self, row: int, history: TokenHistory) -> None:
         """Give a row to another request; its tokens so far are its history, which the caller keeps."""
         n = history.length
         if n <= self.width:
@@ -142,7 +142,7 @@ class TokenTable:
         self._histories[row] = ref(history)
         self._long = bool(self._before.any())
 
-    def leave(self, row: int, history: History, length: int) -> None:
+    def leave(self, row: int, history: TokenHistory, length: int) -> None:
         """The request loses its row: append to its history what it lacks of its first `length` tokens."""
         if history.length < length:
             history.append(self.read(row, history.length, length).copy())
@@ -234,7 +234,7 @@ class TokenTable:
         at = start + older - before
         out[older:] = self.values[row, at : at + len(out) - older]
 
-    def _history(self, row: int) -> History:
+    def _history(self, row: int) -> TokenHistory:
         found = self._histories[row]
         history = None if found is None else found()
         assert history is not None, "the request of this row has gone"

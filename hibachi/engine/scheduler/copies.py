@@ -14,14 +14,14 @@ from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.sequence import Seq
 
 
-class Source(NamedTuple):
+class CopySource(NamedTuple):
     """Where the contents of a block lie. node: their name in the trie. lender: the row that has them; -1: none has."""
 
     node: Hashable
     lender: int
 
 
-Copied: TypeAlias = "tuple[Seq, list[Source]]"  # of each of its first blocks
+Copied: TypeAlias = "tuple[Seq, list[CopySource]]"  # of each of its first blocks
 Left: TypeAlias = "tuple[int, Seq, list[tuple[int, int, Hashable]]]"  # (its row, it, (place, block, node) of idle ones)
 
 
@@ -46,7 +46,7 @@ class Copies:
         """Those that the sequence takes over."""
         return [block for block in found if self._pool.is_idle(block)]
 
-    def sources(self, found: Sequence[int], running: Sequence[Seq]) -> list[Source]:
+    def sources(self, found: Sequence[int], running: Sequence[Seq]) -> list[CopySource]:
         """Where the contents of the blocks lie, asked before any of them is taken over."""
         sources, last = [], None
         for n, block in enumerate(found):
@@ -54,7 +54,7 @@ class Copies:
             if not self._pool.is_idle(block):
                 near = running if last is None else [last, *running]  # mostly one row has them all
                 lender = last = next(seq for seq in near if seq.row >= 0 and seq.blocks[n : n + 1] == [block])
-            sources.append(Source(self._pool.node(block), -1 if lender is None else lender.row))
+            sources.append(CopySource(self._pool.node(block), -1 if lender is None else lender.row))
         return sources
 
     def given(self, found: Sequence[int], idle: Sequence[int], more: Sequence[int]) -> list[int]:

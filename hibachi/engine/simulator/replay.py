@@ -58,7 +58,7 @@ class _Cost:
         return self.step + (self.token + self.row) * rows + (self.position + self.pair) * positions, growth
 
 
-class Replay:
+class TraceReplay:
     """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
     that a row gets in a step, or what is left of its output. guesses: tokens are proposed.
     """

@@ -15,7 +15,7 @@ from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.simulator.feed import ORDERS, WINDOW, Offline
 from hibachi.engine.simulator.guesses import Guesses
 from hibachi.engine.simulator.outcome import NEVER, SimOutcome
-from hibachi.engine.simulator.replay import Replay
+from hibachi.engine.simulator.replay import TraceReplay
 from hibachi.engine.simulator.steptime import StepTime
 from hibachi.engine.simulator.trace import PICOSECONDS, Numbers, Trace
 from hibachi.errors import ConfigError
@@ -233,7 +233,7 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
         keys = trace.block_keys(limits.block_size) if setup.enable_prefix_caching and limits.blocks else lambda i: None
         feed = Offline(trace, 2 * setup.max_num_seqs, setup.order, setup.window, keys)
     how: dict[str, Any] = {"keys": setup.enable_prefix_caching, "each": setup.each, "guesses": setup.guesses}
-    replay = Replay(trace, Scheduler(limits, policy()), time, **how)
+    replay = TraceReplay(trace, Scheduler(limits, policy()), time, **how)
     began = perf_counter()
     outcome = replay.run(fast, feed)
     return Run(trace, setup, limits, outcome, perf_counter() - began)

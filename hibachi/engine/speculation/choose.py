@@ -21,7 +21,7 @@ from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.memory import position_bytes
 from hibachi.engine.speculation.config import METHODS, SpeculativeConfig
 from hibachi.engine.speculation.draft_runner import DraftModel
-from hibachi.engine.speculation.drafter_thread import Aside
+from hibachi.engine.speculation.drafter_thread import DrafterThread
 from hibachi.engine.speculation.drafting import Apart, ByNgrams, Drafting, Proposer, WithModel
 from hibachi.engine.speculation.find import drafter_of
 from hibachi.engine.speculation.howmany import Depth, HowMany
@@ -143,4 +143,4 @@ def _asker(config: SpeculativeConfig, built: Built, how: HowMany | None) -> Prop
         model = draft_model(config, built.facts, built.runner.backend, depth)
         return WithModel(model, vocab, how, depth)
     name = config.method if isinstance(config.method, str) else type(config.method).__name__
-    return Apart(Aside(drafter_of(config.method, vocab), vocab, name), how, name)
+    return Apart(DrafterThread(drafter_of(config.method, vocab), vocab, name), how, name)

@@ -15,7 +15,7 @@ from hibachi.errors import text_of
 log: logging.Logger = logging.getLogger("hibachi.draft")
 
 PATIENCE = 3  # failures in a row after which a drafter is off
-LATELY = 0.2  # how much of `Aside.seconds` is the last question's
+LATELY = 0.2  # how much of `DrafterThread.seconds` is the last question's
 
 
 class _Question(NamedTuple):
@@ -28,7 +28,7 @@ class _Over(NamedTuple):
     key: Hashable
 
 
-class Aside:
+class DrafterThread:
     """Asks a drafter. All calls come from one thread, that of the steps: `ask` as soon as a step's tokens are known,
     and `take` when the next step begins.
 

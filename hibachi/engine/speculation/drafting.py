@@ -20,7 +20,7 @@ from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.engine.speculation.draft_runner import DraftModel
-from hibachi.engine.speculation.drafter_thread import LATELY, Aside
+from hibachi.engine.speculation.drafter_thread import LATELY, DrafterThread
 from hibachi.engine.speculation.howmany import Depth, HowMany
 from hibachi.engine.speculation.ngram import NgramDrafter
 from hibachi.engine.speculation.protocol import NOTHING, Drafter, Tokens, checked
@@ -31,7 +31,7 @@ RETRY = 16  # where its guesses have not paid for the wait, such a drafter is as
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class DraftingRow:
     """A row that may have proposals in the next step, and what was found for it.
 
     most: proposals that it may have. known: its tokens so far. by: who has found what is found.
@@ -49,7 +49,7 @@ class Row:
 class Read(Protocol):
     """The tokens of a row, from `start` on."""
 
-    def __call__(self, row: Row, start: int = 0) -> Tokens: ...
+    def __call__(self, row: DraftingRow, start: int = 0) -> Tokens: ...
 
 
 class Proposer(Protocol):
@@ -61,7 +61,7 @@ class Proposer(Protocol):
     name: str
     seconds: float
 
-    def ask(self, rows: Sequence[Row], read: Read, tokens: int) -> None:
+    def ask(self, rows: Sequence[DraftingRow], read: Read, tokens: int) -> None:
         """Find guesses for rows, at least one, if they could pay. tokens: of the step without proposals."""
         ...
 
@@ -87,12 +87,12 @@ class Direct:
     def __init__(self, drafter: Drafter, vocab_size: int, how: HowMany | None = None, name: str = "ngram") -> None:
         self._drafter, self._vocab, self._how, self.name = drafter, vocab_size, how, name
 
-    def ask(self, rows: Sequence[Row], read: Read, tokens: int) -> None:
+    def ask(self, rows: Sequence[DraftingRow], read: Read, tokens: int) -> None:
         if self._how is None or self._how.worth(tokens, sum(row.most for row in rows)):
             for row, found in zip(rows, self._found(rows, read), strict=True):
                 row.found, row.by = found, self.name
 
-    def _found(self, rows: Sequence[Row], read: Read) -> Sequence[Tokens]:
+    def _found(self, rows: Sequence[DraftingRow], read: Read) -> Sequence[Tokens]:
         most = [row.most for row in rows]
         asked = self._drafter.propose([row.seq for row in rows], [read(row) for row in rows], most)
         return checked(asked, most, self._vocab).proposals
@@ -116,7 +116,7 @@ class ByNgrams(Direct):
         self._ngrams = drafter
 
     @override
-    def _found(self, rows: Sequence[Row], read: Read) -> Sequence[Tokens]:
+    def _found(self, rows: Sequence[DraftingRow], read: Read) -> Sequence[Tokens]:
         guess = self._ngrams.guess
         return [guess(row.seq, row.known, partial(read, row), row.most) for row in rows]
 
@@ -127,13 +127,13 @@ class Apart:
     name: str
     seconds: float
 
-    def __init__(self, aside: Aside, how: HowMany | None, name: str) -> None:
-        self.aside: Aside = aside
+    def __init__(self, aside: DrafterThread, how: HowMany | None, name: str) -> None:
+        self.aside: DrafterThread = aside
         self._how, self.name, self.seconds = how, name, 0.0
         self._usual = 0.0  # seconds that a step takes
         self._passed = 0  # steps in a row in which it could have been asked and was not
 
-    def ask(self, rows: Sequence[Row], read: Read, tokens: int) -> None:
+    def ask(self, rows: Sequence[DraftingRow], read: Read, tokens: int) -> None:
         self.seconds = 0.0
         if self.aside.off or not self._pays(rows, tokens):
             return
@@ -144,7 +144,7 @@ class Apart:
         for row, each in zip(rows, found or [NOTHING] * len(rows), strict=True):
             row.found, row.by = each, self.name
 
-    def _pays(self, rows: Sequence[Row], tokens: int) -> bool:
+    def _pays(self, rows: Sequence[DraftingRow], tokens: int) -> bool:
         how, most = self._how, [row.most for row in rows]
         if how is None:
             return True
@@ -180,7 +180,7 @@ class WithModel:
         self.model: DraftModel = model
         self._vocab, self._how, self._depth, self.seconds = vocab_size, how, depth, 0.0
 
-    def ask(self, rows: Sequence[Row], read: Read, tokens: int) -> None:
+    def ask(self, rows: Sequence[DraftingRow], read: Read, tokens: int) -> None:
         self.seconds = 0.0
         if self._depth is not None and self._how is not None:
             lacks = [self.model.lacks(row.seq, row.known) for row in rows]
@@ -226,7 +226,7 @@ class Drafting:
     def __init__(self, asker: Proposer, k: int, how: HowMany | None = None) -> None:
         self.asker, self._k, self.how = asker, k, how
         self.drafted = Drafted()
-        self._rows: dict[Seq, Row] = {}  # with what was found for the step
+        self._rows: dict[Seq, DraftingRow] = {}  # with what was found for the step
         self._came = 0  # tokens of the last step
 
     def propose(self, scheduler: Scheduler, runner: Runner) -> None:
@@ -237,7 +237,7 @@ class Drafting:
         if not rows:
             return
 
-        def read(row: Row, start: int = 0) -> Any:
+        def read(row: DraftingRow, start: int = 0) -> Any:
             return runner.tokens_of(row.seq.row, row.known, start)
 
         _force([row for row in rows if row.job.guided is not None])
@@ -260,7 +260,7 @@ class Drafting:
         if drafts:
             scheduler.propose(drafts)
 
-    def _open(self, scheduler: Scheduler) -> list[Row]:
+    def _open(self, scheduler: Scheduler) -> list[DraftingRow]:
         """The rows that decode, have room for more than one token, and allow proposals."""
         table, rows = scheduler.table, []
         for seq in scheduler.order:
@@ -274,10 +274,10 @@ class Drafting:
             if job.request.params is not None and job.request.params.num_speculative_tokens is not None:
                 most = min(most, job.request.params.num_speculative_tokens)
             if most > 0:
-                rows.append(Row(seq, job, most, known))
+                rows.append(DraftingRow(seq, job, most, known))
         return rows
 
-    def _counts(self, rows: Sequence[Row], budget: int) -> list[int]:
+    def _counts(self, rows: Sequence[DraftingRow], budget: int) -> list[int]:
         """How many of its proposals each row computes: all that are certain, and the guesses that pay."""
         if self.how is None:
             return [len(row.found) for row in rows]
@@ -313,7 +313,7 @@ class Drafting:
                     self._judge(row, part.tokens[at : at + n], 0 if draft is None else int(draft[i]))
         self._rows.clear()
 
-    def _judge(self, row: Row, came: Any, tried: int) -> None:
+    def _judge(self, row: DraftingRow, came: Any, tried: int) -> None:
         """The first `tried` proposals of a row were computed, and these tokens came."""
         right = len(came) - 1
         if tried:
@@ -338,7 +338,7 @@ class Drafting:
         self.asker.close()
 
 
-def _force(rows: Sequence[Row]) -> None:
+def _force(rows: Sequence[DraftingRow]) -> None:
     """Find what the grammars of guided rows leave no choice about."""
     guided = [(row, row.job.guided) for row in rows]
     ready = [(row, each) for row, each in guided if each is not None and each.seen == row.known - row.seq.prompt_len]

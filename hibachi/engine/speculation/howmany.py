@@ -42,7 +42,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _StepSize] = {}
         self._curve: tuple[Any, Any] | None = None  # tokens and seconds at the corners
         self._expected: dict[int, float] = {}
 
@@ -51,7 +51,7 @@ class Costs:
         self._steps += 1
         size = self._sizes.get(_size_of(tokens))
         if size is None:
-            size = self._sizes[_size_of(tokens)] = _Size()
+            size = self._sizes[_size_of(tokens)] = _StepSize()
         if self._steps - size.last > AGE:
             size.steps.clear()
         size.last = self._steps
@@ -79,7 +79,7 @@ class Costs:
             found = self._expected[n] = float(self.predict(n)) if known else 0.0
         return found
 
-    def _is_known(self, size: _Size) -> bool:
+    def _is_known(self, size: _StepSize) -> bool:
         return len(size.steps) >= TRIALS and self._steps - size.last <= AGE
 
     def _corners(self) -> tuple[Any, Any]:
@@ -101,7 +101,7 @@ class Costs:
         return np.array(xs), np.array(ys)
 
 
-class _Size:
+class _StepSize:
     """The last steps of a size: tokens, seconds. last: the number of the newest one."""
 
     def __init__(self) -> None:

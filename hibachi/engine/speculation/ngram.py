@@ -242,7 +242,7 @@ def predicted(prediction: Sequence[int], answer: Sequence[int], k: int) -> list[
     return p[at : at + k] if at >= 0 else []
 
 
-class Prediction:
+class ExpectedTokens:
     """What one answer may be, int32 [m], and where the answer stands in it. `find` equals `predicted`.
 
     `find` takes some µs for a new token, whatever m is. 8,192 tokens take 0.2 MB, and 1 ms when it is made.

@@ -26,7 +26,7 @@ from hibachi.engine.scheduler.step import StepPlan
 from hibachi.errors import HibachiError
 
 
-class Piece(NamedTuple):
+class ProposedPiece(NamedTuple):
     """Tokens of n rows in one call. own [n]: known ones. last [n]: the row has outputs. draft [n], proposals [sum]:
     tokens behind the known ones; None means there are none.
     """
@@ -56,21 +56,21 @@ class Ahead:
         self.end: Any = end if draft is None else end + draft
         self._first: Any = None if draft is None else np.cumsum(draft) - draft
 
-    def piece(self, mine: Any, at: Any, n: Any) -> Piece:
+    def piece(self, mine: Any, at: Any, n: Any) -> ProposedPiece:
         """Of the rows `mine`, so many tokens from there on, [n] each. Outputs are wanted of the last known token and of
         all proposals.
         """
         known, stop, emit = self._known[mine], at + n, self._emit[mine]
         if self.draft is None or self._proposals is None:
-            return Piece(n, emit & (stop == known))
+            return ProposedPiece(n, emit & (stop == known))
         draft, last = np.clip(stop - np.maximum(known, at), 0, n), emit & (stop >= known)
         first = self._first[mine] + np.maximum(at - known, 0)
         within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)
-        return Piece(n - draft, last, draft, self._proposals[np.repeat(first, draft) + within])
+        return ProposedPiece(n - draft, last, draft, self._proposals[np.repeat(first, draft) + within])
 
-    def whole(self, start: Any) -> Piece:
+    def whole(self, start: Any) -> ProposedPiece:
         """All that the rows compute, from there on, [B]."""
-        return Piece(self._known - start, self._emit, self.draft, self._proposals)
+        return ProposedPiece(self._known - start, self._emit, self.draft, self._proposals)
 
     @property
     def counts(self) -> Any:
@@ -102,7 +102,7 @@ class Ahead:
         tokens = self._proposals[np.repeat(self._first[rows], draft) + within]
         return Again(rows, Ahead(known, np.zeros(len(rows), bool), draft, tokens))
 
-    def outputs(self, mine: Any, piece: Piece) -> Any:
+    def outputs(self, mine: Any, piece: ProposedPiece) -> Any:
         """How many outputs each row has in this piece, [n]."""
         if piece.draft is None:
             return piece.last.astype(np.int64)
@@ -210,7 +210,7 @@ def ahead_of(sampler: RowSampler | FrameSampler, table: TokenTable, plan: StepPl
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _ProposedRow:
     """A row along its proposals.
 
     number: in the table. given: tokens that it gets for sure. guesses: the other proposals. at: the position that its
@@ -242,12 +242,12 @@ class Along:
     def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Outs | OneCall) -> None:
         assert plan.draft is not None
         self._sampler, self._table, self._idx, self._out = sampler, table, idx, out
-        self._rows, first = list[_Row](), 0
+        self._rows, first = list[_ProposedRow](), 0
         certain = sure(sampler, plan, idx).tolist()
         of = (a[idx].tolist() for a in (plan.rows, plan.end, plan.draft))
         for job, n, row, end, draft in zip(jobs_of(plan, idx), certain, *of, strict=True):
             tokens = job.draft[:draft].tolist() if draft else []
-            self._rows.append(_Row(job, row, tokens[:n], tokens[n:], end + n, first))
+            self._rows.append(_ProposedRow(job, row, tokens[:n], tokens[n:], end + n, first))
             first += 1 + draft - n
 
     def run(self) -> Part:
@@ -277,9 +277,9 @@ class Along:
             whole=np.array([row.whole for row in rows]) if any(row.whole for row in rows) else None,
         )
 
-    def _take_sure(self) -> list[_Row]:
+    def _take_sure(self) -> list[_ProposedRow]:
         """Give rows what they get for sure. Returns those that draw a token then, as they did not end."""
-        over, rows, j = set[_Row](), [row for row in self._rows if row.given], 0
+        over, rows, j = set[_ProposedRow](), [row for row in self._rows if row.given], 0
         while rows:
             tokens = np.array([row.given[j] for row in rows], np.int32)
             positions = np.array([row.at - len(row.given) + j for row in rows])
@@ -294,7 +294,7 @@ class Along:
             rows = [row for row in rows if row not in over and j < len(row.given)]
         return [row for row in self._rows if row not in over] if over else self._rows
 
-    def _at_once(self, rows: list[_Row]) -> None:
+    def _at_once(self, rows: list[_ProposedRow]) -> None:
         """Draw for all positions: what a row draws does not depend on what it drew before."""
         part, right = self._draw(
             [row for row in rows for _ in range(len(row.guesses) + 1)],
@@ -308,7 +308,7 @@ class Along:
                 n += 1
                 self._keep(row, part, n)
 
-    def _step_by_step(self, rows: list[_Row]) -> None:
+    def _step_by_step(self, rows: list[_ProposedRow]) -> None:
         """Draw position by position: the changes of a row's logits depend on the tokens before."""
         j = 0
         while rows:
@@ -321,7 +321,7 @@ class Along:
                 self._table.write_ahead(*come.T)
             j += 1
 
-    def _draw(self, rows: list[_Row], within: list[int]) -> tuple[Part, list[bool]]:
+    def _draw(self, rows: list[_ProposedRow], within: list[int]) -> tuple[Part, list[bool]]:
         """What is drawn from m outputs, number `within` of each of these rows; and which of the tokens are what was
         proposed and end nothing.
         """
@@ -338,10 +338,10 @@ class Along:
         ]
         return part, right
 
-    def _judged(self, drawn: Drawn, rows: list[_Row], positions: Any) -> Part:
+    def _judged(self, drawn: Drawn, rows: list[_ProposedRow], positions: Any) -> Part:
         return drawn_part(np.arange(len(rows)), drawn, [row.job for row in rows], positions, self._sampler.backend)
 
-    def _keep(self, row: _Row, part: Part, n: int) -> None:
+    def _keep(self, row: _ProposedRow, part: Part, n: int) -> None:
         """The row gets the token number n of those drawn. One that failed behind others is not kept: the next step
         draws it again, so that these come as they do without proposals.
         """

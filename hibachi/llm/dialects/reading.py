@@ -9,11 +9,11 @@ from typing import Any
 from hibachi.errors import PromptTooLong
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.openai.talk import ChatTalk
-from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.truncation import Truncation
-from hibachi.llm.tokenizers.prompts import Prompts, check_fits
+from hibachi.llm.tokenizers.prompts import TextPrompts, check_fits
 
 
 class Reading:
@@ -24,14 +24,14 @@ class Reading:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: TextPrompts,
         vocab_size: int | None,
         chat_template: str | None = None,
         longest: int | None = None,
         parsers: Parsers | None = None,
     ) -> None:
         self.longest = longest
-        self.prompts: Prompts = prompts
+        self.prompts: TextPrompts = prompts
         self.vocab_size: int | None = vocab_size
         self.talk: ChatTalk = ChatTalk(prompts.tokenizer, chat_template, parsers)
 
@@ -57,7 +57,7 @@ class Reading:
     def tokens(self, texts: Sequence[str], special: bool) -> Steps[list[list[int]]]:
         """Token ids of texts of any length. Raises InvalidRequest."""
         encode = self.prompts.tokenizer.encode
-        found: list[list[int]] = yield Step(
+        found: list[list[int]] = yield ReadingStep(
             "text", lambda: [encode(text, add_special_tokens=special) for text in texts], sum(map(len, texts))
         )
         return found
@@ -66,13 +66,13 @@ class Reading:
         """Token ids of a text that an answer may be; what cannot fit into the context is cut off. Raises
         InvalidRequest.
         """
-        found: list[int] = yield Step("text", partial(self.prompts.predicted, text), len(text))
+        found: list[int] = yield ReadingStep("text", partial(self.prompts.predicted, text), len(text))
         return found
 
     def spans(self, text: str, special: bool) -> Steps[list[tuple[int, int, int]]]:
         """`tokens` of one text, each as id, begin and end in the text, in characters."""
         spans = self.prompts.tokenizer.spans
-        found: list[tuple[int, int, int]] = yield Step(
+        found: list[tuple[int, int, int]] = yield ReadingStep(
             "text", lambda: spans(text, add_special_tokens=special), len(text)
         )
         return found
@@ -92,16 +92,18 @@ class Reading:
     ) -> Steps[str]:
         """The text that `render` tokenizes. Raises as it does."""
         self.talk.check()
-        text: str = yield Step("template", partial(self.talk.prompt_text, messages, variables, open_end=open_end))
+        text: str = yield ReadingStep(
+            "template", partial(self.talk.prompt_text, messages, variables, open_end=open_end)
+        )
         self.prompts.check_text(text)
         return text
 
-    def chat(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> Steps[list[int]]:
+    def chat(self, asked: ParsedRequest, variables: Mapping[str, Any] | None = None) -> Steps[list[int]]:
         """Token ids of the prompt of a chat, not too long. What is found out about its answer is noted in `asked`, see
         `Talk.prompt`. variables: further ones for the template. Raises Refused, InvalidRequest or PromptTooLong.
         """
         self.talk.check()
-        text: str = yield Step("template", partial(self.talk.prompt, asked, variables))
+        text: str = yield ReadingStep("template", partial(self.talk.prompt, asked, variables))
         self._check_text(text, asked.truncation)
         [ids] = yield from self.tokens([text], asked.special)
         return self._kept([_said(ids)], asked.truncation)[0]

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReadingStep:
     """A part of the work. kind: what it is about: the body (`size`: bytes that it reads besides), a text (characters),
     a chat template, the form of an answer (bytes of what says it).
     """
@@ -20,7 +20,7 @@ class Step:
     size: int = 0
 
 
-Steps: TypeAlias = Generator[Step, Any, T]
+Steps: TypeAlias = Generator[ReadingStep, Any, T]
 """Yields steps, is sent the result of each, or thrown what it raised, and returns what they are for."""
 
 

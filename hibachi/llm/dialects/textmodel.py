@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from hibachi.llm.dialects.openai import parse
-from hibachi.llm.dialects.openai.answers import Vocabulary
+from hibachi.llm.dialects.openai.answers import TokenTexts
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.reading import Reading
-from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.request import SamplingParams
 
 
@@ -34,11 +34,11 @@ class TextModel:
 
     texts: Serving
     reading: Reading
-    vocabulary: Vocabulary
+    vocabulary: TokenTexts
     bounds: Bounds
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def completion(self, body: CompletionBody) -> Steps[tuple[Asked, list[list[int]]]]:
+    def completion(self, body: CompletionBody) -> Steps[tuple[ParsedRequest, list[list[int]]]]:
         """What a completion asks for, and the token ids of its prompts. Raises Refused, InvalidRequest or
         PromptTooLong.
         """
@@ -48,13 +48,15 @@ class TextModel:
         )
         return asked, ids
 
-    def chat(self, body: ChatBody) -> Steps[tuple[Asked, list[int]]]:
-        """What a chat asks for, with what reads its answer in `Asked.reader`, and the token ids of its prompt. Raises
-        as `completion`.
+    def chat(self, body: ChatBody) -> Steps[tuple[ParsedRequest, list[int]]]:
+        """What a chat asks for, with what reads its answer in `ParsedRequest.reader`, and the token ids of its prompt.
+        Raises as `completion`.
         """
-        asked: Asked = yield Step("body", partial(parse.chat, body, self.texts.default_params, self.bounds))
+        asked: ParsedRequest = yield ReadingStep(
+            "body", partial(parse.chat, body, self.texts.default_params, self.bounds)
+        )
         ids = yield from self.reading.chat(asked, self.variables)
         if asked.reader is not None and (asked.toolbox is not None or asked.params.structured_outputs is not None):
             form = partial(self.reading.talk.form, asked, self.texts.check_form, self.texts.eos_ids)
-            yield Step("form", form, asked.form_size)
+            yield ReadingStep("form", form, asked.form_size)
         return asked, ids

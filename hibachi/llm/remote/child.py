@@ -47,7 +47,7 @@ BEAT = 0.25  # seconds from one sign of life to the next
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EngineReady:
     """What the parent must know once the model is loaded. tokenizer: pickled, of a model of one's own, which has no
     files. default_params: of a request that brings none."""
 
@@ -262,13 +262,13 @@ class Child:
         self._jobs: dict[int, tuple[Job, OutChannel]] = {}
         self._told = self._engine.facts
 
-    def ready(self) -> Ready:
+    def ready(self) -> EngineReady:
         tokenizer = getattr(self._served, "portable_tokenizer", None)
         served = self._served
         eos_ids, params = getattr(served, "eos_ids", ()), getattr(served, "default_params", SamplingParams())
-        return Ready(self._told, eos_ids, _pickled(tokenizer), params)
+        return EngineReady(self._told, eos_ids, _pickled(tokenizer), params)
 
-    def serve(self, ready: Ready) -> None:
+    def serve(self, ready: EngineReady) -> None:
         self._outbox.send("ready", ready)
         threading.Thread(target=self._beat, name="hibachi-beat", daemon=True).start()
         while True:

@@ -26,15 +26,15 @@ from hibachi.engine.forms import Forms
 from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.prompts import check_tokens, kind_of_ids
 from hibachi.engine.runners.meters import Meters
-from hibachi.engine.runners.tokentable import Kind
+from hibachi.engine.runners.tokentable import TokenKind
 from hibachi.engine.stats import Stats
 from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.closeable import Closing, waited
 from hibachi.engine.streams.stream import ItemStream, as_it_is
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.llm.options import TextOptions
-from hibachi.llm.remote.child import Ready
-from hibachi.llm.remote.process import CLOSING, Process, relog
+from hibachi.llm.remote.child import EngineReady
+from hibachi.llm.remote.process import CLOSING, EngineProcess, relog
 from hibachi.llm.remote.rows import Rows, each, receive
 from hibachi.llm.remote.sender import MOST_UNSENT
 from hibachi.llm.tokens import asked
@@ -85,7 +85,7 @@ class RemoteEngine(Closing):
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
         before = time.monotonic()
-        self.ready: Ready = self._begin(None)  # the user sees how long that takes, and may press Ctrl-C
+        self.ready: EngineReady = self._begin(None)  # the user sees how long that takes, and may press Ctrl-C
         self._starts_within = max(LEAST_START, START_TIMES * (time.monotonic() - before))
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()
@@ -95,9 +95,9 @@ class RemoteEngine(Closing):
 
     # ---- the process -------------------------------------------------------------------------------------------
 
-    def _begin(self, seconds: float | None) -> Ready:
+    def _begin(self, seconds: float | None) -> EngineReady:
         """Start a process and wait until it is ready; it is killed if that takes longer than this many seconds."""
-        self._process = Process(self._spec)
+        self._process = EngineProcess(self._spec)
         if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()
         ready, self._sender = self._process.until_ready(seconds)
@@ -438,12 +438,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
 
 
-def kind_of(facts: Facts) -> Kind | None:
+def kind_of(facts: Facts) -> TokenKind | None:
     """Of all tokens or inputs; None means it is not fixed, or of a dtype that this process does not know."""
     if facts.vocab_size is not None:
         return kind_of_ids(facts.codebooks)
     try:
-        return facts.token and Kind(facts.token[0], np.dtype(facts.token[1]))
+        return facts.token and TokenKind(facts.token[0], np.dtype(facts.token[1]))
     except TypeError:
         return None
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from hibachi.common.phases import phases_shown
 from hibachi.errors import EngineFailed
-from hibachi.llm.remote.child import Ready
-from hibachi.llm.remote.sender import Sender
+from hibachi.llm.remote.child import EngineReady
+from hibachi.llm.remote.sender import PipeSender
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 CLOSING = 10.0  # seconds that a process has to end
 
 
-class Process:
+class EngineProcess:
     """Starts it; `until_ready` then waits for the model. spec: options of `open_model`."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Process:
     def pid(self) -> int:
         return self._popen.pid
 
-    def until_ready(self, seconds: float | None) -> tuple[Ready, Sender]:
+    def until_ready(self, seconds: float | None) -> tuple[EngineReady, PipeSender]:
         """Wait until the process has loaded the model; returns its message, and the sender for its pipe. The process is
         killed if that takes longer than this many seconds.
 
@@ -69,7 +69,7 @@ class Process:
         if word == "failed":
             self.end(CLOSING)
             raise value
-        return value, Sender(self.pipe)
+        return value, PipeSender(self.pipe)
 
     def kill(self) -> None:
         self._popen.kill()

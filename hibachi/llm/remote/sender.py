@@ -12,7 +12,7 @@ from hibachi.errors import QueueFull
 MOST_UNSENT = 2**28  # bytes of requests that wait to be sent
 
 
-class Sender:
+class PipeSender:
     """Writes to a process's pipe in a thread of its own, as a full pipe blocks for as long as the process is stalled.
 
     Streams that are dropped cancel, wherever the garbage collector finds them: perhaps in a thread that is in the midst

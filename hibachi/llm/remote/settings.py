@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hibachi.common.settings.kinds import SWITCH, Kind, choice, integer, seconds, setting, size, text
+from hibachi.common.settings.kinds import SWITCH, ValueKind, choice, integer, seconds, setting, size, text
 from hibachi.common.settings.settle import Settings
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.chatformat.templates.known import REASONING_NAMES, TOOL_NAMES
@@ -54,7 +54,7 @@ class ModelSettings:
     )
 
 
-def _parser(own: str, names: tuple[str, ...]) -> Kind:
+def _parser(own: str, names: tuple[str, ...]) -> ValueKind:
     """The name of a format, which is checked here so that a wrong one is told by where it was given."""
     taken = ("auto", own, *names)
     return replace(choice(*taken), metavar="NAME", expected=f"one of {', '.join(taken)} (auto: by the chat template)")

@@ -10,7 +10,7 @@ from hibachi.llm.tokenizers.chat import choose_template, render_chat
 from hibachi.llm.tokenizers.pieces import AnyText, Text
 
 
-class _Any(Mapping[int, str]):
+class _EveryId(Mapping[int, str]):
     """Holds every id."""
 
     def __contains__(self, key: object) -> bool:
@@ -87,7 +87,7 @@ class OwnTokenizer:
 
     @property
     def text_after(self) -> Callable[[Sequence[int]], Text]:
-        return lambda after: AnyText(self.decode, _Any(), after)
+        return lambda after: AnyText(self.decode, _EveryId(), after)
 
     @property
     def full_text_after(self) -> Callable[[Sequence[int]], Text]:

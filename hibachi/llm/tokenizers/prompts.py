@@ -14,7 +14,7 @@ SOMEWHAT_LONG = 16  # characters of a token, on average: texts with more are not
 LEAST_TEXT = 2**20  # characters of a text that is cut into tokens nevertheless
 
 
-class Prompts:
+class TextPrompts:
     """The prompts of one model. context: most tokens of a request."""
 
     def __init__(self, tokenizer: Any, context: int) -> None:

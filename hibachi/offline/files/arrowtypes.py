@@ -17,7 +17,7 @@ MOST_COLUMNS = 10_000
 BEYOND = "integer of a column beyond 64 bits written as text"
 
 
-class Seen:
+class SeenTypes:
     """What values a column of JSON has, or the items of its lists, or a key of its objects."""
 
     __slots__ = ("big", "inexact", "item", "keys", "kinds", "uneven")
@@ -25,8 +25,8 @@ class Seen:
     def __init__(self) -> None:
         self.kinds: set[type] = set()
         self.big = self.inexact = False  # integers beyond 64 bits; those that may be no float
-        self.item: Seen | None = None
-        self.keys: dict[str, Seen] | None = None
+        self.item: SeenTypes | None = None
+        self.keys: dict[str, SeenTypes] | None = None
         self.uneven = False  # objects of different keys
 
     def add(self, value: Any) -> None:
@@ -42,7 +42,7 @@ class Seen:
             self._items(value)
         elif kind is dict:
             if self.keys is None:
-                self.keys = {key: Seen() for key in value}
+                self.keys = {key: SeenTypes() for key in value}
             if self.keys.keys() != value.keys():
                 self.uneven = True
             else:
@@ -51,7 +51,7 @@ class Seen:
 
     def _items(self, value: list[Any]) -> None:
         if self.item is None:
-            self.item = Seen()
+            self.item = SeenTypes()
         kinds = set(map(type, value))
         if kinds == {int}:  # of token ids, most of the time
             self.item.add(min(value))
@@ -159,13 +159,13 @@ def columns(rows: Rows, *, stop: int | None = None) -> list[Column]:
         elif not file.own_keys:
             for name in file.columns or ():
                 fields.setdefault(name, []).append(pa.field(name, pa.string()))
-    seen: dict[str, Seen] = {}
+    seen: dict[str, SeenTypes] = {}
     if of_json := {file.name for file in rows.files if file.own_keys}:
         for row in rows.rows(stop=stop):
             if row.file in of_json:
                 for name, value in row.values.items():
                     if (column := seen.get(name)) is None:
-                        column = seen[name] = Seen()
+                        column = seen[name] = SeenTypes()
                         _not_too_many(seen)
                     if value is not None:
                         column.add(value)
@@ -181,7 +181,7 @@ def _plain(pa: Any, field: Any) -> Any:
     return pa.field(field.name, kind, True, metadata or None)
 
 
-def _column(pa: Any, name: str, fields: list[Any], seen: Seen | None, typed: bool) -> Column:
+def _column(pa: Any, name: str, fields: list[Any], seen: SeenTypes | None, typed: bool) -> Column:
     if seen is not None:
         kind = seen.arrow()
         if kind is None and not fields and seen.only_integers:

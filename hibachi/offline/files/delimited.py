@@ -22,10 +22,10 @@ from hibachi.offline.files.format import (
     Field,
     LinesFormat,
     Rows,
+    RowWriter,
     Skip,
     Source,
     Start,
-    Writer,
     Written,
     check_collisions,
 )
@@ -291,10 +291,10 @@ class Delimited(LinesFormat):
         return arrowtypes.names(rows, stop=stop)
 
     @override
-    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
         names = self.carried(of.rows, of.stop) if of.rows is not None else []
         check_collisions(names, of.results)
-        return _Writer(file, compression, names, of.results, of.delimiter or self.delimiter)
+        return _DelimitedWriter(file, compression, names, of.results, of.delimiter or self.delimiter)
 
 
 class Tabbed(Delimited):
@@ -310,7 +310,7 @@ def _sign(source: Source) -> str:
     return source.delimiter
 
 
-class _Writer(BytesWriter):
+class _DelimitedWriter(BytesWriter):
     def __init__(
         self,
         file: BinaryIO,

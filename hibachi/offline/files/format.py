@@ -33,7 +33,7 @@ class Field:
     kind: Literal["text", "int", "float", "bool", "ints", "floats", "json"]
 
 
-class Writer(Protocol):
+class RowWriter(Protocol):
     """Rows to a file. `remarks` counts what could not be written as it was."""
 
     remarks: Counter[str]
@@ -133,7 +133,7 @@ class Format(ABC):
         """The columns of the input that an output has, as far as they are known. Raises ConfigError, InvalidInput."""
 
     @abstractmethod
-    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
         """A writer to `file`, which it never closes. Raises ConfigError, InvalidInput."""
 
 

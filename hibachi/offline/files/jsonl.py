@@ -16,7 +16,7 @@ from typing_extensions import override
 from hibachi.errors import ConfigError, shown
 from hibachi.offline.files import compressed
 from hibachi.offline.files.compressed import Compression, Damaged
-from hibachi.offline.files.format import BytesWriter, Field, LinesFormat, Rows, Skip, Source, Start, Writer, Written
+from hibachi.offline.files.format import BytesWriter, Field, LinesFormat, Rows, RowWriter, Skip, Source, Start, Written
 from hibachi.offline.files.rows import LINE_LIMIT, InvalidInput, Row
 
 BOM = b"\xef\xbb\xbf"
@@ -216,11 +216,11 @@ class JsonLines(LinesFormat):
         return rows.columns  # has of each row what that has
 
     @override
-    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
-        return _Writer(file, compression, of.rows, of.results)
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
+        return _JsonlWriter(file, compression, of.rows, of.results)
 
 
-class _Writer(BytesWriter):
+class _JsonlWriter(BytesWriter):
     def __init__(
         self, file: BinaryIO, compression: Compression | None, rows: Rows | None, results: Sequence[Field]
     ) -> None:

@@ -15,7 +15,7 @@ from hibachi.offline.files import arrowtypes, compressed
 from hibachi.offline.files.arrow import arrow, rows_of
 from hibachi.offline.files.arrowtypes import Column
 from hibachi.offline.files.compressed import Compression, Plain
-from hibachi.offline.files.format import Field, Format, Rows, Skip, Source, Start, Writer, Written, check_collisions
+from hibachi.offline.files.format import Field, Format, Rows, RowWriter, Skip, Source, Start, Written, check_collisions
 from hibachi.offline.files.rows import InvalidInput, Row
 
 BATCH_ROWS = 1024
@@ -107,13 +107,13 @@ class Parquet(Format):
         return [column.name for column in arrowtypes.columns(rows, stop=stop)]
 
     @override
-    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> Writer:
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
         carried = arrowtypes.columns(of.rows, stop=of.stop) if of.rows is not None else []
         check_collisions([column.name for column in carried], of.results)
-        return _Writer(file, carried, of.results)
+        return _ParquetWriter(file, carried, of.results)
 
 
-class _Writer:
+class _ParquetWriter:
     """Parts of rows become arrays, and arrays a row group: sizes depend on the rows alone."""
 
     def __init__(self, file: BinaryIO, carried: Sequence[Column], results: Sequence[Field]) -> None:

@@ -19,7 +19,7 @@ NAMES = [format.name for format in sorted(FORMATS, key=lambda f: not f.is_text)]
 TITLES = [format.title for format in sorted(FORMATS, key=lambda f: not f.is_text)]
 
 
-class Form(NamedTuple):
+class FileForm(NamedTuple):
     """What an output is: its format and compression."""
 
     format: Format
@@ -40,7 +40,7 @@ def by_suffix(name: str) -> tuple[Format | None, Compression | None]:
     return BY_SUFFIX.get(suffixes[-1]) if suffixes else None, compression
 
 
-def form_of(name: str, format: str | None = None) -> Form:
+def form_of(name: str, format: str | None = None) -> FileForm:
     """Format and compression of an output, by `format` ("csv", "jsonl.gz"), else by its name. Raises ConfigError."""
     known, compression = by_suffix(name)
     if format is not None:
@@ -58,4 +58,4 @@ def form_of(name: str, format: str | None = None) -> Form:
         raise ConfigError(
             f"{name}: expected {known.title} as it is; it compresses its columns itself. Drop .gz or .zst."
         )
-    return Form(known, compression)
+    return FileForm(known, compression)

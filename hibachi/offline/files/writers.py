@@ -8,20 +8,20 @@ from typing import BinaryIO
 
 from hibachi.errors import ConfigError
 from hibachi.offline.files import delimited
-from hibachi.offline.files.format import Field, Writer, Written
+from hibachi.offline.files.format import Field, RowWriter, Written
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import Form
+from hibachi.offline.files.table import FileForm
 
 
 def open_writer(
     file: BinaryIO,
-    form: Form,
+    form: FileForm,
     *,
     sources: Sources | None,
     results: Sequence[Field],
     delimiter: str | None = None,
     stop: int | None = None,
-) -> Writer:
+) -> RowWriter:
     """A writer to `file`, a buffered binary file, which it never closes.
 
     sources: the columns of these are carried through, before the results; None means results only. For CSV and Parquet

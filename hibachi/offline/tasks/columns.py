@@ -165,7 +165,7 @@ class Columns:
 
 
 @dataclass(slots=True)
-class Asked:
+class RowRequest:
     """What a row asks for. prompt: a text, token ids (or lists of numbers), or messages, where `talks`."""
 
     prompt: Any
@@ -174,7 +174,7 @@ class Asked:
     options: ChatOptions = NO_OPTIONS
 
 
-class Asking:
+class RowReader:
     """Reads rows by `Columns`. defaults: parameters of rows that do not say them; without a limit: NEW_TOKENS. Distinct
     sets of parameters are made once.
     """
@@ -190,7 +190,7 @@ class Asking:
         self._known: dict[str, SamplingParams] = {}
         self._template = None if columns.template is None else _parsed(columns.template)
 
-    def read(self, row: Row) -> Asked:
+    def read(self, row: Row) -> RowRequest:
         """Raises InvalidRequest."""
         columns, values = self._columns, row.values
         prompt: Any
@@ -214,7 +214,7 @@ class Asking:
             user = {"role": "user", "content": prompt}
             prompt = [user] if columns.system is None else [{"role": "system", "content": columns.system}, user]
         params, seeded = self._params(row)
-        return Asked(prompt, params, seeded, self._options(row) if columns.talks else NO_OPTIONS)
+        return RowRequest(prompt, params, seeded, self._options(row) if columns.talks else NO_OPTIONS)
 
     def _options(self, row: Row) -> ChatOptions:
         of = self._options_of

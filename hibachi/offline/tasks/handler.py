@@ -17,8 +17,8 @@ from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.bodies import PAGE as CHATS_PAGE
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, taken
 from hibachi.llm.dialects.openai.chatwriting import ChatWriter
-from hibachi.llm.dialects.openai.parse import Asked
-from hibachi.llm.dialects.openai.writing import CompletionWriter, Writer
+from hibachi.llm.dialects.openai.parse import ParsedRequest
+from hibachi.llm.dialects.openai.writing import AnswerWriter, CompletionWriter
 from hibachi.llm.dialects.responses import parse as of_responses
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
 from hibachi.llm.dialects.responses.items import PAGE, Item, ItemReference
@@ -87,7 +87,9 @@ class Answering:
     created: int
     fingerprint: str | None
 
-    def writer(self, url: str, body: Any, name: str, id_of: Callable[[str], str]) -> tuple[Writer, list[list[int]]]:
+    def writer(
+        self, url: str, body: Any, name: str, id_of: Callable[[str], str]
+    ) -> tuple[AnswerWriter, list[list[int]]]:
         """What writes the answer to a body, and the token ids of its prompts. name: of the model. id_of: makes an id
         of one kind. Raises Refused, InvalidRequest or PromptTooLong.
         """
@@ -97,7 +99,9 @@ class Answering:
                 self.model.reading.check_length(own, writer.asked.limit)
         return writer, ids
 
-    def _read(self, url: str, body: Any, name: str, id_of: Callable[[str], str]) -> tuple[Writer, list[list[int]]]:
+    def _read(
+        self, url: str, body: Any, name: str, id_of: Callable[[str], str]
+    ) -> tuple[AnswerWriter, list[list[int]]]:
         model = self.model
         if url == COMPLETIONS:
             asked, several = run(model.completion(body))
@@ -116,5 +120,5 @@ class Answering:
         )
         return responses, [ids]
 
-    def _usual(self, kind: type[Writer], asked: Asked, name: str, id: str) -> Writer:
+    def _usual(self, kind: type[AnswerWriter], asked: ParsedRequest, name: str, id: str) -> AnswerWriter:
         return kind(asked, name, self.model.vocabulary, self.fingerprint, id=id, created=self.created, cached=False)

@@ -37,7 +37,7 @@ def are_lines(columns: Sequence[str] | None) -> bool:
     return columns is not None and all(c in columns for c in MUST)
 
 
-class Lines:
+class BatchLines:
     """Reading and answering of lines, whatever computes them: names, ids, duplicates, answers.
 
     created: Unix time in seconds of the run's start.
@@ -151,7 +151,7 @@ class LineRows:
 
     carries, compares = False, True
     fields: Sequence[Field] = FIELDS
-    _lines: Lines
+    _lines: BatchLines
 
     def check(self, columns: Sequence[str] | None) -> None:
         self._lines.check(columns)

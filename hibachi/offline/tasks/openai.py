@@ -17,9 +17,9 @@ from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.llm.dialects.forms import said_by
 from hibachi.llm.dialects.openai import answers
 from hibachi.llm.dialects.openai import parse as asking
-from hibachi.llm.dialects.openai.answers import Vocabulary
+from hibachi.llm.dialects.openai.answers import TokenTexts
 from hibachi.llm.dialects.openai.bodies import Bounds, EmbeddingBody, taken
-from hibachi.llm.dialects.openai.writing import Writer
+from hibachi.llm.dialects.openai.writing import AnswerWriter
 from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.steps import run
 from hibachi.llm.dialects.textmodel import TextModel
@@ -31,7 +31,7 @@ from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
 from hibachi.offline.tasks.fingerprint import told_of
 from hibachi.offline.tasks.handler import Answering, body_of, check, words
-from hibachi.offline.tasks.lines import EMBEDDINGS, URLS, LineRows, Lines
+from hibachi.offline.tasks.lines import EMBEDDINGS, URLS, BatchLines, LineRows
 from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.offline.tasks.textwork import Feeding, Opens
 
@@ -39,10 +39,10 @@ _ROWS = 1 << 14  # continuations of one line
 
 
 @dataclass(slots=True)
-class _Ready:
+class _ReadyLine:
     values: Mapping[str, Any]
     ids: list[list[int]]
-    writer: Writer | None  # None means vectors are wanted
+    writer: AnswerWriter | None  # None means vectors are wanted
     name: str
     given: Any = None  # the body
     packed: bool = False
@@ -73,7 +73,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         self._parsers = parsers
         self._open, self._names, self._model = open_, names, model
         self._fingerprint: str | None = None
-        self._lines = Lines(seed, created)
+        self._lines = BatchLines(seed, created)
         self._bounds = Bounds(n=_ROWS, prompts=_ROWS, logprobs=1 << 20, stop=1024, rows=_ROWS, token_ids=1 << 20)
 
     def open(self) -> Told:
@@ -84,7 +84,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         self._block = facts.limits.block_size if facts.cached else 0
         self._reading = Reading(texts.prompts, texts.vocab_size, template, parsers=self._parsers)
         tokenizer = texts.tokenizer
-        vocabulary = Vocabulary(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        vocabulary = TokenTexts(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
         created = self._lines.created
         model = TextModel(texts, self._reading, vocabulary, self._bounds, {"strftime_now": created})
         self._answering = Answering(model, created, self._fingerprint)
@@ -122,7 +122,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
             for own in ids:
                 self._reading.check_length(own, None)
             packed = embedding.encoding_format == "base64"
-            ready = _Ready(values, ids, None, name, packed=packed, dimensions=embedding.dimensions)
+            ready = _ReadyLine(values, ids, None, name, packed=packed, dimensions=embedding.dimensions)
             return self._placed(row, ready, 0, 0)
         given = body_of(url, body, self._names[0])
         name = self._check_name(given.model)
@@ -130,7 +130,9 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         asked = writer.asked
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
-        return self._placed(row, _Ready(values, ids, writer, name, given), asked.params.max_tokens, asked.params.runs)
+        return self._placed(
+            row, _ReadyLine(values, ids, writer, name, given), asked.params.max_tokens, asked.params.runs
+        )
 
     def _check_name(self, name: str | None) -> str:
         if name is not None and name not in self._names:
@@ -143,7 +145,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
             )
         return name or self._names[0]
 
-    def _placed(self, row: Row, ready: _Ready, limit: int | None, runs: int) -> Prepared:
+    def _placed(self, row: Row, ready: _ReadyLine, limit: int | None, runs: int) -> Prepared:
         """limit: of new tokens of an answer. runs: answers that are computed for each prompt."""
         lengths, most = [len(own) for own in ready.ids], self.texts.prompts.context
         new = [most - n if limit is None else min(limit, most - n) for n in lengths]
@@ -157,7 +159,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         return RowError(message, self._lines.refused(number, prepared.what.values, why))
 
     def start(self, number: int, prepared: Prepared) -> None:
-        ready: _Ready = prepared.what
+        ready: _ReadyLine = prepared.what
         streams: list[ItemStream[Any]]
         feed = None
         with judged(partial(self._failed, number, ready.values)):
@@ -179,7 +181,7 @@ class OpenAIWork(LineRows, EngineTask[Texts]):
         self._watched.add(number, streams, feed)
 
     def take(self, number: int) -> Result:
-        ready: _Ready = self._started.pop(number)
+        ready: _ReadyLine = self._started.pop(number)
         self._watched.drop(number)
         n = sum(map(len, ready.ids))
         with judged(partial(self._failed, number, ready.values)):

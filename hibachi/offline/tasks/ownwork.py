@@ -19,7 +19,7 @@ from hibachi.llm.remote.opening import about
 from hibachi.llm.tokens import Tokens
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.columns import Asking, Columns
+from hibachi.offline.tasks.columns import Columns, RowReader
 from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
 from hibachi.offline.tasks.task import ColumnRows, Prepared, Result, RowError, Told
 from hibachi.request import DRAWN, SamplingParams
@@ -38,7 +38,7 @@ class _OwnWork(ColumnRows, EngineTask[Tokens]):
         as the numbers are. Raises ConfigError."""
         super().__init__()
         self._columns, self._open, self._dtype = columns, open_, _dtype(dtype, columns)
-        self._asking = Asking(columns, SamplingParams())
+        self._asking = RowReader(columns, SamplingParams())
 
     def check(self, columns: Sequence[str] | None) -> None:
         own = self._columns

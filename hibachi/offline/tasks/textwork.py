@@ -13,7 +13,7 @@ from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.scheduler.compose import blocks_of
 from hibachi.errors import ConfigError, HibachiError, ModelError, text_of
 from hibachi.llm.chatformat.templates.choosing import Parsers
-from hibachi.llm.chats import Asking as Talking
+from hibachi.llm.chats import ChatRequest as Talking
 from hibachi.llm.chats import Chats
 from hibachi.llm.chats import Ready as Chat
 from hibachi.llm.dialects.openai.conversation import conversation
@@ -24,7 +24,7 @@ from hibachi.llm.tokenizers.prompts import check_fits
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.chat_rows import Answers, continuation_of
-from hibachi.offline.tasks.columns import Asked, Asking, Columns
+from hibachi.offline.tasks.columns import Columns, RowReader, RowRequest
 from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
 from hibachi.offline.tasks.fingerprint import told_of
 from hibachi.offline.tasks.lines import id_of
@@ -37,7 +37,7 @@ Opens = Callable[[], tuple[Texts, str | None]]
 
 
 @dataclass(slots=True)
-class _Ready:
+class _ReadyText:
     ids: list[int]
     params: SamplingParams
     chat: Chat | None  # how its answer is read
@@ -74,7 +74,7 @@ class TextWork(ColumnRows, EngineTask[Texts]):
         self._answers = Answers(self._parsers, talks=columns.talks, tools=columns.brings_tools, many=self._many)
         self._scores = [n for n in ("logprobs", "prompt_logprobs") if n in (*columns.params, *columns.param_columns)]
         self.fields: Sequence[Field] = self._fields()
-        self._asking = Asking(columns, SamplingParams())
+        self._asking = RowReader(columns, SamplingParams())
 
     def _fields(self) -> list[Field]:
         found = self._answers.fields
@@ -93,7 +93,7 @@ class TextWork(ColumnRows, EngineTask[Texts]):
         facts, tokenizer = self.texts.engine.facts, self.texts.tokenizer
         self.places = 2 * facts.limits.rows
         self._block = facts.limits.block_size if facts.cached else 0
-        self._asking = Asking(self._columns, self.texts.default_params)
+        self._asking = RowReader(self._columns, self.texts.default_params)
         self._chats = Chats(self.texts.prompts, self.texts.check_form, self.texts.eos_ids)
         if self._columns.talks and self._template is None and not tokenizer.chat_templates:
             self.close()
@@ -130,9 +130,9 @@ class TextWork(ColumnRows, EngineTask[Texts]):
         key = blocks_of(ids, self._block) if self._block else ()
         new = longest - len(ids)
         size = row.size + 40 * len(ids) + 500
-        return Prepared(key, longest, size, _Ready(ids, params, chat), len(ids), new * params.runs, new)
+        return Prepared(key, longest, size, _ReadyText(ids, params, chat), len(ids), new * params.runs, new)
 
-    def _chat(self, asked: Asked) -> Chat:
+    def _chat(self, asked: RowRequest) -> Chat:
         """Raises InvalidRequest or PromptTooLong."""
         messages, options = conversation(asked.prompt, MOST_MESSAGES), asked.options
         variables = {"strftime_now": self._created, **options.variables, "add_generation_prompt": True}
@@ -144,7 +144,7 @@ class TextWork(ColumnRows, EngineTask[Texts]):
         return self._chats.ready([messages], [asked.params], talking, variables)
 
     def start(self, number: int, prepared: Prepared) -> None:
-        ready: _Ready = prepared.what
+        ready: _ReadyText = prepared.what
         with judged():
             shown = frozenset[int]() if ready.chat is None else ready.chat.shown
             [stream] = self.texts.submit([ready.ids], ready.params, shown=shown)
@@ -191,7 +191,7 @@ class EmbeddingWork(TextWork):
         return prepared
 
     def start(self, number: int, prepared: Prepared) -> None:
-        ready: _Ready = prepared.what
+        ready: _ReadyText = prepared.what
         with judged():
             [item] = self.texts.submit_vectors([ready.ids])
         self._started[number] = item, len(ready.ids)

@@ -45,7 +45,7 @@ class Asks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class RemoteServer:
     """Where to send, and as whom. model: None means the first that the server names. places: requests at a time."""
 
     url: Url
@@ -55,7 +55,7 @@ class Server:
     patience: Patience
 
     @classmethod
-    def of(cls, batch: Asks, patience: Patience) -> Server:
+    def of(cls, batch: Asks, patience: Patience) -> RemoteServer:
         """Raises ConfigError."""
         if batch.concurrency < 1:
             raise ConfigError(f"concurrency must be at least 1 request at a time; got {batch.concurrency}.")
@@ -65,7 +65,7 @@ class Server:
 
 
 @dataclass(slots=True)
-class Ready:
+class ReadyRequest:
     """A request that can be sent. count: continuations that it wants. about: what else its kind of work keeps."""
 
     path: str
@@ -87,20 +87,20 @@ class UrlWork:
 
     fields: Sequence[Field] = ()
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: RemoteServer) -> None:
         self._server, self.places = server, server.places
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, ReadyRequest] = {}
         self._sender: Sender | None = None
         self._facts: dict[str, Any] | None = None
         self._model = server.model or ""
 
     # ---- of each kind ------------------------------------------------------------------------------------------------
 
-    def result(self, number: int, ready: Ready, answer: Answer) -> Result:
+    def result(self, number: int, ready: ReadyRequest, answer: Answer) -> Result:
         """Raises Refused for an answer that is none."""
         raise NotImplementedError
 
-    def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
+    def failed(self, number: int, ready: ReadyRequest, why: Refused) -> RowError:
         return RowError(str(why))
 
     # ---- the server --------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class UrlWork:
         return self.failed(number, prepared.what, why)
 
     def start(self, number: int, prepared: Prepared) -> None:
-        ready: Ready = prepared.what
+        ready: ReadyRequest = prepared.what
         self.sender.start(number, ready.path, ready.body)
         self._ready[number] = ready
 

@@ -20,14 +20,14 @@ from hibachi.offline.tasks.lines import (
     MESSAGES,
     RESPONSES,
     URLS,
+    BatchLines,
     LineRows,
-    Lines,
 )
 from hibachi.offline.tasks.task import Prepared, Result, RowError
 from hibachi.offline.tasks.urlbase import (
     Answer,
-    Ready,
-    Server,
+    ReadyRequest,
+    RemoteServer,
     UrlWork,
     bad,
     begins,
@@ -71,9 +71,9 @@ class _Line:
 class UrlLines(LineRows, UrlWork):
     """Has lines answered. names: that a body may call the model by, besides what the server calls it."""
 
-    def __init__(self, server: Server, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
+    def __init__(self, server: RemoteServer, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
         super().__init__(server)
-        self._names, self._lines = names, Lines(seed, created)
+        self._names, self._lines = names, BatchLines(seed, created)
 
     def wrong(self, row: Row) -> str | None:
         def read() -> None:
@@ -85,7 +85,7 @@ class UrlLines(LineRows, UrlWork):
 
         return why_not(row, read)
 
-    def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
+    def failed(self, number: int, ready: ReadyRequest, why: Refused) -> RowError:
         return self._failed(number, ready.about.custom, why)
 
     def prepare(self, row: Row) -> Prepared:
@@ -103,12 +103,12 @@ class UrlLines(LineRows, UrlWork):
             request = body.get("request_id")
             named = request if url in _NAMED and isinstance(request, str) else None
             line = _Line({"custom_id": row.values["custom_id"], "url": url}, named, alias)
-            ready = Ready(url, encoded(body), about=line)
+            ready = ReadyRequest(url, encoded(body), about=line)
         prompt, system = body.get(_PROMPTS[url], ""), body.get(_SYSTEM.get(url, ""))
         key, tokens = begins(prompt if system is None else [system, prompt])
         return Prepared(key, tokens + _limit(body), row.size + len(ready.body) + 1000, ready)
 
-    def result(self, number: int, ready: Ready, answer: Answer) -> Result:
+    def result(self, number: int, ready: ReadyRequest, answer: Answer) -> Result:
         line: _Line = ready.about
         _check(ready.path, answer)
         used = used_of(answer)

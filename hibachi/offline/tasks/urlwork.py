@@ -19,7 +19,7 @@ from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.answer_ids import CallId, rename_chat, renaming
 from hibachi.offline.tasks.chat_rows import Answers, Continuation, continuation_in
-from hibachi.offline.tasks.columns import Asked, Asking, Columns
+from hibachi.offline.tasks.columns import Columns, RowReader, RowRequest
 from hibachi.offline.tasks.engine_task import judged, why_not
 from hibachi.offline.tasks.lines import id_of
 from hibachi.offline.tasks.sender import Patience
@@ -30,8 +30,8 @@ from hibachi.offline.tasks.urlbase import (
     EMBEDDINGS,
     Answer,
     Asks,
-    Ready,
-    Server,
+    ReadyRequest,
+    RemoteServer,
     UrlWork,
     are_ids,
     bad,
@@ -70,7 +70,7 @@ class AsksRows(Asks, Protocol):
 
 def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience | None = None) -> RowTask:
     """lines: OpenAI's. created: Unix time in seconds of the run's start. Raises ConfigError, MissingExtra."""
-    server = Server.of(batch, patience or replace(PATIENT, timeout=batch.request_timeout))
+    server = RemoteServer.of(batch, patience or replace(PATIENT, timeout=batch.request_timeout))
     if lines:
         need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.tasks.urllines import UrlLines
@@ -87,10 +87,10 @@ def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience |
 class UrlRows(ColumnRows, UrlWork):
     """Rows by their columns."""
 
-    def __init__(self, server: Server, columns: Columns) -> None:
+    def __init__(self, server: RemoteServer, columns: Columns) -> None:
         super().__init__(server)
         self._columns = columns
-        self._asking = Asking(columns, Said())
+        self._asking = RowReader(columns, UrlAnswer())
 
     def check(self, columns: Sequence[str] | None) -> None:
         self._columns.check(columns)
@@ -98,7 +98,7 @@ class UrlRows(ColumnRows, UrlWork):
     def wrong(self, row: Row) -> str | None:
         return why_not(row, lambda: self._read(row))
 
-    def _read(self, row: Row) -> Asked:
+    def _read(self, row: Row) -> RowRequest:
         """Raises InvalidRequest."""
         asked = self._asking.read(row)
         prompt = asked.prompt
@@ -106,7 +106,7 @@ class UrlRows(ColumnRows, UrlWork):
             raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {shown(prompt)}.")
         return asked
 
-    def _prepared(self, row: Row, ready: Ready, prompt: Any, limit: int) -> Prepared:
+    def _prepared(self, row: Row, ready: ReadyRequest, prompt: Any, limit: int) -> Prepared:
         key, tokens = begins(prompt)
         return Prepared(key, tokens + limit, row.size + len(ready.body) + 500, ready)
 
@@ -117,7 +117,7 @@ class UrlText(UrlRows):
 
     def __init__(
         self,
-        server: Server,
+        server: RemoteServer,
         columns: Columns,
         *,
         seed: int = 0,
@@ -137,7 +137,7 @@ class UrlText(UrlRows):
         self._seed, self._token_ids = seed, token_ids
         many = columns.params.get("n", 1) != 1 or "n" in columns.param_columns
         self._answers = Answers(parsers or Parsers(), talks=columns.talks, tools=columns.brings_tools, many=many)
-        self._said: dict[Said, dict[str, Any]] = {}
+        self._said: dict[UrlAnswer, dict[str, Any]] = {}
         self.fields = [
             *self._answers.fields,
             *([Field("output_token_ids", "json" if many else "ints")] if token_ids else ()),
@@ -150,15 +150,15 @@ class UrlText(UrlRows):
         with judged():
             asked = self._read(row)
             params = asked.params
-            assert isinstance(params, Said)
+            assert isinstance(params, UrlAnswer)
             seed = params.seed if params.seed is not None else fork(self._seed, row.number + 1)
             body = {"model": self._model, **self._fields(params), "seed": signed(seed)}
             body |= asked.options.as_body()
             body["messages" if self._columns.talks else "prompt"] = asked.prompt
-            ready = Ready(CHAT if self._columns.talks else COMPLETIONS, encoded(body), params.n)
+            ready = ReadyRequest(CHAT if self._columns.talks else COMPLETIONS, encoded(body), params.n)
         return self._prepared(row, ready, asked.prompt, params.max_tokens or 0)
 
-    def _fields(self, params: Said) -> dict[str, Any]:
+    def _fields(self, params: UrlAnswer) -> dict[str, Any]:
         found = self._said.get(params)
         if found is None:
             if len(self._said) >= _KNOWN:
@@ -168,7 +168,7 @@ class UrlText(UrlRows):
                 found["return_token_ids"] = True
         return found
 
-    def result(self, number: int, ready: Ready, answer: Answer) -> Result:
+    def result(self, number: int, ready: ReadyRequest, answer: Answer) -> Result:
         choices = choices_of(answer, ready.count)
         said = [continuation_in(c, text_of(c, ready.path)) for c in choices]
         used = used_of(answer)
@@ -197,7 +197,7 @@ class UrlText(UrlRows):
                 f"--reasoning-parser none says. Leave that out, or start the server with it too."
             )
 
-    def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
+    def failed(self, number: int, ready: ReadyRequest, why: Refused) -> RowError:
         if self._token_ids and "return_token_ids" in str(why):
             raise self._no_ids(f" It says: {why}") from why
         return super().failed(number, ready, why)
@@ -220,7 +220,7 @@ class UrlVectors(UrlRows):
 
     fields: Sequence[Field] = (Field("embedding", "floats"), Field("prompt_tokens", "int"), Field("error", "text"))
 
-    def __init__(self, server: Server, columns: Columns) -> None:
+    def __init__(self, server: RemoteServer, columns: Columns) -> None:
         super().__init__(server, columns)
         if columns.talks:
             raise ConfigError("A server makes vectors of texts and token ids: expected these; got conversations.")
@@ -228,10 +228,10 @@ class UrlVectors(UrlRows):
     def prepare(self, row: Row) -> Prepared:
         with judged():
             prompt = self._read(row).prompt
-            ready = Ready(EMBEDDINGS, encoded({"model": self._model, "input": prompt}))
+            ready = ReadyRequest(EMBEDDINGS, encoded({"model": self._model, "input": prompt}))
         return self._prepared(row, ready, prompt, 0)
 
-    def result(self, number: int, ready: Ready, answer: Answer) -> Result:
+    def result(self, number: int, ready: ReadyRequest, answer: Answer) -> Result:
         data = vectors_of(answer)
         used = used_of(answer)
         if len(data) != 1:
@@ -240,12 +240,12 @@ class UrlVectors(UrlRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Said(SamplingParams):
+class UrlAnswer(SamplingParams):
     """Parameters that remember which of them were given: a server has defaults of its own for the others."""
 
     named: frozenset[str] = frozenset()
 
-    def with_(self, **changes: Any) -> Said:
+    def with_(self, **changes: Any) -> UrlAnswer:
         """Raises InvalidRequest."""
         return replace(self, **changes, named=self.named.union(changes))
 

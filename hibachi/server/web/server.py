@@ -68,7 +68,7 @@ def config_of(app: Any, arrival: float | None, tell: Tell, certificate: Certific
     )
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Ends when all requests have ended. tidings: what to say when it listens. status: of the process, once it has
     ended.
 

@@ -33,7 +33,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StepTimeFit:
     """A step time, and how far it is off: |predicted - measured| / measured over all steps."""
 
     time: StepTime
@@ -108,7 +108,7 @@ def _steps(events: Iterable[dict[str, Any]], since: float) -> list[tuple[list[fl
     return out
 
 
-def fit(samples: Samples) -> Fit:
+def fit(samples: Samples) -> StepTimeFit:
     """The step time with figures >= 0 whose relative errors have the smallest sum of absolute values.
 
     Absolute values, not squares: a step that was interrupted by something else does not count for more than another.
@@ -127,7 +127,7 @@ def fit(samples: Samples) -> Fit:
         if np.allclose(best, before, rtol=1e-6, atol=0):
             break
     found = StepTime(**{name: float(value) for name, value in zip(_NAMES, best, strict=True)})
-    return Fit(found, len(samples), float(np.median(error)), float(np.percentile(error, 90)))
+    return StepTimeFit(found, len(samples), float(np.median(error)), float(np.percentile(error, 90)))
 
 
 def _least_squares(a: Any, b: Any) -> Any:

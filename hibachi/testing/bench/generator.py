@@ -16,7 +16,7 @@ from hibachi.errors import ConfigError
 from hibachi.server.web.client import Answer, BadAnswer, Client, Unreachable
 from hibachi.testing.bench.events import Events
 from hibachi.testing.bench.samples import CUT, INTERRUPTED, REJECTED, Loaded, Sample
-from hibachi.testing.bench.traffic import Ask, Form
+from hibachi.testing.bench.traffic import Ask, RequestForm
 
 _AHEAD = 1000  # bodies that are made before the start, so that making them is no part of it
 _MOST_ERROR = 4096  # bytes of the body of an error that are read
@@ -99,7 +99,7 @@ class Generator:
     def __init__(
         self,
         client: Client,
-        form: Form,
+        form: RequestForm,
         *,
         concurrency: int | None = None,
         timeout: float = 600.0,

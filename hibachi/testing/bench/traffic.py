@@ -132,7 +132,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
+class RequestForm:
     """How a request is said. words: prompts as English words, one for each token id, as chats have no token ids.
     ignore_eos: the field of vLLM, so that answers have exactly the length asked for. more: further fields."""
 

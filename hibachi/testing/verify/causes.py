@@ -16,7 +16,7 @@ from hibachi.testing.verify import engine_trials as live
 from hibachi.testing.verify.drive import CachedDriver, Outputs, Span, WholeDriver
 from hibachi.testing.verify.inside import GENERATOR
 from hibachi.testing.verify.ownpasts import OwnDriver
-from hibachi.testing.verify.subject import Result, Subject
+from hibachi.testing.verify.subject import Subject, TrialResult
 from hibachi.testing.verify.trials import IN_ORDER
 
 
@@ -246,7 +246,7 @@ OTHER = _cause(
 )
 
 
-def diagnose(s: Subject, results: dict[str, Result]) -> list[Cause]:
+def diagnose(s: Subject, results: dict[str, TrialResult]) -> list[Cause]:
     """What is wrong, the root first. Trials whose failure follows from another fault are not named again."""
     bad = {key for key, r in results.items() if r.wrong}
     if not bad:
@@ -309,7 +309,7 @@ def _runs(make: Callable[[], Outputs]) -> Outputs | None:
 # ---- a request for itself --------------------------------------------------------------------------------------------
 
 
-def _alone(s: Subject, r: Result) -> Cause:
+def _alone(s: Subject, r: TrialResult) -> Cause:
     if r.error is None:
         return _saw(NAN if "NaN" in r.why else FAILS, r.why)
     if _runs(lambda: s.together([("a", s.main), (s.names[1], s.main)])) is not None:
@@ -331,7 +331,7 @@ def _memory(s: Subject, again: bool) -> Cause:
 # ---- pieces of a sequence, and places in the cache -------------------------------------------------------------------
 
 
-def _pieces(s: Subject, bad: set[str], results: dict[str, Result]) -> Iterator[Cause]:
+def _pieces(s: Subject, bad: set[str], results: dict[str, TrialResult]) -> Iterator[Cause]:
     if bad & PIECES:
         if not isinstance(s.driver, OwnDriver):
             yield _resumed(s, bad)

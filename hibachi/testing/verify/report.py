@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from hibachi.testing.verify.causes import Cause, diagnose
 from hibachi.testing.verify.inside import changed, kept
-from hibachi.testing.verify.subject import Result, Subject
+from hibachi.testing.verify.subject import Subject, TrialResult
 from hibachi.testing.verify.trials import run
 
 WIDTH = 88
@@ -30,7 +30,7 @@ class Report:
     """about: lines about the model. results: of the trials. causes: what is wrong, the root first; empty: nothing."""
 
     about: list[str]
-    results: list[Result]
+    results: list[TrialResult]
     causes: list[Cause]
 
     @property
@@ -89,7 +89,7 @@ def verify(subject: Subject) -> Report:
         subject.close()
 
 
-def _where(r: Result) -> str:
+def _where(r: TrialResult) -> str:
     """The first variant that was a fault, and what came."""
     told = r.first.told() if r.first and r.state != "failed" else r.why
     more = f" (and {len(r.bad) - 1} more)" if len(r.bad) > 1 else ""
@@ -100,7 +100,7 @@ def _wrapped(text: str, first: str, then: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
 
 
-def _plain(r: Result) -> dict[str, Any]:
+def _plain(r: TrialResult) -> dict[str, Any]:
     out: dict[str, Any] = {"key": r.key, "title": r.title, "result": r.state, "worst": _number(r.worst)}
     if r.state == "skipped":
         return out | {"why": r.why}

@@ -71,7 +71,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(slots=True)
-class Result:
+class TrialResult:
     """What came of a trial.
 
     state: "alike" says of answers of engines that they are equal up to rounding.

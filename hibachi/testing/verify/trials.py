@@ -19,7 +19,7 @@ from hibachi.engine.ladder import ModelKind
 from hibachi.testing.verify import engine_trials as live
 from hibachi.testing.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
 from hibachi.testing.verify.ownpasts import OwnDriver
-from hibachi.testing.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
+from hibachi.testing.verify.subject import MAIN, PADS, STEPS, Rows, Subject, TrialResult, Variant
 
 OWN, CACHED, WHOLE = (ModelKind.OWN_CACHE,), (ModelKind.PAGED,), (ModelKind.FORWARD, ModelKind.LOGITS)
 PASTS, SEQUENCES, ALL = (*OWN, *CACHED), (*WHOLE, *OWN, *CACHED), tuple(ModelKind)
@@ -44,14 +44,14 @@ class Trial:
     last: bool = False
 
 
-def run(subject: Subject) -> dict[str, Result]:
+def run(subject: Subject) -> dict[str, TrialResult]:
     """The result of each trial that applies to models of this kind, by key."""
-    results: dict[str, Result] = {}
+    results: dict[str, TrialResult] = {}
     stopped = ""
     for trial in TRIALS:
         if subject.kind not in trial.kinds:
             continue
-        result = results[trial.key] = Result(trial.key, trial.title, exact=subject.exact)
+        result = results[trial.key] = TrialResult(trial.key, trial.title, exact=subject.exact)
         if trial.last:
             result.state = "alike"
             stopped = "not tried" if any(r.wrong for r in results.values()) else ""
@@ -67,7 +67,7 @@ def run(subject: Subject) -> dict[str, Result]:
     return results
 
 
-def _try(subject: Subject, trial: Trial, result: Result) -> None:
+def _try(subject: Subject, trial: Trial, result: TrialResult) -> None:
     for label, make in trial.variants(subject):
         try:
             worst, first = subject.compare(make())

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from hibachi.llm.dialects.responses.items import Message, OutputText
-from hibachi.llm.dialects.responses.store import Known, Store, as_items
+from hibachi.llm.dialects.responses.store import KnownItems, Store, as_items
 from hibachi.server import responses
 
 from ...engine.models import until
@@ -168,13 +168,13 @@ def test_ids_that_nobody_made(here, id):
 def test_a_store_that_is_full_of_long_conversations_makes_room_soon():
     """Whatever a request brings: a store is written on the event loop."""
     store = Store("abcdefgh")
-    store.keep("0", b"{}", Known(), [Message(role="user", content="a") for _ in range(1000)], [])
+    store.keep("0", b"{}", KnownItems(), [Message(role="user", content="a") for _ in range(1000)], [])
     before = store.conversation(store.find("0"))
     for i in range(1, 1000):
         store.keep(str(i), b"{}", before, [], [Message(id=f"msg_{i}", role="assistant", content=[OutputText("b")])])
     large = [Message(role="user", content="z" * 15_000) for _ in range(1000)]
     began = time.thread_time()
-    assert store.keep("large", b"{}", Known(), large, [])
+    assert store.keep("large", b"{}", KnownItems(), large, [])
     assert time.thread_time() - began < 0.3 and store.find("large")  # 0.05 s on two busy cores
 
 

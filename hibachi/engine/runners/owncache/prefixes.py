@@ -14,7 +14,7 @@ from hibachi.backend.array_backend import Array
 from hibachi.engine.runners.calls import drop_frames
 from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.scheduler.blocks import BlockPool
-from hibachi.engine.scheduler.copies import Copied, Copies, Source
+from hibachi.engine.scheduler.copies import Copied, Copies, CopySource
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.errors import text_of
 
@@ -74,7 +74,7 @@ class Prefixes:
             found = self._layout.cut(past, place, end - self._size, end)
             self._kept[node] = block, [None if a is None else self._layout.backend.copy(a) for a in found]
 
-    def past(self, row: int, sources: Sequence[Source], of: Mapping[int, Past], width: int) -> Past | None:
+    def past(self, row: int, sources: Sequence[CopySource], of: Mapping[int, Past], width: int) -> Past | None:
         """The past of a row that starts with the blocks of these sources, `width` positions wide; None if one is not
         there, or not finite. of: the pasts that rows are in.
         """

@@ -20,15 +20,15 @@ from hibachi.common.phases import phase
 from hibachi.engine.runners.calls import drop_frames, is_signal
 from hibachi.engine.runners.extra_inputs import KNOWN, ExtraInputs
 from hibachi.engine.runners.groups import telling
-from hibachi.engine.runners.heads import Sampled, Tokens
+from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.meters import Meeting, Tally
 from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.runners.owncache.prefixes import Prefixes
 from hibachi.engine.runners.owncache.rows import RowPasts
 from hibachi.engine.runners.owncache.step import OwnStep
-from hibachi.engine.runners.owncache.trial import Trial
+from hibachi.engine.runners.owncache.trial import OwnCacheTrial
 from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate
-from hibachi.engine.runners.tokentable import Kind, Tables
+from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
@@ -48,7 +48,7 @@ class OwnCacheRunner(Runner):
     backend: ArrayBackend
     tables: Tables
     layout: Layout
-    head: Sampled | Tokens
+    head: Sampled | ReturnedTokens
     apart: bool = False
     deterministic: bool = False
 
@@ -58,8 +58,8 @@ class OwnCacheRunner(Runner):
         backend: ArrayBackend,
         tables: Tables,
         rows: int,
-        head: Sampled | Tokens,
-        kind: Kind,
+        head: Sampled | ReturnedTokens,
+        kind: TokenKind,
         tally: Tally,
         examples: Sequence[HostArray],
         beside: ExtraInputs,
@@ -182,8 +182,8 @@ class OwnCacheRunner(Runner):
     def selfcheck(self) -> int:
         return self._trial().run(self._step.alike if self._step.comparable else float("inf"))
 
-    def _trial(self) -> Trial:
-        return Trial(self._step.called, self.layout, self._step.example, whole=bool(self._step.whole))
+    def _trial(self) -> OwnCacheTrial:
+        return OwnCacheTrial(self._step.called, self.layout, self._step.example, whole=bool(self._step.whole))
 
     def try_copies(self) -> bool:
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""

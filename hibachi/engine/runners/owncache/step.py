@@ -14,13 +14,13 @@ from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.calls import Theirs
 from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, ExtraInputs, parameters_of
-from hibachi.engine.runners.heads import Sampled, Tokens
+from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.owncache.encoder import Encoded
 from hibachi.engine.runners.owncache.layout import Layout, Past, layout_of
 from hibachi.engine.runners.owncache.trial import apart, largest
 from hibachi.engine.runners.runner import check_output
-from hibachi.engine.runners.tokentable import Kind
+from hibachi.engine.runners.tokentable import TokenKind
 from hibachi.errors import ConfigError, InvalidModelOutput, text_of
 
 AHEAD = 4  # tokens with which a border is crossed
@@ -51,8 +51,8 @@ class OwnStep:
         model: Any,
         backend: ArrayBackend,
         beside: ExtraInputs,
-        head: Sampled | Tokens,
-        kind: Kind,
+        head: Sampled | ReturnedTokens,
+        kind: TokenKind,
         tally: Tally,
         theirs: Theirs,
         examples: Sequence[HostArray],

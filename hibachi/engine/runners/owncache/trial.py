@@ -29,7 +29,7 @@ def largest(array: HostArray) -> float:
     return float(np.abs(array[finite]).max()) if finite.any() else 0.0
 
 
-class Trial:
+class OwnCacheTrial:
     """Computes a few texts alone, and in company with chunks, and compares every bit of the outputs.
 
     called: (tokens, lengths, past, trial) calls the model; trial: the numbers of the texts of its rows, so that each

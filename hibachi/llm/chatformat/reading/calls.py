@@ -10,7 +10,7 @@ from hibachi.llm.chatformat.format import Call, Python, Quoted, Slot, Tagged, To
 from hibachi.llm.chatformat.reading.schema_types import Typed
 from hibachi.llm.chatformat.reading.slots import NO, SLOT, WAIT, Finder, Fit, bare, fit, match, merged, skip
 from hibachi.llm.chatformat.reading.tagged import TaggedArguments, beginning
-from hibachi.llm.chatformat.reading.values import JSON, PYTHON, ArgumentsReader, Rules, Values
+from hibachi.llm.chatformat.reading.values import JSON, PYTHON, ArgumentsReader, ValueRules, Values
 from hibachi.llm.chatformat.tools import Toolbox
 
 _CLOSERS = re.compile(r"[\]})\s]*")
@@ -41,7 +41,7 @@ class Spelling:
         return bool(self.nexts or self.end)
 
 
-class Begun(NamedTuple):
+class BegunCall(NamedTuple):
     """The beginning of a call that was found. end: where its arguments begin."""
 
     end: int
@@ -66,11 +66,11 @@ class CallReader:
         marks |= {_text(call, 0) for call, one in zip(others, self._spellings[1:], strict=True) if not one.unmarked}
         self.markers = tuple(sorted(filter(None, marks), key=len, reverse=True))
 
-    def first(self, text: str, at: int) -> Begun | int:
+    def first(self, text: str, at: int) -> BegunCall | int:
         """The first call of several up to its arguments."""
         return self._found([(one, parts) for one in self._spellings for parts in one.firsts], text, at)
 
-    def next(self, text: str, at: int) -> Begun | int:
+    def next(self, text: str, at: int) -> BegunCall | int:
         """Another call behind one, up to its arguments."""
         return self._found([(one, parts) for one in self._spellings for parts in one.nexts], text, at)
 
@@ -86,13 +86,13 @@ class CallReader:
         """The texts that end arguments which are none."""
         return tuple(dict.fromkeys(filter(None, (_core(spelling.tail), _core(spelling.end), *self.markers))))
 
-    def arguments(self, begun: Begun) -> ArgumentsReader:
+    def arguments(self, begun: BegunCall) -> ArgumentsReader:
         """A reader of the arguments of a call."""
         dialect = self._format.arguments
         if isinstance(dialect, Tagged):
             return TaggedArguments(dialect, begun.spelling.word, Typed(self._toolbox.schemas.get(begun.name, {})))
         if isinstance(dialect, Quoted):
-            return Values(Rules((dialect.quote, '"'), None, named=True))
+            return Values(ValueRules((dialect.quote, '"'), None, named=True))
         return Values(PYTHON if isinstance(dialect, Python) else JSON)
 
     def _spelling(self, call: Call) -> Spelling:
@@ -128,14 +128,14 @@ class CallReader:
             begins = _keyword if isinstance(dialect, Python) else _brace
         return Spelling(firsts, nexts, merged(ends[0]), merged(ends[1]), word, begins, unmarked)
 
-    def _found(self, ways: list[tuple[Spelling, Parts]], text: str, at: int) -> Begun | int:
+    def _found(self, ways: list[tuple[Spelling, Parts]], text: str, at: int) -> BegunCall | int:
         wait = NO
         for spelling, parts in ways:
             found = fit(parts, text, at, spelling.begins, self._names)
             if isinstance(found, Fit):
                 # where nothing marks calls, only those of the request's tools are some
                 if not spelling.unmarked or found.name in self._names:
-                    return Begun(found.end, found.name, found.id, spelling)
+                    return BegunCall(found.end, found.name, found.id, spelling)
             elif found == WAIT:
                 wait = WAIT
         return wait

@@ -16,7 +16,7 @@ from hibachi.llm.chatformat.format import (
     Said,
     Thinking,
 )
-from hibachi.llm.chatformat.reading.calls import Begun, CallReader
+from hibachi.llm.chatformat.reading.calls import BegunCall, CallReader
 from hibachi.llm.chatformat.reading.slots import BLANKS, NO, WAIT, held, skip
 from hibachi.llm.chatformat.reading.values import ArgumentsReader
 from hibachi.llm.chatformat.tools import Toolbox
@@ -60,7 +60,7 @@ class Parser:
         self._apart: set[type[Event]] = set()  # of these, the ones that a new line parts from what comes
         self._events: list[Event] = []
         self._count = 0
-        self._begun: Begun | None = None  # the call that is read
+        self._begun: BegunCall | None = None  # the call that is read
         self._arguments: ArgumentsReader | None = None  # of it
         self._open = False  # it has begun and not ended
         self._drop = False  # blanks before what is said are left out
@@ -165,7 +165,7 @@ class Parser:
             return False
         if at - self._at < MOST_BLANKS:
             begun = self._called(at)
-            if isinstance(begun, Begun):
+            if isinstance(begun, BegunCall):
                 return self._begin_call(begun)
             left = text[at:]
             if not self._last and (
@@ -179,7 +179,7 @@ class Parser:
         self._state = self._speak
         return True
 
-    def _called(self, at: int) -> Begun | int:
+    def _called(self, at: int) -> BegunCall | int:
         """The call that begins at the beginning."""
         calls = self._calls
         if calls is None or not (calls.alone or self._text.startswith(calls.markers, at)):
@@ -239,7 +239,7 @@ class Parser:
         if found is None:
             return False
         begun = self._called(at)
-        if isinstance(begun, Begun):
+        if isinstance(begun, BegunCall):
             return self._begin_call(begun)
         if not self._last and (begun == WAIT or self._held(at, self._marks) == len(text) - at):
             return False
@@ -308,7 +308,7 @@ class Parser:
         """Behind a call, where another or the end of all may follow."""
         calls, begun, _ = self._of_call()
         following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
-        if isinstance(following, Begun):
+        if isinstance(following, BegunCall):
             return self._begin_call(following)
         if end == WAIT:
             return self._close()
@@ -325,7 +325,7 @@ class Parser:
             self._at = len(self._text)
         return False
 
-    def _of_call(self) -> tuple[CallReader, Begun, ArgumentsReader]:
+    def _of_call(self) -> tuple[CallReader, BegunCall, ArgumentsReader]:
         if self._calls is None or self._begun is None or self._arguments is None:
             raise AssertionError("a call has a reader of its arguments")
         return self._calls, self._begun, self._arguments
@@ -334,7 +334,7 @@ class Parser:
         self._state = self._after if self._of_call()[1].spelling.grouped else self._start
         self._drop = True
 
-    def _begin_call(self, begun: Begun) -> bool:
+    def _begin_call(self, begun: BegunCall) -> bool:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
         self._flush()

@@ -32,7 +32,7 @@ class ArgumentsReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ValueRules:
     """How values are written. quotes: that open strings, longest first. escapes: in strings, None means none.
 
     exact: blanks and commas are given on as they come. keywords: all stands in the brackets of a call, whose end is
@@ -46,9 +46,9 @@ class Rules:
     named: bool = False
 
 
-JSON = Rules(('"',), "json", exact=True)
-PYTHON = Rules(("'''", '"""', "'", '"'), "python", keywords=True)
-PYTHON_VALUE = Rules(("'''", '"""', "'", '"'), "python")
+JSON = ValueRules(('"',), "json", exact=True)
+PYTHON = ValueRules(("'''", '"""', "'", '"'), "python", keywords=True)
+PYTHON_VALUE = ValueRules(("'''", '"""', "'", '"'), "python")
 
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -75,7 +75,7 @@ class Values:
     value: reads one value of any kind instead.
     """
 
-    def __init__(self, rules: Rules, value: bool = False) -> None:
+    def __init__(self, rules: ValueRules, value: bool = False) -> None:
         self.done = self.broken = False
         self.rest = self.closing = ""
         self._rules = rules
@@ -334,7 +334,7 @@ class Values:
         return False
 
 
-def scalar(text: str, rules: Rules) -> str | None:
+def scalar(text: str, rules: ValueRules) -> str | None:
     """The JSON text of a number or a word, None if it is none."""
     if text in _WORDS:
         return text if text == _WORDS[text] else None if rules.exact else _WORDS[text]

@@ -30,8 +30,8 @@ from hibachi.llm.dialects.messages.bodies import (
     Turn,
 )
 from hibachi.llm.dialects.openai.bodies import ChatBody, refused_by
-from hibachi.llm.dialects.openai.parse import Asked
-from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.openai.parse import ParsedRequest
+from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.textmodel import TextModel
 
 Placed: TypeAlias = tuple[FieldPath, Block]  # where a block stands, such as ("messages", 0, "content", 1)
@@ -53,11 +53,11 @@ SWITCHES = ("enable_thinking", "thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def request(model: TextModel, body: CountBody) -> Steps[tuple[Asked, list[int]]]:
+def request(model: TextModel, body: CountBody) -> Steps[tuple[ParsedRequest, list[int]]]:
     """What a message asks for, and the token ids of its prompt. An effort is a wish, which agents send to any model:
     many chat templates have no such setting. Raises Refused, InvalidRequest or PromptTooLong.
     """
-    chat: ChatBody = yield Step("body", partial(chat_of, body))
+    chat: ChatBody = yield ReadingStep("body", partial(chat_of, body))
     with refusing(partial(in_body, body)):
         try:
             return (yield from model.chat(chat))
@@ -68,7 +68,7 @@ def request(model: TextModel, body: CountBody) -> Steps[tuple[Asked, list[int]]]
         return (yield from model.chat(chat))
 
 
-def fit(asked: Asked, prompt: int, context: int) -> bool:
+def fit(asked: ParsedRequest, prompt: int, context: int) -> bool:
     """max_tokens is what an answer has at most, and must be sent: where the context holds less, that is the limit.
 
     prompt: its tokens. context: tokens that it holds. Returns whether it is the limit.

@@ -38,8 +38,8 @@ from hibachi.llm.dialects.messages.answers import (
     ToolUseBlock,
 )
 from hibachi.llm.dialects.openai import answers as openai
-from hibachi.llm.dialects.openai.parse import Asked
-from hibachi.llm.dialects.openai.writing import Writer, reason_of
+from hibachi.llm.dialects.openai.parse import ParsedRequest
+from hibachi.llm.dialects.openai.writing import AnswerWriter, reason_of
 from hibachi.llm.textstream import Choice, Piece, Stopped, TextChoice, cut_off
 from hibachi.request import Finish
 
@@ -54,11 +54,11 @@ def named(chunk: Any) -> bytes:
     return b"event: " + str(name).encode() + b"\ndata: " + openai.encode(chunk) + b"\n\n"
 
 
-class Blocks:
+class ContentBlocks:
     """Makes the parts of content blocks from the events of a parser, one block after the other.
 
-    id_of: gives the id of a call, see `Writer.call_id`. Where only blanks are said there is no block of text, unless
-    there is no other block.
+    id_of: gives the id of a call, see `AnswerWriter.call_id`. Where only blanks are said there is no block of text,
+    unless there is no other block.
     """
 
     def __init__(self, id_of: Callable[[str | None, int], str], *, reasoning: bool) -> None:
@@ -174,7 +174,7 @@ def _input(arguments: str) -> dict[str, Any] | None:
         return None
 
 
-class MessagesWriter(Writer):
+class MessagesWriter(AnswerWriter):
     """A message, whole or as named events.
 
     full: the context of the model holds less than max_tokens, so that its end may be that of the context.
@@ -185,9 +185,9 @@ class MessagesWriter(Writer):
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ParsedRequest,
         name: str,
-        vocabulary: openai.Vocabulary,
+        vocabulary: openai.TokenTexts,
         fingerprint: str | None = None,
         *,
         id: str | None = None,
@@ -198,7 +198,7 @@ class MessagesWriter(Writer):
         self.id = f"msg_{id or secrets.token_hex(12)}"
         self._full = full
         self._parser = (asked.reader or ALL_SAID).parser()
-        self._blocks = Blocks(self.call_id, reasoning=asked.include_reasoning)
+        self._blocks = ContentBlocks(self.call_id, reasoning=asked.include_reasoning)
 
     def frame(self, chunk: Any) -> bytes:
         return named(chunk)

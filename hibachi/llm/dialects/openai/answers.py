@@ -65,7 +65,7 @@ def usage(
     return used
 
 
-class Vocabulary:
+class TokenTexts:
     """The text of tokens. raw: the bytes of an id. text: of ids, special tokens included."""
 
     text: Callable[[Sequence[int]], str]
@@ -118,7 +118,7 @@ class CompletionAnswer(Struct, omit_defaults=True):
     system_fingerprint: str | None = None
 
 
-def _name(token: int, vocabulary: Vocabulary, named_ids: bool) -> str:
+def _name(token: int, vocabulary: TokenTexts, named_ids: bool) -> str:
     return f"token_id:{token}" if named_ids else vocabulary(token)[0]
 
 
@@ -126,7 +126,7 @@ def completion_logprobs(
     ids: Sequence[int],
     scores: Logprobs,
     most: int,
-    vocabulary: Vocabulary,
+    vocabulary: TokenTexts,
     offset: int = 0,
     *,
     named_ids: bool = False,
@@ -257,7 +257,7 @@ class ChatPiece(Struct, omit_defaults=True):
 
 
 def chat_logprobs(
-    ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary, *, named_ids: bool = False
+    ids: Sequence[int], scores: Logprobs, most: int, vocabulary: TokenTexts, *, named_ids: bool = False
 ) -> ChatLogprobs:
     """The log-probabilities of a chat. named_ids: tokens are named "token_id:7" instead of by text; their bytes are
     those of the texts.
@@ -274,7 +274,7 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
-def prompt_scores(scores: Logprobs, vocabulary: Vocabulary) -> list[Any]:
+def prompt_scores(scores: Logprobs, vocabulary: TokenTexts) -> list[Any]:
     """vLLM's prompt_logprobs: {id: {"logprob", "rank", "decoded_token"}} for each token of the prompt, null for the
     first.
     """

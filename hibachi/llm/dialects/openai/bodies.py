@@ -120,7 +120,7 @@ class _Ignored(Struct, kw_only=True):
     session_id: Anything = UNSET
 
 
-class Generation(Sampling, kw_only=True, forbid_unknown_fields=True):
+class CompletionFields(Sampling, kw_only=True, forbid_unknown_fields=True):
     """Fields of both kinds of completion. Those that OpenAI does not have are vLLM's, by the same names."""
 
     # Those of IGNORED.
@@ -178,7 +178,7 @@ class Generation(Sampling, kw_only=True, forbid_unknown_fields=True):
     repetition_detection: Anything = UNSET
 
 
-class CompletionBody(Generation, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(CompletionFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. At most one field says what form the answer must have: response_format,
     structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
     """
@@ -191,7 +191,7 @@ class CompletionBody(Generation, kw_only=True, forbid_unknown_fields=True):
     suffix: Anything = UNSET
 
 
-class ChatBody(Generation, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(CompletionFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. At most one field says what form the answer must have: response_format,
     structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
     """

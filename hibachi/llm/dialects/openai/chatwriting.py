@@ -26,11 +26,11 @@ from hibachi.llm.dialects.openai.answers import (
     ToolCallDelta,
     Usage,
 )
-from hibachi.llm.dialects.openai.writing import Writer, reason_of
+from hibachi.llm.dialects.openai.writing import AnswerWriter, reason_of
 from hibachi.llm.textstream import Choice, Piece, TextChoice, cut_off
 
 
-class ChatWriter(Writer):
+class ChatWriter(AnswerWriter):
     prefix, object = "chatcmpl", "chat.completion"
     _telling: dict[int, _Telling]  # by choice; {} means all is text
 
@@ -132,8 +132,8 @@ def _more(number: int, text: str, *, incomplete: bool = False) -> ToolCallDelta:
 
 
 class _Telling:
-    """Tells one continuation in deltas. fields: names of its reasoning; () leaves it out. id_of: see `Writer.call_id`.
-    last: the delta of its last chunk.
+    """Tells one continuation in deltas. fields: names of its reasoning; () leaves it out. id_of: see
+    `AnswerWriter.call_id`. last: the delta of its last chunk.
     """
 
     def __init__(self, parser: Parser, fields: Sequence[str], id_of: Callable[[str | None, int], str]) -> None:

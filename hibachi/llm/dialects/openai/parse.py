@@ -16,7 +16,14 @@ from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.tools import Toolbox
 from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import form_of
-from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, Generation, same_fields
+from hibachi.llm.dialects.openai.bodies import (
+    Bounds,
+    ChatBody,
+    CompletionBody,
+    CompletionFields,
+    EmbeddingBody,
+    same_fields,
+)
 from hibachi.llm.dialects.openai.conversation import check_values, conversation
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.request import SamplingParams, Terms
@@ -54,11 +61,11 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "ec_transfer_params": ({}, "Nothing is moved between servers"),
 }
 """Fields of vLLM's that may only have this value or null, and why."""
-_SAME = same_fields(Generation, "max_tokens", "logit_bias", "structured_outputs")
+_SAME = same_fields(CompletionFields, "max_tokens", "logit_bias", "structured_outputs")
 
 
 @dataclass(slots=True)
-class Asked:
+class ParsedRequest:
     """A request for text. prompts: texts or token ids; a chat has messages instead, until its template is rendered."""
 
     params: SamplingParams
@@ -97,7 +104,7 @@ class Asked:
         return frozenset() if self.reader is None else self.reader.shown
 
 
-def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
+def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequest:
     """Read the body of a completion. Raises Refused or InvalidRequest."""
     prompts = listed(body.prompt, "prompt", bounds.prompts)
     echo, none = bool(body.echo), body.max_tokens == 0
@@ -116,7 +123,7 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
     return asked
 
 
-def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
+def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequest:
     """Read the body of a chat. Raises Refused or InvalidRequest."""
     limit = _limit(body)
     if body.modalities not in (UNSET, None, ["text"]):
@@ -223,7 +230,9 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
     return list(given)
 
 
-def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None) -> Asked:
+def _asked(
+    body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None
+) -> ParsedRequest:
     """What completions and chats say alike. limit: of new tokens. logprobs: how many beside each token."""
     _check_served(body)
     _check_bounds(body, bounds, logprobs)
@@ -239,7 +248,7 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     if form is not None:
         more["structured_outputs"] = form[1]
     params = _params(body, defaults, more)
-    return Asked(
+    return ParsedRequest(
         params,
         terms_of(body),
         stream=bool(body.stream),

@@ -12,7 +12,7 @@ from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import Refused, as_refused, refusing
 from hibachi.llm.dialects.forms import refused
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.request import SamplingParams
 
 
@@ -37,7 +37,7 @@ class ChatTalk:
         with refusing():
             return self._talk.prompt_text(messages, variables, open_end=open_end)
 
-    def prompt(self, asked: Asked, variables: Mapping[str, Any] | None = None) -> str:
+    def prompt(self, asked: ParsedRequest, variables: Mapping[str, Any] | None = None) -> str:
         """The prompt of a chat. What reads its answer is noted in `asked.reader`. variables: further ones for
         the template. Raises Refused.
         """
@@ -53,7 +53,7 @@ class ChatTalk:
         asked.reasoning_fields = self._talk.choosing.parsers.fields if asked.include_reasoning else ()
         return text
 
-    def form(self, asked: Asked, check: Callable[[SamplingParams], object], ends: Collection[int]) -> None:
+    def form(self, asked: ParsedRequest, check: Callable[[SamplingParams], object], ends: Collection[int]) -> None:
         """Make the form of the answer to a chat, behind `prompt`: of its tools, its reasoning and what was asked for.
 
         check: checks a form, which may take seconds. ends: tokens that end a text. Raises Refused, which names a tool,

@@ -15,16 +15,16 @@ from hibachi.llm.dialects.openai.answers import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
+    TokenTexts,
     Usage,
-    Vocabulary,
 )
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.thought import Thought
 from hibachi.llm.textstream import Choice, Completion, Piece, TextChoice, TextStream
 from hibachi.request import Finish
 
 
-class Writer:
+class AnswerWriter:
     """Writes the answer to one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
 
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
@@ -40,9 +40,9 @@ class Writer:
     beside: bool = True
     repeats: bool = False
 
-    asked: Asked
+    asked: ParsedRequest
     name: str
-    vocabulary: Vocabulary
+    vocabulary: TokenTexts
     id: str
     created: int
 
@@ -50,9 +50,9 @@ class Writer:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ParsedRequest,
         name: str,
-        vocabulary: Vocabulary,
+        vocabulary: TokenTexts,
         fingerprint: str | None = None,
         *,
         id: str | None = None,
@@ -147,7 +147,7 @@ class Writer:
         return [s.completion() for s in self.streams]
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(AnswerWriter):
     prefix, object = "cmpl", "text_completion"
 
     def opening(self) -> list[Any]:

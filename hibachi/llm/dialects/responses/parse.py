@@ -14,7 +14,7 @@ from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody
 from hibachi.llm.dialects.openai.conversation import conversation
-from hibachi.llm.dialects.openai.parse import Asked, check_count
+from hibachi.llm.dialects.openai.parse import ParsedRequest, check_count
 from hibachi.llm.dialects.responses.bodies import SAME, ObjectFormat, ResponsesBody, SchemaFormat
 from hibachi.llm.dialects.responses.items import (
     FunctionCall,
@@ -27,7 +27,7 @@ from hibachi.llm.dialects.responses.items import (
     given,
 )
 from hibachi.llm.dialects.responses.tools import functions, joined, of_chat
-from hibachi.llm.dialects.steps import Step, Steps
+from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.textmodel import TextModel
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -55,14 +55,14 @@ _BY_NAME = "function", "allowed_tools"  # forms of tool_choice that are objects
 
 def request(
     model: TextModel, body: ResponsesBody, items: Callable[[], Sequence[Item]], before: int = 0, size: int = 0
-) -> Steps[tuple[Asked, list[int]]]:
+) -> Steps[tuple[ParsedRequest, list[int]]]:
     """What a response asks for, and the token ids of its prompt, which fits into the context. Where truncation is
     "auto", the oldest turns are left out as far as they must; what system and developer say stays.
 
     items: gives the whole conversation, references resolved; the first `before` of them are kept, in `size` bytes.
     Raises Refused, InvalidRequest or PromptTooLong.
     """
-    chat: ChatBody = yield Step("body", lambda: as_chat(body, items(), before), size)
+    chat: ChatBody = yield ReadingStep("body", lambda: as_chat(body, items(), before), size)
     with refusing(partial(in_body, body.tools)):
         try:
             return (yield from _fitting(model, chat))
@@ -82,7 +82,7 @@ def request(
         return best
 
 
-def _fitting(model: TextModel, chat: ChatBody) -> Steps[tuple[Asked, list[int]]]:
+def _fitting(model: TextModel, chat: ChatBody) -> Steps[tuple[ParsedRequest, list[int]]]:
     asked, ids = yield from model.chat(chat)
     model.reading.check_length(ids, asked.limit)
     return asked, ids

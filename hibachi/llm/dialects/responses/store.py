@@ -27,7 +27,7 @@ def new_tag() -> str:
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptResponse:
     """A response. answer: as it was sent, as JSON. items: ids of the whole conversation, the first `inputs` of which
     are its input. size: bytes, without its items. used: when it was last asked for. part: of the tenant, whose it is.
     """
@@ -46,7 +46,7 @@ Stored: TypeAlias = tuple[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownItems:
     """A conversation that is kept, as it was when it was asked for. each: its items."""
 
     each: Sequence[Stored] = ()
@@ -75,7 +75,7 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tag, self._limit, self._most, self._seconds, self._clock = tag, limit, most, seconds, clock
-        self._responses: OrderedDict[str, Kept] = OrderedDict()  # least recently used first
+        self._responses: OrderedDict[str, KeptResponse] = OrderedDict()  # least recently used first
         self._items: dict[str, bytes] = {}
         self._holders: dict[str, list[str]] = {}  # responses that have an item
         self._size = _Size()
@@ -101,7 +101,7 @@ class Store:
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def find(self, id: str) -> Kept | None:
+    def find(self, id: str) -> KeptResponse | None:
         """A response, which counts as used now. None means it is not there, or not any more."""
         self.expire()
         found = self._responses.get(id)
@@ -126,14 +126,14 @@ class Store:
         """Items of a response that was found, as JSON."""
         return [self._items[id] for id in ids]
 
-    def conversation(self, found: Kept) -> Known:
+    def conversation(self, found: KeptResponse) -> KnownItems:
         """A response's input and output."""
-        return Known(list(zip(found.items, self.data(found.items), strict=True)))
+        return KnownItems(list(zip(found.items, self.data(found.items), strict=True)))
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def keep(
-        self, id: str, answer: bytes, before: Known, given: Sequence[Item | Stored], output: Sequence[Item]
+        self, id: str, answer: bytes, before: KnownItems, given: Sequence[Item | Stored], output: Sequence[Item]
     ) -> bool:
         """Keep a response. given: its input, behind what came before. An item without an id that is known, or whose
         text is another than that of the one with this id, gets an id of its own, as does one that comes again. False
@@ -149,7 +149,9 @@ class Store:
         size = len(answer) + OVERHEAD + HELD * len(items)
         if size + sum(len(data) + OVERHEAD for _, data in items) > self._limit:
             return False
-        self._responses[id] = Kept(id, answer, tuple(i for i, _ in items), inputs, size, self._clock(), self.part)
+        self._responses[id] = KeptResponse(
+            id, answer, tuple(i for i, _ in items), inputs, size, self._clock(), self.part
+        )
         self._size.bytes += size
         for item, data in items:
             if item not in self._items:
@@ -189,10 +191,10 @@ class Store:
         """Whether an item that is there is of this part: responses of two parts have none in common."""
         return self._responses[self._holders[item][0]].part == self.part
 
-    def _old(self, found: Kept) -> bool:
+    def _old(self, found: KeptResponse) -> bool:
         return found.used < self._clock() - self._seconds
 
-    def _use(self, found: Kept) -> None:
+    def _use(self, found: KeptResponse) -> None:
         found.used = self._clock()
         self._responses.move_to_end(found.id)
 
@@ -258,7 +260,7 @@ def as_items(items: Sequence[Item | Stored]) -> list[Item]:
     return [kept(item[1]) if isinstance(item, tuple) else item for item in items]
 
 
-def resolved(own: Sequence[Given], before: Known, store: Store) -> list[Item | Stored]:
+def resolved(own: Sequence[Given], before: KnownItems, store: Store) -> list[Item | Stored]:
     """The items of an input, with those that it refers to. Raises Refused."""
     found = list[Item | Stored]()
     known_before = {id for id, _ in before.each}

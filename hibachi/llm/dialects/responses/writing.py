@@ -16,9 +16,9 @@ from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, E
 from hibachi.llm.dialects.dialects import OPENAI
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import answers as shared
-from hibachi.llm.dialects.openai.answers import TokenLogprob, Vocabulary
-from hibachi.llm.dialects.openai.parse import Asked
-from hibachi.llm.dialects.openai.writing import Writer, reason_of
+from hibachi.llm.dialects.openai.answers import TokenLogprob, TokenTexts
+from hibachi.llm.dialects.openai.parse import ParsedRequest
+from hibachi.llm.dialects.openai.writing import AnswerWriter, reason_of
 from hibachi.llm.dialects.responses import answers
 from hibachi.llm.dialects.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.llm.dialects.responses.bodies import FunctionTool, Namespace, ResponsesBody
@@ -47,7 +47,7 @@ class _Open:
     logprobs: list[TokenLogprob]
 
 
-class ResponsesWriter(Writer):
+class ResponsesWriter(AnswerWriter):
     """Writes the response to one request.
 
     body: as it came. server: the tag of this server; None means that no server makes it. keeps: it is stored. keep:
@@ -60,9 +60,9 @@ class ResponsesWriter(Writer):
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ParsedRequest,
         name: str,
-        vocabulary: Vocabulary,
+        vocabulary: TokenTexts,
         body: ResponsesBody,
         *,
         server: str | None,
@@ -319,7 +319,7 @@ def _as_piece(choice: Choice) -> Piece:
     return Piece(choice.text, choice.token_ids, 0, choice.logprobs)
 
 
-def _echo(body: ResponsesBody, asked: Asked) -> dict[str, Any]:
+def _echo(body: ResponsesBody, asked: ParsedRequest) -> dict[str, Any]:
     """The fields of a response that repeat what was asked for, or tell of defaults."""
     reasoning, form = body.reasoning, None if body.text is None else body.text.format
     told = {"type": "text"} if form is None else msgspec.to_builtins(form)

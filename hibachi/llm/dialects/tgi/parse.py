@@ -12,7 +12,7 @@ from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.forms import made, of_format
 from hibachi.llm.dialects.openai.bodies import Bounds
-from hibachi.llm.dialects.openai.parse import Asked
+from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.tgi.bodies import GenerateBody, Parameters
 from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.request import SamplingParams, Terms
@@ -26,7 +26,7 @@ REFUSED = {
 
 
 @dataclass(slots=True)
-class Generation:
+class TgiRequest:
     """A request of TGI's. asked: as for any dialect; how many tokens are new is known once `fit` has been called.
 
     inputs: the text. truncate: keep so many of its last tokens. wanted: new tokens; None means as many as there is room
@@ -35,7 +35,7 @@ class Generation:
     and how many of the likeliest tokens beside each. seed: what tokens are drawn by; None means they are not.
     """
 
-    asked: Asked
+    asked: ParsedRequest
     inputs: str
     truncate: int | None
     wanted: int | None
@@ -48,7 +48,7 @@ class Generation:
 
 def generation(
     body: GenerateBody, limits: TgiLimits, bounds: Bounds, context: int, *, stream: bool, full_text: bool = False
-) -> Generation:
+) -> TgiRequest:
     """What can be checked before the text is cut into tokens. full_text: begin with the prompt if nothing is said.
 
     Raises Refused.
@@ -76,11 +76,11 @@ def generation(
         raise _no("truncate", f"must be strictly positive and less than {most}. Given: {shown(p.truncate)}")
     details = bool(p.details or p.decoder_input_details)
     params = _params(p, runs, seed, scored=stream or details or runs > 1, top=top)
-    asked = Asked(params, Terms(), stream=stream, usage=False, usage_always=False, token_ids=False)
+    asked = ParsedRequest(params, Terms(), stream=stream, usage=False, usage_always=False, token_ids=False)
     asked.prompts = [body.inputs]
     if p.grammar is not None and (form := of_format(p.grammar, "grammar")):
         asked.form, asked.params = form[0], params.with_(structured_outputs=made(*form))
-    return Generation(
+    return TgiRequest(
         asked,
         inputs=body.inputs,
         truncate=p.truncate,
@@ -93,7 +93,7 @@ def generation(
     )
 
 
-def fit(given: Generation, ids: list[int], limits: TgiLimits, bounds: Bounds, context: int) -> list[int]:
+def fit(given: TgiRequest, ids: list[int], limits: TgiLimits, bounds: Bounds, context: int) -> list[int]:
     """The tokens of the prompt, of which the last are kept if it is to be truncated, and the number of new ones in
     `given`. Raises Refused."""
     if given.truncate is not None:

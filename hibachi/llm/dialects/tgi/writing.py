@@ -10,8 +10,8 @@ from msgspec import UNSET
 from hibachi.errors import EngineClosed
 from hibachi.llm.dialects.dialects import TGI, TGI_STREAM
 from hibachi.llm.dialects.errors import SERVER, Refused
-from hibachi.llm.dialects.openai.answers import Vocabulary, finite, likeliest
-from hibachi.llm.dialects.openai.writing import Writer
+from hibachi.llm.dialects.openai.answers import TokenTexts, finite, likeliest
+from hibachi.llm.dialects.openai.writing import AnswerWriter
 from hibachi.llm.dialects.tgi.answers import (
     BestOfSequence,
     Details,
@@ -21,7 +21,7 @@ from hibachi.llm.dialects.tgi.answers import (
     StreamResponse,
     Token,
 )
-from hibachi.llm.dialects.tgi.parse import Generation
+from hibachi.llm.dialects.tgi.parse import TgiRequest
 from hibachi.llm.textstream import Choice, Piece, Stopped, TextChoice
 from hibachi.llm.tokenizers import Detokenizer
 from hibachi.request import Finish
@@ -30,10 +30,10 @@ Scores = dict[int, float]
 Fork = Callable[[int, int], int]
 
 
-class Words:
+class TgiTokens:
     """What tokens are called, and which of them are special. ends: ids that end a text, which are."""
 
-    def __init__(self, vocabulary: Vocabulary, tokenizer: Any, ends: Collection[int]) -> None:
+    def __init__(self, vocabulary: TokenTexts, tokenizer: Any, ends: Collection[int]) -> None:
         self.vocabulary, self.tokenizer, self.ends = vocabulary, tokenizer, frozenset(ends)
         self._special: dict[int, bool] = {}
 
@@ -59,12 +59,12 @@ class Words:
         return [Token(i, self.alone(i), finite(p), self.special(i)) for i, p in likeliest(scores, most)]
 
 
-class GenerateWriter(Writer):
+class GenerateWriter(AnswerWriter):
     """Of one prompt. fork: (seed, number of a continuation) -> the seed that the engine draws it by. listed: a whole
     answer is a list of one. generated: tokens so far, or of the best continuation.
     """
 
-    def __init__(self, given: Generation, name: str, words: Words, fork: Fork, *, listed: bool = False) -> None:
+    def __init__(self, given: TgiRequest, name: str, words: TgiTokens, fork: Fork, *, listed: bool = False) -> None:
         super().__init__(given.asked, name, words.vocabulary)
         self.given, self.words, self.listed, self.generated = given, words, listed, 0
         self.each = given.asked.stream

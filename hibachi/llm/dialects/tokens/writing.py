@@ -28,7 +28,7 @@ Scores = Sequence[Score]
 _packed = msgspec.msgpack.Encoder().encode
 
 
-class Form(NamedTuple):
+class TokenFormat(NamedTuple):
     """Of a stream. comment: what says that it goes on, and is no event. raw: tokens are bytes, not lists or base64."""
 
     kind: bytes
@@ -42,9 +42,9 @@ def _line(event: Any) -> bytes:
 
 
 STREAMS = {
-    SSE: Form(b"text/event-stream; charset=utf-8", b": waiting\n\n", answers.event, False),
-    NDJSON: Form(NDJSON.encode(), b"\n", _line, False),
-    MSGPACK: Form(MSGPACK.encode(), b"\xc0", _packed, True),  # nil
+    SSE: TokenFormat(b"text/event-stream; charset=utf-8", b": waiting\n\n", answers.event, False),
+    NDJSON: TokenFormat(NDJSON.encode(), b"\n", _line, False),
+    MSGPACK: TokenFormat(MSGPACK.encode(), b"\xc0", _packed, True),  # nil
 }
 WHOLE = (JSON, NPY, MSGPACK)
 
@@ -86,7 +86,7 @@ class Whole(Opening, omit_defaults=True, kw_only=True):
     usage: Usage
 
 
-class Output(Opening, omit_defaults=True, kw_only=True):
+class TokensOutput(Opening, omit_defaults=True, kw_only=True):
     """Of a feed-forward model. dtype, shape: of the output, a list or an object as it is, where that is several."""
 
     output: Any
@@ -119,15 +119,15 @@ class TokenWriter:
             self._shape, self._dtype = tokens.shape[1:], tokens.dtype.name
         return tokens
 
-    def opening(self, form: Form) -> Opening:
+    def opening(self, form: TokenFormat) -> Opening:
         """After the first `made`, if there is one."""
         return Opening(*self._about("generation.chunk", form.raw))
 
-    def came(self, tokens: HostArray, form: Form, scores: Scores | None = None) -> Came:
+    def came(self, tokens: HostArray, form: TokenFormat, scores: Scores | None = None) -> Came:
         """tokens: made."""
         return Came(self._data(tokens, form.raw), told(scores))
 
-    def lists(self, form: Form) -> bool:
+    def lists(self, form: TokenFormat) -> bool:
         """Is each number of a token written as text?"""
         return not (form.raw or self._base64)
 
@@ -158,7 +158,7 @@ class TokenWriter:
         self._dtype = mapped(lambda _, array: array.dtype.name, output)
         self._shape = mapped(lambda _, array: array.shape, output)
         data = mapped(lambda _, array: self._data(array, raw), output)
-        found = Output(*self._about("output", raw), output=data)
+        found = TokensOutput(*self._about("output", raw), output=data)
         return _packed(found) if raw else answers.encode(found)
 
     def none(self) -> HostArray:

@@ -22,7 +22,7 @@ from hibachi.llm.model.gguf.file import Blocks, Metadata
 
 
 @dataclass(frozen=True)
-class Source:
+class GgufSource:
     """A GGUF file's header, its settings by name without the architecture in front."""
 
     file: Path
@@ -139,16 +139,16 @@ class Architecture:
 
     model_type: str
     name: str
-    config: Callable[[Source], Config] = lambda s: {}
-    names: Mapping[str, tuple[str, ...]] | Callable[[Source], Mapping[str, tuple[str, ...]]] = field(
+    config: Callable[[GgufSource], Config] = lambda s: {}
+    names: Mapping[str, tuple[str, ...]] | Callable[[GgufSource], Mapping[str, tuple[str, ...]]] = field(
         default_factory=dict
     )
     paired: bool = False
     plus_one: bool = False
-    base: Callable[[Source], Config] = lambda s: _llama(s)
+    base: Callable[[GgufSource], Config] = lambda s: _llama(s)
 
 
-def find_architecture(source: Source) -> Architecture:
+def find_architecture(source: GgufSource) -> Architecture:
     """Raises UnknownArchitecture."""
     found = ARCHITECTURES.get(source.architecture)
     if found is None:
@@ -159,7 +159,7 @@ def find_architecture(source: Source) -> Architecture:
     return found(source) if callable(found) else found
 
 
-def read_config(source: Source) -> Config:
+def read_config(source: GgufSource) -> Config:
     """The contents of a config.json for the model. Raises UnknownArchitecture, InvalidModelFiles."""
     architecture = find_architecture(source)
     own = {"model_type": architecture.model_type, "architectures": [architecture.name]}
@@ -180,7 +180,7 @@ def read_config(source: Source) -> Config:
     return Derived({name: value for name, value in config.items() if value is not None})
 
 
-def _common(s: Source) -> Config:
+def _common(s: GgufSource) -> Config:
     ends = end_ids(s.metadata, s.vocab_size())
     return {
         "vocab_size": s.vocab_size(),
@@ -191,7 +191,7 @@ def _common(s: Source) -> Config:
     }
 
 
-def _sizes(s: Source) -> Config:
+def _sizes(s: GgufSource) -> Config:
     heads = s.count("attention.head_count")
     return {
         "hidden_size": s.count("embedding_length"),
@@ -203,7 +203,7 @@ def _sizes(s: Source) -> Config:
     }
 
 
-def _llama(s: Source) -> Config:
+def _llama(s: GgufSource) -> Config:
     return {
         **_sizes(s),
         "head_dim": s.count("attention.key_length") if s.get("attention.key_length") is not None else None,
@@ -216,7 +216,7 @@ def _llama(s: Source) -> Config:
     }
 
 
-def _layer_norm(s: Source) -> Config:
+def _layer_norm(s: GgufSource) -> Config:
     return _sizes(s) | {"rope_theta": s.number("rope.freq_base", 10000.0)}
 
 
@@ -225,7 +225,7 @@ def _layer_norm(s: Source) -> Config:
 _PARTLY_TURNED = ("phi3", "gptneox", "gpt2", "mamba")  # whose config says how much of a head is turned; or nothing is
 
 
-def _check_turned(s: Source) -> None:
+def _check_turned(s: GgufSource) -> None:
     """Raises UnknownArchitecture for a file of which only a part of each head is turned."""
     for name in ("rope.dimension_count", "rope.dimension_count_swa"):
         if s.get(name) is not None and s.count(name) != s.head_dim():
@@ -235,7 +235,7 @@ def _check_turned(s: Source) -> None:
             )
 
 
-def _rope_scaling(s: Source) -> Config | None:
+def _rope_scaling(s: GgufSource) -> Config | None:
     original = s.count("rope.scaling.original_context_length", s.count("context_length"))
     if "rope_factors_long.weight" in s.stored:
         factor = s.get("rope.scaling.attn_factor")
@@ -276,7 +276,7 @@ def _rope_scaling(s: Source) -> Config | None:
     )
 
 
-def _factors(s: Source, name: str) -> list[float]:
+def _factors(s: GgufSource, name: str) -> list[float]:
     """What frequencies are divided by."""
     if len(s.shape(name)) != 1 or s.shape(name)[0] > 1 << 16:
         raise InvalidModelFiles(f"{s.file}: {name} has the shape {s.shape(name)}, expected one number for a frequency.")
@@ -286,7 +286,7 @@ def _factors(s: Source, name: str) -> list[float]:
     return [float(str(f)) for f in factors]
 
 
-def _llama3(s: Source, factors: list[float]) -> Config | None:
+def _llama3(s: GgufSource, factors: list[float]) -> Config | None:
     """Llama 3.1's stretching, of which the file keeps the outcome only: the published numbers if they give it.
 
     Others become the factors of a LongRoPE that is the same in short and long contexts.
@@ -306,19 +306,19 @@ def _llama3(s: Source, factors: list[float]) -> Config | None:
 # ---- architectures -------------------------------------------------------------------------------------------------
 
 
-def _experts(s: Source, count: str) -> Config:
+def _experts(s: GgufSource, count: str) -> Config:
     return {
         count: s.count("expert_count"),
         "num_experts_per_tok": s.count("expert_used_count"),
     }
 
 
-def _mixtral(s: Source) -> Config:
+def _mixtral(s: GgufSource) -> Config:
     width = s.count("expert_feed_forward_length", s.count("feed_forward_length"))
     return _experts(s, "num_local_experts") | {"intermediate_size": width}
 
 
-def _qwen3moe(s: Source) -> Config:
+def _qwen3moe(s: GgufSource) -> Config:
     width = s.count("expert_feed_forward_length")
     return _experts(s, "num_experts") | {
         "moe_intermediate_size": width,
@@ -328,11 +328,11 @@ def _qwen3moe(s: Source) -> Config:
     }
 
 
-def _gemma(s: Source) -> Config:
+def _gemma(s: GgufSource) -> Config:
     return {"head_dim": s.head_dim(), "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _gemma_scores(s: Source, largest: int, caps: tuple[float | None, float | None]) -> Config:
+def _gemma_scores(s: GgufSource, largest: int, caps: tuple[float | None, float | None]) -> Config:
     """largest: the number of blocks of the one model whose scores are not scaled by the size of a head.
 
     caps: of scores and of logits, unless the file has others.
@@ -345,7 +345,7 @@ def _gemma_scores(s: Source, largest: int, caps: tuple[float | None, float | Non
     }
 
 
-def _windows(s: Source, period: int, default: int | None = None) -> Config:
+def _windows(s: GgufSource, period: int, default: int | None = None) -> Config:
     """Layers with a window, unless the file has none; the last one of each `period` sees everything."""
     n, window = s.count("block_count"), s.get("attention.sliding_window") or default
     pattern = s.raw("attention.sliding_window_pattern")
@@ -358,16 +358,16 @@ def _windows(s: Source, period: int, default: int | None = None) -> Config:
     return {"sliding_window": window, "layer_types": types}
 
 
-def _gemma2(s: Source) -> Config:
+def _gemma2(s: GgufSource) -> Config:
     return _gemma_scores(s, 46, (50.0, 30.0)) | _windows(s, 2, default=4096)
 
 
-def _gemma3(s: Source) -> Config:
+def _gemma3(s: GgufSource) -> Config:
     local = {"rope_local_base_freq": s.number("rope.freq_base_swa", 10000.0), "sliding_window_pattern": 6}
     return _gemma_scores(s, 62, (None, None)) | _windows(s, 6) | local
 
 
-def _phi3(s: Source) -> Config:
+def _phi3(s: GgufSource) -> Config:
     share = s.count("rope.dimension_count", s.head_dim()) / s.head_dim()
     return {
         "sliding_window": s.get("attention.sliding_window") or None,
@@ -376,7 +376,7 @@ def _phi3(s: Source) -> Config:
     }
 
 
-def _granite(s: Source) -> Config:
+def _granite(s: GgufSource) -> Config:
     return {
         "attention_multiplier": s.number("attention.scale", s.head_dim() ** -0.5),
         "embedding_multiplier": s.number("embedding_scale", 1.0),
@@ -385,7 +385,7 @@ def _granite(s: Source) -> Config:
     }
 
 
-def _gpt_neox(s: Source) -> Config:
+def _gpt_neox(s: GgufSource) -> Config:
     parallel = s.get("use_parallel_residual")
     return {
         "hidden_act": "gelu",
@@ -396,7 +396,7 @@ def _gpt_neox(s: Source) -> Config:
     }
 
 
-def _gpt2(s: Source) -> Config:
+def _gpt2(s: GgufSource) -> Config:
     sizes = _sizes(s)
     return {
         "n_embd": sizes["hidden_size"],
@@ -409,7 +409,7 @@ def _gpt2(s: Source) -> Config:
     }
 
 
-def _starcoder2(s: Source) -> Config:
+def _starcoder2(s: GgufSource) -> Config:
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "norm_epsilon": s.number("attention.layer_norm_epsilon"),
@@ -417,7 +417,7 @@ def _starcoder2(s: Source) -> Config:
     }
 
 
-def _falcon(s: Source) -> Config:
+def _falcon(s: GgufSource) -> Config:
     sizes = _sizes(s)
     heads, kv_heads, two = sizes["num_attention_heads"], sizes["num_key_value_heads"], _has_two_norms(s)
     return {
@@ -434,18 +434,18 @@ def _falcon(s: Source) -> Config:
     }
 
 
-def _has_two_norms(s: Source) -> bool:
+def _has_two_norms(s: GgufSource) -> bool:
     return "blk.0.attn_norm_2.weight" in s.stored
 
 
-def _falcon_names(s: Source) -> Mapping[str, tuple[str, ...]]:
+def _falcon_names(s: GgufSource) -> Mapping[str, tuple[str, ...]]:
     """Attention and feed-forward part read the same input through norms of their own, or through one."""
     if _has_two_norms(s):
         return {"attn_norm": ("mlp_norm",), "attn_norm_2": ("attn_norm",)}
     return {"attn_norm": ("attn_norm", "mlp_norm")}
 
 
-def _mamba(s: Source) -> Config:
+def _mamba(s: GgufSource) -> Config:
     if s.get("ssm.dt_b_c_rms"):
         raise UnknownArchitecture(f"{s.file} holds a Falcon-Mamba, whose norms inside a block are not supported.")
     return {
@@ -468,19 +468,19 @@ _MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, paired=True)
 _MISTRAL = Architecture("mistral", "MistralForCausalLM", paired=True)
 
 
-def _olmo2(s: Source) -> Architecture:
+def _olmo2(s: GgufSource) -> Architecture:
     if s.get("attention.sliding_window"):
         raise UnknownArchitecture(f"{s.file} holds an OLMo 3, whose windows are not supported. Use the folder of it.")
     return Architecture("olmo2", "Olmo2ForCausalLM")
 
 
-def _mistral3(s: Source) -> Architecture:
+def _mistral3(s: GgufSource) -> Architecture:
     if s.get("attention.temperature_scale"):
         raise UnknownArchitecture(f"{s.file} holds a Ministral 3, whose attention has a temperature: not supported.")
     return _MISTRAL
 
 
-ARCHITECTURES: Mapping[str, Architecture | Callable[[Source], Architecture]] = {
+ARCHITECTURES: Mapping[str, Architecture | Callable[[GgufSource], Architecture]] = {
     "llama": lambda s: _MIXTRAL if s.get("expert_count") else _LLAMA,
     "mistral3": _mistral3,
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),

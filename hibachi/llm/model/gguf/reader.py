@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hibachi.backend.stored import HostArray, Stored
 from hibachi.errors import InvalidModelFiles
-from hibachi.llm.model.gguf.config import NAMES, SETTINGS, Source, find_architecture, read_config
+from hibachi.llm.model.gguf.config import NAMES, SETTINGS, GgufSource, find_architecture, read_config
 from hibachi.llm.model.gguf.file import QUANTIZED, READABLE, Blocks, Shape, parts, read_parts
 from hibachi.llm.model.gguf.tokenizer import Pieces, read_tokenizer
 from hibachi.llm.model.weights import Tensors
@@ -80,7 +80,7 @@ class GGUF(Tensors):
         self.parts, self._unpack = parts(Path(path)), unpack
         self.path = self.parts[0]
         self.metadata, stored = read_parts(self.parts)
-        source = Source(self.path, self._architecture(), self.metadata, stored)
+        source = GgufSource(self.path, self._architecture(), self.metadata, stored)
         self.config: dict[str, Any] = read_config(source)
         self._how = find_architecture(source)
         own = self._how.names
