@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import lower
 from hibachi.engine.scheduler.policy import Fair
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 
 
 def measure(rows: int, steps: int, everything: bool) -> tuple[list[float], float]:

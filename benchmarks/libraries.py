@@ -25,8 +25,8 @@ from benchmarks.bench.randommodel import SHAPES
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.step import Limits
 from hibachi.llm.model.arch import Arch, Layer, shapes
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.rope import Rope

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from tests.plan.world import POLICIES, World, drive, random_request
 
 KINDS = (

@@ -27,8 +27,8 @@ from hibachi import LLM, SamplingParams
 from hibachi.backend.layout import StepInputs
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.sampling.uniforms import uniforms
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import Packed, lower
+from hibachi.engine.scheduler.step import Limits
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import load_model
 

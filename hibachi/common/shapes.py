@@ -70,7 +70,7 @@ class CallShapes:
                 f"tiles={self.tiles}."
             )
 
-    @property
+    @cached_property
     def compiled(self) -> bool:
         """Whether the library compiles a program for each shape of any call."""
         return self.few == "all"
@@ -126,7 +126,7 @@ class CallShapes:
         width = blocks if self.any_width else min(next_power(real.blocks, 4), blocks)
         return fixed(tokens, rows, width, tile, tokens if scored or real.outputs > rows else rows)
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether no step is ever padded."""
         return self.few == "none" and self.multiple == 1

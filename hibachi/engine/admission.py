@@ -12,10 +12,10 @@ import numpy as np
 from hibachi.backend.array_backend import HostArray
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
-from hibachi.engine.external_kv import checked_begun, checked_kept
+from hibachi.engine.external_kv import check_paged, checked_begun
 from hibachi.engine.forms import Forms
 from hibachi.engine.runners.extra_inputs import fits
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
 
@@ -82,9 +82,11 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
     given = _inputs(request, facts)
     limit = _covered(given, facts, n, limit)
     end = facts.limits.fit(n, limit)
-    checked_kept(request, facts)
-    terms, begun = as_terms(request.terms), checked_begun(request, params, n, end, facts)
-    prediction = _predicted(request.prediction, facts)
+    terms, begun = as_terms(request.terms), request.begun
+    if request.kept is not None:
+        check_paged(facts, "Keys and values cannot be returned")
+    if begun is not None:
+        begun = checked_begun(begun, request, params, n, end, facts)
     grammar = request.grammar  # checked on the other side of the pipe
     if grammar is None and params is not None and params.structured_outputs is not None:
         grammar = (forms or Forms()).check(params)
@@ -98,7 +100,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
         begun=begun,
         inputs=given,
         grammar=grammar,
-        prediction=prediction,
+        prediction=None if request.prediction is None else _predicted(request.prediction, facts),
     )
 
 
@@ -106,8 +108,6 @@ def _predicted(given: Any, facts: Facts) -> HostArray | None:
     """What the output may be, int32 [m], m at most the context; None where nothing would be made of it. Raises
     InvalidRequest.
     """
-    if given is None:
-        return None
     vocab = facts.vocab_size
     if vocab is None or facts.codebooks is not None:
         raise InvalidRequest("prediction is for models that return logits of single ids. Leave it out.")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, overload
 
 import numpy as np
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar, Unpack, override
 
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.infer import backend_of, prompt_backend, training
@@ -182,6 +182,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._decide(config.deterministic), asked=bool(config.deterministic), config=self._speculation
         )
         self._built: Built | None = None
+        self._read: Callable[[Any], Any] = as_it_is
         if returns_ids(model):
             self.forms.vocabulary = partial(_vocabulary, model)
         if self._backend is not None:
@@ -339,7 +340,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         seq.begun = begun is not None
         known = embeds is None and (begun is None or begun.known)
         if built.block_size and known and request.pooling is None and not scored:
-            seq.keys = built.block_keys(host, kind)
+            seq.keys = kind.block_keys(host, built.block_size)
             seq.salt = terms.cache_salt if not request.inputs else (terms.cache_salt, _digest(request.inputs))
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
@@ -362,21 +363,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job
 
-    def submit(self, ready: Job) -> ItemStream[Any]:
-        """See `BatchEngine`."""
-        return self._stream(ready, self.reader(ready))
-
+    @override
     def reader(self, job: Job) -> Callable[[Any], Any]:
         """The function that converts an item of a request's channel to an item of its stream."""
         if job.request.pooling is not None:
             assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
-        of_batch = self.facts.arrays and not isinstance(self._backend, NineBackend)
-        return native_row if of_batch else as_it_is
-
-    def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:
-        self.enqueue(job)
-        return ItemStream(job.channel, partial(self.cancel, job), read)
+        return self._read
 
     # ---- building ----------------------------------------------------------------------------------------------
 
@@ -403,6 +396,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             engine.waits = None if config is None else Waits(always=not config.auto)
             speculates = engine.drafting is not None
             self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))
+            if built.facts.arrays and not isinstance(backend, NineBackend):
+                self._read = native_row
             return built
 
 

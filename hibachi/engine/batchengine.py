@@ -11,7 +11,7 @@ from hibachi.backend.layout import CacheSpec, Input
 from hibachi.engine.forms import Forms
 from hibachi.engine.health import Health
 from hibachi.engine.runners.meters import Meters
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.stats import Stats
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.request import Request

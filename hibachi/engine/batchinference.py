@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from hibachi.engine.runners.runner import Runner
 from hibachi.engine.stats import Stats
 from hibachi.engine.streams.channel import in_thread
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
+from hibachi.engine.streams.stream import ItemStream
 from hibachi.engine.worker import Worker
 from hibachi.errors import EngineClosed
 
@@ -59,6 +60,19 @@ class BatchInference(Closing):
         """Queue what `check` returned; its channel receives the items. Raises what `submit` raises."""
         assert self._worker is not None
         self._worker.add(job)
+
+    def reader(self, job: Job) -> Callable[[Any], Any]:
+        """The function that converts an item of a request's channel to an item of its stream."""
+        raise NotImplementedError
+
+    def submit(self, ready: Job) -> ItemStream[Any]:
+        """See `BatchEngine`."""
+        return self._stream(ready, self.reader(ready))
+
+    def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:
+        """`submit`, with a reader of one's own."""
+        self.enqueue(job)
+        return ItemStream(job.channel, partial(self.cancel, job), read)
 
     def read(self, data: bytes, kind: str) -> HostArray:
         """See `BatchEngine`."""

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 
 from hibachi.engine.runners.job import Job
-from hibachi.engine.scheduler.limits import Limits
-from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.scheduler.step import Limits, StepPlan
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 GROW_AFTER, MOST_GROW_AFTER = 32, 1024  # steps after which a token budget that was halved is doubled

@@ -38,12 +38,12 @@ from hibachi.engine.runners.overlapping import OverlappingRunner
 from hibachi.engine.runners.owncache.runner import OwnCacheRunner
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.tokentable import IDS, Tables, TokenKind
+from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.runners.uncached import WholeRunner
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import ConfigError, shown
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -107,16 +107,6 @@ class Built:
     runner: Runner
     prompts: Prompts
     block_size: int
-
-    def block_keys(self, prompt: HostArray, kind: TokenKind) -> list[Hashable]:
-        """The key of each full block of a prompt: its tokens, as bytes."""
-        size = self.block_size * prompt[:1].nbytes
-        raw = prompt.tobytes()
-        return [_key(raw[at : at + size], kind) for at in range(0, len(raw) - size + 1, size)] if size else []
-
-
-def _key(raw: bytes, kind: TokenKind) -> Hashable:
-    return raw if kind is IDS else (raw, kind)
 
 
 def build(
@@ -436,7 +426,8 @@ def _generated_key(tables: Tables, size: int, seq: Seq, n: int) -> Hashable:
     """The key of block n of a sequence that runs, or just got a row (its tokens are not in the table yet then)."""
     history, start, end = seq.owner.history, n * size, (n + 1) * size
     tokens = history.read(start, end) if end <= history.length else tables.at(seq.row).read(seq.row, start, end)
-    return _key(tokens.tobytes(), seq.owner.kind)
+    kind: TokenKind = seq.owner.kind
+    return kind.key(tokens.tobytes())
 
 
 def _physical_memory() -> float:

@@ -15,15 +15,14 @@ from hibachi.errors import InvalidRequest, PromptTooLong, UnsupportedOperation, 
 from hibachi.request import Begun, Request, SamplingParams
 
 
-def checked_begun(request: Request, params: SamplingParams | None, n: int, end: int, facts: Facts) -> Begun | None:
-    """The `Begun` of a request, with keys and values as copies on the host; None means it was not begun elsewhere.
+def checked_begun(
+    begun: Begun, request: Request, params: SamplingParams | None, n: int, end: int, facts: Facts
+) -> Begun:
+    """`begun` of a request, with keys and values as copies on the host.
 
     n: tokens of its prompt. end: the length at which it ends. Raises InvalidRequest, PromptTooLong or
     UnsupportedOperation.
     """
-    begun = request.begun
-    if begun is None:
-        return None
     check_paged(facts, "Keys and values cannot be taken from elsewhere")
     vocab = facts.vocab_size
     if vocab is None:
@@ -50,12 +49,6 @@ def checked_begun(request: Request, params: SamplingParams | None, n: int, end: 
         )
     copies = [(np.array(k, order="C"), np.array(v, order="C")) for k, v in layers_of(begun.kv, (), n, facts)]
     return replace(begun, kv=copies, token=int(token))
-
-
-def checked_kept(request: Request, facts: Facts) -> None:
-    """Raise UnsupportedOperation where there are no keys and values to return."""
-    if request.kept is not None:
-        check_paged(facts, "Keys and values cannot be returned")
 
 
 def check_paged(facts: Facts, what: str) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic
 
 import numpy as np
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar, Unpack, override
 
 from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.infer import backend_of, prompt_backend
@@ -29,10 +28,10 @@ from hibachi.engine.runners.nine import NineFeedforwardRunner
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.runners.tokentable import TokenKind, misfits
 from hibachi.engine.runners.uncached import FeedforwardRunner
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.streams.channel import Channel
-from hibachi.engine.streams.stream import Item, ItemStream, as_it_is
+from hibachi.engine.streams.stream import Item, as_it_is
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.request import PLAIN, Request, Terms, as_terms
 
@@ -126,11 +125,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         return Job(seq, channel or Channel(), replace(request, prompt=given), kind=kind)
 
-    def submit(self, ready: Job) -> ItemStream[T]:
-        """See `BatchEngine`."""
-        self.enqueue(ready)
-        return ItemStream(ready.channel, partial(self.cancel, ready), self.reader(ready))
-
+    @override
     def reader(self, job: Job) -> Callable[[Any], Any]:
         """The function that converts an item of a request's channel to the output."""
         return as_it_is if isinstance(self._backend, NineBackend) else output_row

@@ -27,9 +27,9 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.speculation.config import SpeculativeConfig
 from hibachi.engine.streams.channel import Channel
 from hibachi.errors import NotDeterministic

@@ -15,7 +15,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import eos_ids_of
 from hibachi.engine.forms import Forms
 from hibachi.engine.scheduler.compose import Composer
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.errors import ConfigError, printable
 from hibachi.llm.model.extras import need

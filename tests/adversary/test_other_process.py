@@ -24,7 +24,7 @@ from hibachi import SamplingParams
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.health import Health
 from hibachi.engine.runners.meters import Meters
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.stats import Stats
 from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.errors import (

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from hibachi.engine.admission import check_room
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import QueueFull
 
 LIMITS = Limits(4, 16, 16, 64)

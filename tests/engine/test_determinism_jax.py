@@ -13,9 +13,9 @@ from hibachi.common.shapes import size_for
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import lower
 from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.step import Limits
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import load_model
 from hibachi.testing.toys import SumState

@@ -9,8 +9,8 @@ import pytest
 
 from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, SamplingParams
 from hibachi.engine.runners.job import Job
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.speculation.draft_runner import DraftModel
 from hibachi.engine.streams.channel import Channel
 from hibachi.request import Request

@@ -9,9 +9,9 @@ from hibachi.engine.recording.replay import replay
 from hibachi.engine.runners.heads import Sampled
 from hibachi.engine.runners.runner import Part
 from hibachi.engine.runners.tokentable import IDS
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState
 
 from .models import Background, until

@@ -14,10 +14,10 @@ import pytest
 from hibachi import EngineFailed, FeedforwardBatchInference, NonFiniteOutput, NumpyBackend, SamplingParams, Terms
 from hibachi.engine.recording.recorder import Recorder
 from hibachi.engine.recording.replay import ReplayDiffers, read, replay
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, Shares
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.request import Finish
 from hibachi.testing.toys import SumPaged, expected
 

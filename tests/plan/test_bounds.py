@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 
 from ..lib.leaks import kept
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from hibachi.engine.scheduler.blocks import BlockPool
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import WaitingServed
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import PromptTooLong
 
 

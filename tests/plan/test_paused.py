@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Fcfs, WaitingServed
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.request import Finish
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from hibachi.engine.scheduler.limits import Limits
+from hibachi.engine.scheduler.step import Limits
 from hibachi.request import Finish
 
 from .world import ALIKE, POLICIES, VOCAB, Request, World, drive, random_request, random_world

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import PromptTooLong
 from hibachi.request import Finish
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Shares
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.request import Finish
 
 from ..lib.leaks import kept

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.scheduler.stretch import look_ahead
 
 from .world import Request, World, following

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.scheduler.stretch import look_ahead
 
 POLICIES = [Fcfs, lambda: Priority(age=3.0), Fair, WaitingServed]

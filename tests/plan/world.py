@@ -12,11 +12,11 @@ from collections import Counter, deque
 import numpy as np
 
 from hibachi.common.shapes import fixed
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import lower, pad
 from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, Shares, WaitingServed
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import PromptTooLong, QueueFull
 from hibachi.request import Finish
 

@@ -12,8 +12,8 @@ from hibachi.backend.numpy_backend import InvariantNumpyBackend, NativeNumpyBack
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.step import Limits
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import load_model
 

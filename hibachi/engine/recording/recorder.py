@@ -24,11 +24,10 @@ from typing import Any, TextIO
 import numpy as np
 from typing_extensions import override
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Bools, Committed, Ints, Sent, StepPlan
+from hibachi.engine.scheduler.step import Bools, Committed, Ints, Limits, Sent, StepPlan
 from hibachi.errors import ConfigError
 from hibachi.request import Finish
 

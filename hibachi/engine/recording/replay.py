@@ -13,11 +13,10 @@ import numpy as np
 
 from hibachi.engine.recording.recorder import sent_words, words_of
 from hibachi.engine.scheduler import policy as policies
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.scheduler.step import Limits, StepPlan
 from hibachi.errors import HibachiError
 from hibachi.request import Finish
 

@@ -33,10 +33,9 @@ from hibachi.engine.runners.runner import (
     writers_first,
 )
 from hibachi.engine.runners.tokentable import Tables, TokenKind
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.scheduler.step import Limits, StepPlan
 from hibachi.engine.speculation.proposals import Ahead, OneCall, Outs, ProposedPiece, ahead_of
 
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read

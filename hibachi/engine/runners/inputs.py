@@ -16,8 +16,8 @@ from hibachi.engine.runners.extra_inputs import ExtraInputs
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.tokentable import Tables
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import NAMES, Packed, lower, lower_one, pad
+from hibachi.engine.scheduler.step import Limits
 
 
 class Inputs:

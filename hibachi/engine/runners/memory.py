@@ -10,8 +10,8 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.backend.layout import CacheSpec, Paged, State, StepInputs
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import Packed, lower
+from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import UnsupportedOperation
 
 

@@ -18,7 +18,7 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.rowedits import RowEdits
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.sampling import draw as sampling
-from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named, probabilities
+from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named
 from hibachi.engine.sampling.uniforms import uniforms
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import FILTERS, SamplingParams
@@ -30,6 +30,7 @@ MASS, TYPICAL = 4, 8
 CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
 WORTH = 4  # below this ratio of vocabulary to candidates, sorting the whole row takes no longer
 LOGITS = "The engine takes the softmax itself: leave it out, or return the log of the probabilities."
+ROUNDED = 1e-2  # off the sum of probabilities that may be of 16 bits
 LOOKS, SURE = 8, 3  # calls of an engine that are looked at, until so many of their rows are probabilities
 LIKELY = (16, 128)  # sizes of the list of most likely tokens for log-probabilities; for longer ones, the whole row
 
@@ -321,3 +322,13 @@ def _drawn(backend: ArrayBackend, logits: Array, how: sampling.How) -> tuple[Arr
 
 def _likely(backend: ArrayBackend, k: int, logits: Array, of: Array) -> Likely:
     return likely(backend, logits, of, k=k)
+
+
+def probabilities(rows: HostArray) -> int:
+    """How many of these logits [n, vocab] are probabilities, never negative and with the sum 1; -1 if some are not.
+
+    Rows of one number other than 0, and rows of equal numbers, count for neither: rules and constants have them.
+    """
+    told = rows[(np.count_nonzero(rows, axis=1) > 1) & (rows.max(axis=1) > rows.min(axis=1))]
+    alike = (told.min(axis=1, initial=0) >= 0) & (np.abs(told.sum(axis=1) - 1) < ROUNDED)
+    return len(told) if alike.all() else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -70,6 +71,15 @@ class TokenKind(NamedTuple):
         """Bytes of a token on the host."""
         size: int = self.dtype.itemsize
         return size * math.prod(self.shape)
+
+    def key(self, raw: bytes) -> Hashable:
+        """What tells the tokens of a block, as bytes, from those of other blocks of any kind."""
+        return raw if self is IDS else (raw, self)
+
+    def block_keys(self, prompt: HostArray, block_size: int) -> list[Hashable]:
+        """The key of each full block of a prompt [n, *tok]."""
+        size, raw = block_size * prompt[:1].nbytes, prompt.tobytes()
+        return [self.key(raw[at : at + size]) for at in range(0, len(raw) - size + 1, size)] if size else []
 
 
 IDS = TokenKind((), np.dtype(np.int32))

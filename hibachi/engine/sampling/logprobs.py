@@ -13,7 +13,6 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend
 from hibachi.engine.sampling.rows import pick, top_of_row, total
 
-ROUNDED = 1e-2  # off the sum of probabilities that may be of 16 bits
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
@@ -53,16 +52,6 @@ def named(some: Likely, i: int, token: int, n: int, vocab: int) -> dict[int, flo
         ranked = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
         found.update({j: value - log_mass for value, j in ranked[:n]})
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def probabilities(rows: HostArray) -> int:
-    """How many of these logits [n, vocab] are probabilities, never negative and with the sum 1; -1 if some are not.
-
-    Rows of one number other than 0, and rows of equal numbers, count for neither: rules and constants have them.
-    """
-    told = rows[(np.count_nonzero(rows, axis=1) > 1) & (rows.max(axis=1) > rows.min(axis=1))]
-    alike = (told.min(axis=1, initial=0) >= 0) & (np.abs(told.sum(axis=1) - 1) < ROUNDED)
-    return len(told) if alike.all() else -1
 
 
 def logprobs(row: HostArray, token: int, n: int) -> dict[int, float]:

@@ -21,7 +21,6 @@ import numpy as np
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.checkpoints import Checkpoints
 from hibachi.engine.scheduler.copies import Copied, Copies
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Fcfs, Policy
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import (
@@ -30,6 +29,7 @@ from hibachi.engine.scheduler.step import (
     Committed,
     Index,
     Ints,
+    Limits,
     Published,
     RowTable,
     SchedulerCounts,

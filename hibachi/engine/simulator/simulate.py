@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.simulator.feed import ORDERS, WINDOW, Offline
 from hibachi.engine.simulator.guesses import Guesses
 from hibachi.engine.simulator.outcome import NEVER, SimOutcome
@@ -43,7 +43,7 @@ class Setup:
     max_num_seqs: requests at once. blocks: of the cache, of block_size tokens each; None means as many as never to be
     short (and without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step.
     max_model_len: tokens of a request; None means the trace's longest. The others are those of
-    `hibachi.engine.scheduler.limits.Limits`. cache: share prefixes. each: tokens that a row gets in a step. guesses:
+    `hibachi.engine.scheduler.step.Limits`. cache: share prefixes. each: tokens that a row gets in a step. guesses:
     tokens are proposed. order: None means requests come when the trace says; "file" or "composed": a run offline,
     to which all are there at the start and which hands at most 2 x max_num_seqs to the scheduler at a time, in the
     order of the file, or as a `Composer` takes them from a rolling window of `window`.

@@ -27,9 +27,9 @@ from hibachi.engine.runners.sampler import PLAIN, RowSampler, path_of
 from hibachi.engine.runners.tokentable import IDS, TokenTable
 from hibachi.engine.sampling.rows import pick, total
 from hibachi.engine.sampling.uniforms import uniform, uniforms
-from hibachi.engine.scheduler.limits import Limits
 from hibachi.engine.scheduler.lower import lower, lower_one
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.speculation.protocol import NOTHING, Tokens
 from hibachi.errors import text_of
 

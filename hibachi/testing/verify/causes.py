@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.backend.infer import training
-from hibachi.engine.runners.sampler import LOGITS
-from hibachi.engine.sampling.logprobs import probabilities
+from hibachi.engine.runners.sampler import LOGITS, probabilities
 from hibachi.testing.verify import engine_trials as live
 from hibachi.testing.verify.drive import CachedDriver, Outputs, Span, WholeDriver
 from hibachi.testing.verify.inside import GENERATOR
