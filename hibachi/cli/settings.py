@@ -22,10 +22,16 @@ def settings_arguments(parser: argparse.ArgumentParser, groups: Groups) -> None:
             _add(group, s, default=None)
 
 
-def setting_argument(parser: argparse.ArgumentParser, s: Setting) -> None:
-    """One flag, whose value argparse reads."""
+def setting_argument(parser: Any, s: Setting, *, several: bool = False) -> None:
+    """One flag, whose value argparse reads. several: it takes several values, and gives a list."""
     default = None if s.default is None else s.kind.read(s.default)
-    _add(parser, s, default=default, **({} if s.kind is SWITCH else {"type": _reader(s.kind)}))
+    more: dict[str, Any] = {"nargs": "+"} if several else {}
+    _add(
+        parser,
+        s,
+        default=[default] if several else default,
+        **more | ({} if s.kind is SWITCH else {"type": _reader(s.kind)}),
+    )
 
 
 def _add(parser: Any, s: Setting, **more: Any) -> None:

@@ -19,9 +19,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hibachi.cli.settings import record_of
+from hibachi.cli.settings import record_of, setting_argument
 from hibachi.common.installed import version
 from hibachi.common.phases import short_duration
+from hibachi.common.settings.settle import settings_of
 from hibachi.engine.scheduler.policies import SHIPPED, policy_of
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.simulator.feed import ORDERS, WINDOW
@@ -31,6 +32,7 @@ from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.engine.simulator.trace import Trace, read_trace, synthetic
 from hibachi.errors import ConfigError
 
+GRID = ("scheduling_policy", "max_num_seqs", "num_blocks")  # options that take several values
 _COLUMNS = (
     ("policy", 16),
     ("rows", 5),
@@ -79,50 +81,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     change.add_argument("--priorities", type=int, metavar="N", help="assign priorities from 0 to N-1")
     change.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
-    group = parser.add_argument_group(
-        "the engine (--scheduling-policy, --max-num-seqs, --num-blocks: several values)"
-    ).add_argument
-    names = ", ".join(SHIPPED)
-    text = f"{names}; or with options: priority:age=30 (default: fcfs)"
-    group("--scheduling-policy", nargs="+", default=["fcfs"], metavar="NAME", help=text)
-    group(
-        "--max-num-seqs",
-        nargs="+",
-        type=int,
-        default=[64],
-        metavar="N",
-        help="most requests that run at once (default: 64)",
-    )
-    group(
-        "--num-blocks",
-        nargs="+",
-        type=int,
-        default=[None],
-        metavar="N",
-        help="blocks in the cache (default: enough for all)",
-    )
-    group("--block-size", type=int, metavar="N", help="tokens in a block (default: 16, or the trace's)")
-    group(
-        "--max-num-batched-tokens",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="most tokens computed in a step (default: 1024)",
-    )
-    group("--max-prefill-tokens", type=int, metavar="N", help="most prompt tokens in a step (default: all)")
-    group("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the trace's longest)")
-    group("--max-num-queued-reqs", type=int, metavar="N", help="requests that may wait (default: any number)")
-    group("--reserve-all", action="store_true", help="reserve blocks for prompt and answer from the start")
-    text = "let requests that begin alike share blocks (default: on)"
-    group("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help=text)
-    group(
+    group = parser.add_argument_group("the engine (--scheduling-policy, --max-num-seqs, --num-blocks: several values)")
+    for s in settings_of(Setup).values():
+        setting_argument(group, s, several=s.key in GRID)
+    group.add_argument(
         "--step-time", metavar="FILE", help="step times from `hibachi bench fit` (default: an 8B model on a large GPU)"
     )
-    group("--speculate", type=int, metavar="N", help="propose N tokens for each row in each step (default: none)")
-    group("--right", type=float, metavar="P", help="how likely a proposed token is right (default: 0.8)")
-    group = parser.add_argument_group("a run offline").add_argument
-    group("--order", choices=ORDERS, help="put all requests in the queue at the start, in this order")
-    group("--window", type=int, metavar="N", help=f"compose the order out of the next N (default: {WINDOW:,})")
+    group.add_argument(
+        "--speculate", type=int, metavar="N", help="propose N tokens for each row in each step (default: none)"
+    )
+    group.add_argument("--right", type=float, metavar="P", help="how likely a proposed token is right (default: 0.8)")
+    group = parser.add_argument_group("a run offline")
+    group.add_argument("--order", choices=ORDERS, help="put all requests in the queue at the start, in this order")
+    group.add_argument(
+        "--window", type=int, metavar="N", help=f"compose the order out of the next N (default: {WINDOW:,})"
+    )
     add("--json", metavar="FILE", help="write all figures as JSON")
     add("--plot", metavar="FILE", help="draw a picture; in a checkout only: python -m benchmarks.bench sim")
 
@@ -150,16 +123,8 @@ def replays(args: argparse.Namespace) -> list[Run]:
         guesses = Guesses(args.speculate, 0.8 if args.right is None else args.right, seed=args.seed)
     window = WINDOW if args.window is None else args.window
     setups = [
-        record_of(
-            Setup,
-            args,
-            scheduling_policy=policy,
-            max_num_seqs=rows,
-            num_blocks=blocks,
-            window=window,
-            guesses=guesses,
-        )
-        for policy, rows, blocks in product(policies, args.max_num_seqs, args.num_blocks)
+        record_of(Setup, args, **dict(zip(GRID, values, strict=True)), window=window, guesses=guesses)
+        for values in product(*(getattr(args, name) for name in GRID))
     ]
     for setup in setups:
         setup.limits(trace)

@@ -121,7 +121,7 @@ def test_a_picture_without_the_library(trace, tmp_path, monkeypatch, capsys):
         (["TRACE", "--synthetic", "5"], 2, "give a TRACE or --synthetic N"),
         (["TRACE", "--repeat", "0"], 2, "--repeat must be at least 1; got 0"),
         (["TRACE", "--speed", "0"], 2, "--speed must be above 0"),
-        (["TRACE", "--max-num-seqs", "0"], 1, "max_num_seqs must be at least 1; got 0"),
+        (["TRACE", "--max-num-seqs", "0"], 2, "argument --max-num-seqs: expected an integer >= 1; got '0'"),
         (
             ["TRACE", "--max-num-seqs", "99", "--max-num-batched-tokens", "50"],
             1,

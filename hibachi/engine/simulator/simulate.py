@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.common.settings.kinds import SWITCH, integer, setting, text
+from hibachi.engine.scheduler.policies import SHIPPED
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.step import Limits
@@ -49,17 +51,17 @@ class Setup:
     order of the file, or as a `Composer` takes them from a rolling window of `window`.
     """
 
-    scheduling_policy: str = "fcfs"
-    max_num_seqs: int = 64
-    num_blocks: int | None = None
-    block_size: int | None = None
-    max_num_batched_tokens: int = 1024
+    scheduling_policy: str = setting(text("NAME"), "fcfs", f"{', '.join(SHIPPED)}; or with options: priority:age=30")
+    max_num_seqs: int = setting(integer(1), 64, "most requests that run at once")
+    num_blocks: int | None = setting(integer(1), None, "blocks in the cache", "enough for all")
+    block_size: int | None = setting(integer(1), None, "tokens in a block", "16, or the trace's")
+    max_num_batched_tokens: int = setting(integer(1), 1024, "most tokens computed in a step")
+    max_prefill_tokens: int | None = setting(integer(1), None, "most prompt tokens in a step", "all")
+    max_model_len: int | None = setting(integer(1), None, "most tokens of a request", "the trace's longest")
+    max_num_queued_reqs: int | None = setting(integer(1), None, "requests that may wait", "any number")
+    reserve_all: bool = setting(SWITCH, False, "reserve blocks for prompt and answer from the start")
+    enable_prefix_caching: bool = setting(SWITCH, True, "let requests that begin alike share blocks")
     chunk: int | None = None
-    max_model_len: int | None = None
-    max_num_queued_reqs: int | None = None
-    max_prefill_tokens: int | None = None
-    reserve_all: bool = False
-    enable_prefix_caching: bool = True
     each: int = 1
     order: str | None = None
     window: int = WINDOW
