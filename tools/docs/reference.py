@@ -179,6 +179,9 @@ class Prose(griffe.Extension):
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         for thing in _all(pkg):
+            if thing.is_function:
+                _spell_out(thing)
+        for thing in _all(pkg):
             if thing.is_attribute and thing.docstring is None and (comment := _comment(thing)):
                 thing.docstring = griffe.Docstring(comment, parent=thing)
             if thing.docstring is not None:
@@ -190,6 +193,27 @@ def _all(thing: Any) -> Iterator[Any]:
     for member in thing.members.values():
         if not member.is_alias:
             yield from _all(member)
+
+
+def _spell_out(function: Any) -> None:
+    """Of a function that `takes` a record of options, the fields of the record, in the place of `**options`."""
+    records = [d.value for d in function.decorators if str(d.value).startswith("takes(")]
+    if not records:
+        return
+    record = function.modules_collection[records[0].arguments[0].canonical_path]
+    fields = {}
+    for one in [*reversed(record.mro()), record]:
+        fields |= {name: a for name, a in one.attributes.items() if a.value is not None}
+    *others, _ = function.parameters
+    function.parameters = griffe.Parameters(
+        *others, *(_option(name, field.annotation, field.value) for name, field in fields.items())
+    )
+
+
+def _option(name: str, annotation: Any, default: Any) -> griffe.Parameter:
+    if isinstance(default, griffe.ExprCall) and str(default.function) == "option":
+        default = default.arguments[0]
+    return griffe.Parameter(name, annotation=annotation, kind=griffe.ParameterKind.keyword_only, default=str(default))
 
 
 def _names(thing: Any) -> set[str]:
