@@ -152,10 +152,28 @@ def _methods(backend: ArrayBackend, mixed: ArrayBackend, source: type, operation
     return {name: getattr(part, name) for name in there}
 
 
-def fitting(found: Sequence[Candidate], *, deterministic: bool, rounding: bool) -> dict[str, list[Candidate]]:
+@dataclass(frozen=True, slots=True)
+class AllowedKernels:
+    """Which candidates may be chosen. deterministic: those alone that do not depend on the batch. rounding: also those
+    in which weights lose digits.
+    """
+
+    deterministic: bool
+    rounding: bool = False
+
+    def why_not(self, c: Candidate) -> str | None:
+        """Why this one may not be chosen; None means it may."""
+        if c.why_not is not None:
+            return c.why_not
+        if self.deterministic and not c.invariant:
+            return "depends on the batch"
+        return "weights lose digits; --quantization auto" if c.rounds and not self.rounding else None
+
+
+def fitting(found: Sequence[Candidate], allowed: AllowedKernels) -> dict[str, list[Candidate]]:
     """By operation, those that may be chosen; operations without any are left out."""
     out: dict[str, list[Candidate]] = {}
     for c in found:
-        if not (c.why_not or (deterministic and not c.invariant) or (c.rounds and not rounding)):
+        if allowed.why_not(c) is None:
             out.setdefault(c.operation, []).append(c)
     return out

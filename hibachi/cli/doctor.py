@@ -10,6 +10,7 @@ import sys
 import time
 
 from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.candidates import AllowedKernels
 from hibachi.backend.discover import best_and_why, best_backend, known, load_backend, why_missing
 from hibachi.backend.library import check_numerics
 from hibachi.cli.options import model_arguments
@@ -106,8 +107,7 @@ def _model(args: argparse.Namespace) -> int:
         arch,
         args.dtype,
         stored=files.dtype,
-        deterministic=invariant,
-        rounding=args.quantization in ("auto", "int8"),
+        allowed=AllowedKernels(invariant, rounding=args.quantization in ("auto", "int8")),
         budget=seconds_of(args.autotune),
         file=args.kernels,
     )

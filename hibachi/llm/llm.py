@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from hibachi.backend.array_backend import ArrayBackend
+from hibachi.backend.candidates import AllowedKernels
 from hibachi.backend.discover import resolve_or_best
 from hibachi.backend.library import check_numerics
 from hibachi.common.options import takes
@@ -87,8 +88,7 @@ class LLM(Texts):
             arch_of(files),
             config.dtype,
             stored=files.dtype,
-            deterministic=bool(invariant),
-            rounding=config.quantization == "auto",
+            allowed=AllowedKernels(bool(invariant), rounding=config.quantization == "auto"),
             budget=seconds_of(config.autotune),
             file=config.kernels,
             portable=is_portable(files),

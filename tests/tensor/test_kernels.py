@@ -12,6 +12,7 @@ from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.candidates import (
     LADDERS,
     OPERATIONS,
+    AllowedKernels,
     Candidate,
     candidates,
     compose,
@@ -142,7 +143,7 @@ def test_what_may_be_chosen():
     ]
 
     def names(**how):
-        return {op: [c.name for c in some] for op, some in fitting(found, **how).items()}
+        return {op: [c.name for c in some] for op, some in fitting(found, AllowedKernels(**how)).items()}
 
     assert names(deterministic=False, rounding=False) == {"linear": ["plain", "steady"]}
     assert names(deterministic=True, rounding=False) == {"linear": ["steady"]}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi.backend.candidates import LADDERS, Candidate
+from hibachi.backend.candidates import LADDERS, AllowedKernels, Candidate
 from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.common.shapes import CallShapes
 from hibachi.errors import ConfigError, UnsupportedOperation
@@ -75,7 +75,7 @@ def test_the_fastest_that_is_right_is_taken_and_the_others_say_why_not(caplog):
     """V-35: one is slower by sleeping, one is broken."""
     caplog.set_level("INFO", logger="hibachi")
     backend = tunable(*linears(slow=Slow, wrong=Wrong, broken=Broken, plain=NumpyBackend))
-    choice = choose(backend, SIZES, deterministic=True, budget=0.05)
+    choice = choose(backend, SIZES, AllowedKernels(True), budget=0.05)
     assert "by timing: linear plain" in caplog.text
     said = why(choice)
     assert said["plain"] is None and "times the fastest" in said["slow"]
@@ -86,7 +86,7 @@ def test_the_fastest_that_is_right_is_taken_and_the_others_say_why_not(caplog):
 
 
 def kept_by(backend, file, *, budget=0.0, dtype="float32", deterministic=True, arch=None):
-    how = {"stored": "float32", "deterministic": deterministic, "budget": budget, "file": file}
+    how = {"stored": "float32", "allowed": AllowedKernels(deterministic), "budget": budget, "file": file}
     return settle(backend, arch or ARCH, dtype, **how)
 
 
@@ -125,16 +125,16 @@ def test_by_itself_only_what_has_the_same_bits_is_timed():
     same, other = Candidate("linear", "same", Slow, bits="n-1"), Candidate("linear", "other", NumpyBackend, bits="n-2")
     backend = tunable(same, other, *linears(nameless=NumpyBackend))
     backend.numerics = "n-1"
-    choice = settle(backend, ARCH, "float32", stored=None, deterministic=False, budget=0.05)
+    choice = settle(backend, ARCH, "float32", stored=None, allowed=AllowedKernels(False), budget=0.05)
     assert set(why(choice)) <= {"same"} and type(choice.backend) in (Slow, Tunable)
     backend.numerics = None
-    assert settle(backend, ARCH, "float32", stored=None, deterministic=False, budget=0.05).backend is backend
+    assert settle(backend, ARCH, "float32", stored=None, allowed=AllowedKernels(False), budget=0.05).backend is backend
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", None])
 def test_the_rule_takes_the_dtype_of_the_checkpoint_where_kernels_compute_it(stored):
     def ruled(backend, dtype=None):
-        return settle(backend, ARCH, dtype, stored=stored, deterministic=False)
+        return settle(backend, ARCH, dtype, stored=stored, allowed=AllowedKernels(False))
 
     assert ruled(NumpyBackend(native=False)).dtype == "float32"
     assert ruled(NumpyBackend(native=False), "float64").dtype == "float64"
@@ -146,11 +146,11 @@ def test_the_rule_takes_the_dtype_of_the_checkpoint_where_kernels_compute_it(sto
 
 def test_deterministic_means_invariant_candidates_or_an_error():
     found = [Candidate("linear", "varies", NumpyBackend), *linears(steady=Slow)]
-    choice = choose(tunable(*found), SIZES, deterministic=True, budget=0.05)
+    choice = choose(tunable(*found), SIZES, AllowedKernels(True), budget=0.05)
     assert why(choice) == {"varies": "depends on the batch", "steady": None}
     assert set(why(choice, "attention").values()) == {"depends on the batch"}  # of which there is none that is steady
     with pytest.raises(UnsupportedOperation):
-        choose(tunable(found[0]), SIZES, deterministic=True)
+        choose(tunable(found[0]), SIZES, AllowedKernels(True))
 
 
 def test_budgets(monkeypatch):
@@ -169,7 +169,7 @@ def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
     arch = describe(locate("tiny")).arch
     backend = hibachi.backend.discover.load_backend("torch", device="cpu")
     for deterministic in (False, True):
-        choice = choose(backend, sizes_of(arch, "float32"), deterministic=deterministic, budget=0.2)
+        choice = choose(backend, sizes_of(arch, "float32"), AllowedKernels(deterministic), budget=0.2)
         taken = {t.operation: t.name for t in choice.trials if t.why_not is None}
         assert set(taken) == {"linear", "attention", "activations", "sampling"}
         assert set(why(choice, "buckets").values()) == {"shapes are not padded"}
@@ -222,11 +222,11 @@ def test_the_price_of_padding_by_hand():
 def test_a_library_that_compiles_gets_a_ladder():
     backend = Static()
     backend.found = ()
-    choice = choose(backend, SIZES, deterministic=False, budget=0.05)
+    choice = choose(backend, SIZES, AllowedKernels(False), budget=0.05)
     [taken] = [t for t in choice.trials if t.operation == "buckets" and t.why_not is None]
     assert choice.backend.shapes.parts == LADDERS[taken.name] and set(taken.times) and "programs" in taken.note
     assert backend.shapes.ladder is None  # the user's own object stays as it was
-    assert choose(NumpyBackend(), SIZES, deterministic=False, budget=0.05).trials == []  # there is nothing to choose
+    assert choose(NumpyBackend(), SIZES, AllowedKernels(False), budget=0.05).trials == []  # there is nothing to choose
 
 
 def test_where_nothing_could_be_timed_the_ladder_stays():
@@ -234,7 +234,7 @@ def test_where_nothing_could_be_timed_the_ladder_stays():
         def attend(self, *args, **more):
             raise RuntimeError("no memory")
 
-    choice = choose(Fails(), SIZES, deterministic=False, budget=0.05)
+    choice = choose(Fails(), SIZES, AllowedKernels(False), budget=0.05)
     assert set(why(choice, "buckets").values()) == {"nothing was measured"} and choice.backend.shapes.ladder is None
     assert "no memory" in table(choice.trials)
 
@@ -279,9 +279,9 @@ class SlowHalves(Halves):
 def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(tmp_path):
     files = (tmp_path / f"{i}.json" for i in range(99))
 
-    def settled(backend, stored, dtype=None, **how):
-        how |= {"stored": stored, "deterministic": False, "budget": 0.05, "file": next(files)}
-        return settle(backend, ARCH, dtype, **how)
+    def settled(backend, stored, dtype=None, rounding=False):
+        allowed = AllowedKernels(False, rounding)
+        return settle(backend, ARCH, dtype, stored=stored, allowed=allowed, budget=0.05, file=next(files))
 
     choice = settled(Halves(), "bfloat16")
     assert choice.dtype == "bfloat16" and "times the fastest" in why(choice, "dtype")["float32"]
@@ -298,7 +298,7 @@ def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(tmp_path):
 
 
 def test_without_time_the_dtype_is_float32():
-    choice = settle(Halves(), ARCH, None, stored="bfloat16", deterministic=False, budget=0.0)
+    choice = settle(Halves(), ARCH, None, stored="bfloat16", allowed=AllowedKernels(False))
     assert choice.dtype == "float32" and choice.trials == []
 
 
@@ -328,7 +328,7 @@ def test_a_candidate_appears_with_its_library_and_falls_back_with_a_reason(monke
     def judged():
         importlib.invalidate_caches()
         kernel = [Candidate("linear", "fast", Quick, invariant=True, needs="fast_kernels")]
-        choice = choose(tunable(*linears(slow=Slow), *kernel), SIZES, deterministic=True, budget=0.05)
+        choice = choose(tunable(*linears(slow=Slow), *kernel), SIZES, AllowedKernels(True), budget=0.05)
         return why(choice)["fast"], choice.backend
 
     class Quick(Tunable):

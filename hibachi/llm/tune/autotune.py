@@ -16,10 +16,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.backend.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
+from hibachi.backend.candidates import (
+    LADDERS,
+    OPERATIONS,
+    AllowedKernels,
+    Candidate,
+    candidates,
+    compose,
+    fitting,
+    ladders,
+    own,
+)
 from hibachi.common.phases import phase
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.llm.model.arch import Arch
@@ -28,7 +37,7 @@ from hibachi.llm.tune.cases import CASES, Cases, ModelSizes, sizes_of
 from hibachi.llm.tune.correctness import CHECKS, NEAR
 from hibachi.llm.tune.load import WORTH_TELLING, Watch
 from hibachi.llm.tune.stepcost import padded
-from hibachi.llm.tune.trial import STEP, KernelTrial, rank, steps_of, taken_of, unfit
+from hibachi.llm.tune.trial import STEP, KernelTrial, rank, steps_of, taken_of, untimed
 
 log: logging.Logger = logging.getLogger("hibachi.autotune")
 BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
@@ -70,8 +79,7 @@ def settle(
     dtype: str | None,
     *,
     stored: str | None,
-    deterministic: bool,
-    rounding: bool = False,
+    allowed: AllowedKernels,
     budget: float = 0.0,
     file: str | Path | None = None,
     portable: bool = True,
@@ -80,14 +88,14 @@ def settle(
     portable: what array libraries may compute in several ways, the backend computes.
 
     dtype: None means by the rule, or with a file the one in which steps take the least time. stored: the dtype of the
-    checkpoint. deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits.
-    budget: seconds to measure for; 0 means go by the rule. file: what it says, if it is there; else it is written.
+    checkpoint. budget: seconds to measure for; 0 means go by the rule. file: what it says, if it is there; else it is
+    written.
 
     Raises ConfigError for a file of another model, or whose kernels are not to be had here; UnsupportedOperation for a
     backend that has no deterministic kernels.
     """
     if file is not None and arch is not None and Path(file).exists():
-        return _as_kept(backend, arch, Path(file), deterministic)
+        return _as_kept(backend, arch, Path(file), allowed.deterministic)
     if not budget or arch is None:
         if file is not None:
             raise ConfigError(
@@ -96,15 +104,14 @@ def settle(
             )
         if not portable and backend.shapes.compiled:  # what it computes itself, XLA computes as the shapes have it
             backend = backend.plain()
-        made = backend.invariant() if deterministic else backend
+        made = backend.invariant() if allowed.deterministic else backend
         by_rule = stored if stored is not None and portable and backend.suits(stored, arch) else "float32"
         return KernelChoice(made, dtype or by_rule, [])
-    how: dict[str, Any] = {"deterministic": deterministic, "rounding": rounding}
     if file is None:
-        ruled = settle(backend, arch, dtype, stored=stored, deterministic=deterministic)
-        return choose(ruled.backend, sizes_of(arch, ruled.dtype), budget=budget, alike=True, **how)
-    choice = _fastest(backend.plain(), arch, dtype, stored, budget, how)
-    kept.write(Path(file), sizes_of(arch, choice.dtype), deterministic, choice.trials)
+        ruled = settle(backend, arch, dtype, stored=stored, allowed=allowed)
+        return choose(ruled.backend, sizes_of(arch, ruled.dtype), allowed, budget=budget, alike=True)
+    choice = _fastest(backend.plain(), arch, dtype, stored, budget, allowed)
+    kept.write(Path(file), sizes_of(arch, choice.dtype), allowed.deterministic, choice.trials)
     return choice
 
 
@@ -131,19 +138,20 @@ def _as_kept(backend: ArrayBackend, arch: Arch, file: Path, deterministic: bool)
 
 
 def _fastest(
-    backend: ArrayBackend, arch: Arch, dtype: str | None, stored: str | None, budget: float, how: dict[str, Any]
+    backend: ArrayBackend, arch: Arch, dtype: str | None, stored: str | None, budget: float, allowed: AllowedKernels
 ) -> KernelChoice:
     """The fastest kernels, whatever their bits; dtype None: and the fastest dtype that the checkpoint allows."""
     if dtype is not None:
-        choice = choose(backend, sizes_of(arch, dtype), budget=budget, alone=OPERATIONS, **how)
+        choice = choose(backend, sizes_of(arch, dtype), allowed, budget=budget, alone=OPERATIONS)
         said = [KernelTrial("dtype", dtype, steps_of(choice.trials), None, None, "as asked for")]
         return replace(choice, trials=[*said, *choice.trials])
     found = [_dtype(backend, name, stored) for name in DTYPES]
-    allowed = fitting(found, deterministic=False, rounding=how["rounding"]).get("dtype", [])
-    trials, measured = [unfit(c, False, how["rounding"]) for c in found], {}
+    dtypes = replace(allowed, deterministic=False)
+    trials, measured = [untimed(c, dtypes) for c in found], {}
+    share = budget / max(len(fitting(found, dtypes).get("dtype", [])), 1)
     for trial in [t for t in trials if t.why_not is None]:
-        sizes, part = sizes_of(arch, trial.name), budget / len(allowed)
-        measured[trial.name] = choice = choose(backend, sizes, budget=part, alone=OPERATIONS, **how)
+        sizes = sizes_of(arch, trial.name)
+        measured[trial.name] = choice = choose(backend, sizes, allowed, budget=share, alone=OPERATIONS)
         trial.times = steps_of(choice.trials)
         if not trial.times:
             trial.why_not = _why_untimed(choice.trials)
@@ -173,42 +181,40 @@ def _dtype(backend: ArrayBackend, name: str, stored: str | None) -> Candidate:
 def choose(
     backend: ArrayBackend,
     sizes: ModelSizes,
+    allowed: AllowedKernels,
     *,
-    deterministic: bool,
-    rounding: bool = False,
     budget: float = 1.0,
     alike: bool = False,
     alone: Iterable[str] = (),
 ) -> KernelChoice:
     """The fastest kernels for a model on this backend. budget: seconds to measure for.
 
-    deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits. alike: of those
-    alone whose bits are the backend's. alone: operations that are timed where there is nothing to choose, too. Raises
-    UnsupportedOperation for a backend that has no deterministic kernels.
+    alike: of those alone whose bits are the backend's. alone: operations that are timed where there is nothing to
+    choose, too. Raises UnsupportedOperation for a backend that has no deterministic kernels.
     """
     start = backend.plain()
     found = candidates(start)
     if alike:
         found = [c for c in found if c.bits is not None and c.bits == backend.numerics and not c.rounds]
-    kernels = fitting(found, deterministic=deterministic, rounding=rounding)
+    kernels = fitting(found, allowed)
     if not kernels:
-        start = backend.invariant() if deterministic else backend
+        start = backend.invariant() if allowed.deterministic else backend
     there = {c.operation for c in found if c.operation in kernels}
     found += [own(start, op) for op in OPERATIONS if op not in there]
     found += ladders(backend)
-    allowed = fitting(found, deterministic=deterministic, rounding=rounding)
+    offered = fitting(found, allowed)
     timed = {op for op, some in kernels.items() if len(some) > 1} | set(alone)
-    if "buckets" in allowed or kernels:
+    if "buckets" in offered or kernels:
         timed |= set(STEP)
     if not timed:
         return KernelChoice(start if not kernels else backend, sizes.dtype, [])
     watch = Watch()
-    trials = _measure(start, sizes, found, allowed, timed, budget, deterministic, rounding)
+    trials = _measure(start, sizes, found, offered, timed, budget, allowed)
     if (others := watch.others()) is not None and others > WORTH_TELLING:
         log.warning("Others had %.1f processors while kernels were timed. Measure again when they are free.", others)
     taken = {t.operation: t.name for t in trials if t.why_not is None}
-    offered = kernels | {op: some for op, some in allowed.items() if op == "buckets"}
-    chosen = {op: c for op, some in offered.items() for c in some if c.name == taken.get(op)}
+    kernels |= {op: some for op, some in offered.items() if op == "buckets"}
+    chosen = {op: c for op, some in kernels.items() for c in some if c.name == taken.get(op)}
     if chosen:
         log.info("Chosen for %s by timing: %s.", sizes.dtype, ", ".join(f"{op} {c.name}" for op, c in chosen.items()))
     return KernelChoice(compose(start, chosen), sizes.dtype, trials)
@@ -218,14 +224,13 @@ def _measure(
     backend: ArrayBackend,
     sizes: ModelSizes,
     found: Sequence[Candidate],
-    allowed: dict[str, list[Candidate]],
+    offered: dict[str, list[Candidate]],
     timed: set[str],
     budget: float,
-    deterministic: bool,
-    rounding: bool,
+    allowed: AllowedKernels,
 ) -> list[KernelTrial]:
     trials: list[KernelTrial] = []
-    tried = sum(len(some) for op, some in allowed.items() if op in timed)
+    tried = sum(len(some) for op, some in offered.items() if op in timed)
     timed_already = 0
     with phase(f"timing kernels in {sizes.dtype}", tried) as p:
         for operation in OPERATIONS:
@@ -233,8 +238,8 @@ def _measure(
             ready: list[_Ready] = []
             p.update(timed_already, f"timing kernels in {sizes.dtype}: {operation}")
             for c in [c for c in found if c.operation == operation]:
-                trial = unfit(c, deterministic, rounding)
-                if c in allowed.get(operation, []) and operation in timed:
+                trial = untimed(c, allowed)
+                if c in offered.get(operation, []) and operation in timed:
                     trial, cases = _prepare(backend, c, sizes)
                     ready += cases
                     timed_already += 1
@@ -244,20 +249,20 @@ def _measure(
             if [t.why_not for t in made] == [None]:
                 made[0].note = "the only one"
             trials += made
-    return trials + _ladders(backend, found, allowed, trials)
+    return trials + _ladders(backend, found, offered, trials)
 
 
 def _ladders(
-    backend: ArrayBackend, found: Sequence[Candidate], allowed: dict[str, list[Candidate]], trials: list[KernelTrial]
+    backend: ArrayBackend, found: Sequence[Candidate], offered: dict[str, list[Candidate]], trials: list[KernelTrial]
 ) -> list[KernelTrial]:
     """The trials of the sizes that steps may be padded to, from the times of the kernels that were taken."""
     times = taken_of(trials)
     taken = {op: name for op, name in ((t.operation, t.name) for t in trials if t.why_not is None)}
-    chosen = {op: c for op, some in allowed.items() for c in some if c.name == taken.get(op)}
+    chosen = {op: c for op, some in offered.items() for c in some if c.name == taken.get(op)}
     made = compose(backend, chosen)
     out = []
     for c in [c for c in found if c.operation == "buckets"]:
-        trial = unfit(c, False, False)
+        trial = untimed(c, AllowedKernels(deterministic=False))
         if trial.why_not is None:
             trial.times, count = padded(times, replace(made.shapes, ladder=LADDERS[c.name]))
             trial.note = f"{count} programs" if count else ""

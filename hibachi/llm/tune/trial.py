@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hibachi.backend.candidates import Candidate
+from hibachi.backend.candidates import AllowedKernels, Candidate
 from hibachi.llm.tune.stepcost import steps
 
 STEP = ("linear", "attention")  # what a step is judged by
@@ -26,13 +26,9 @@ class KernelTrial:
     note: str = ""
 
 
-def unfit(c: Candidate, deterministic: bool, rounding: bool) -> KernelTrial:
-    why = c.why_not
-    if why is None and deterministic and not c.invariant:
-        why = "depends on the batch"
-    if why is None and c.rounds and not rounding:
-        why = "weights lose digits; --quantization auto"
-    return KernelTrial(c.operation, c.name, {}, None, why)
+def untimed(c: Candidate, allowed: AllowedKernels) -> KernelTrial:
+    """The trial of a candidate before it is timed; one that is not allowed says why."""
+    return KernelTrial(c.operation, c.name, {}, None, allowed.why_not(c))
 
 
 def rank(trials: Sequence[KernelTrial]) -> None:
