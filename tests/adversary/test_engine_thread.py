@@ -4,7 +4,6 @@ Numbered as the findings that they were: C critical, H high, M medium, L low.
 """
 
 import asyncio
-import dataclasses
 import logging
 import math
 import os
@@ -13,7 +12,6 @@ import threading
 import time
 import types
 
-import numpy as np
 import pytest
 
 import hibachi
@@ -22,7 +20,6 @@ from hibachi import (
     ConfigError,
     EngineClosed,
     EngineFailed,
-    HibachiError,
     InternalError,
     InvalidModelOutput,
     InvalidRequest,
@@ -37,11 +34,11 @@ from hibachi.engine.recording.replay import read, replay
 from hibachi.engine.runners import inputs
 from hibachi.engine.runners.calls import MOST_TEXT
 from hibachi.engine.scheduler.policy import Fcfs
-from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
+from hibachi.request import MOST_SECONDS, Finish
 from hibachi.testing.toys import SumLogits, SumPaged, expected
 
 from ..engine.models import Background, Gate, GatedNumpy, Next, ints, until
-from ..lib.inside import built, core, thread, worker
+from ..lib.inside import built, core, thread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 BAD = 7  # the token of a hostile request
@@ -79,63 +76,11 @@ def test_c1_min_tokens_beyond_what_fits_keeps_stop_tokens_away_up_to_the_end():
         assert len(found) == 10 and set(found) == {every[-1]}
 
 
-def test_c1_a_generation_config_with_a_huge_top_k(tmp_path):
-    from hibachi.llm.model.generation import Generation
-
-    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648, "max_new_tokens": 1e400}')
-    with pytest.raises(hibachi.InvalidModelFiles, match="max_tokens"):
-        Generation.read(tmp_path).params()
-    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648}')
-    assert SamplingParams(**Generation.read(tmp_path).params()).top_k == MOST_INT
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("temperature", 10**400),
-        ("temperature", math.inf),
-        ("repetition_penalty", 10**400),
-        ("presence_penalty", 10**400),
-        ("top_p", 10**400),
-        ("min_p", -(10**400)),
-        ("n", MOST_RUNS + 1),
-        ("best_of", 10**9),
-    ],
-)
-def test_l_numbers_without_a_meaning_are_refused_with_the_range(field, value):
-    with pytest.raises(InvalidRequest, match=field):
-        SamplingParams(**{field: value})
-
-
-class Unsaid:
-    def __bool__(self):
-        raise SystemExit("neither true nor false")
-
-    def __repr__(self):
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("field", ["ignore_eos", "include_stop", "seed", "stop", "logit_bias"])
-@pytest.mark.parametrize("value", [10**5000, b"x" * 10**6, [["deep"] * 10**5], Unsaid(), np.zeros(3)], ids=type)
-def test_l_values_of_any_type_are_refused_in_few_words(field, value):
-    if field == "seed" and isinstance(value, int):
-        value = -value
-    with pytest.raises(InvalidRequest, match=field) as e:
-        SamplingParams(**{field: value})
-    assert len(str(e.value)) < 500
-
-
 def test_l_long_words_of_a_model_are_cut(serve):
     stream = serve(raiser(ValueError("x" * 10**6))).run([BAD], max_tokens=1)
     with pytest.raises(ModelError, match="1000000 characters") as e:
         Background(stream.collect).result()
     assert len(str(e.value)) < 3000
-
-
-@pytest.mark.parametrize("priority", [10**400, 2**63, -(2**63) - 1, 1.5, True])
-def test_c1_priorities_without_a_meaning_are_refused_with_the_range(priority):
-    with pytest.raises(InvalidRequest, match=r"priority must be an integer from -2\^63"):
-        Terms(priority=priority)
 
 
 @pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 5e-324, 1e-30])
@@ -202,56 +147,33 @@ def test_c1_a_policy_that_cannot_rank_a_request_ends_that_one(serve, method):
     core(engine).scheduler.check()
 
 
-REFUSALS = pytest.mark.parametrize(
-    "error", [MemoryError("no more"), OverflowError("too large"), SystemExit(3)], ids=lambda e: type(e).__name__
-)
-
-
-@REFUSALS
-def test_c1_a_request_that_the_runner_cannot_admit_ends_alone(serve, monkeypatch, error):
-    """Beside requests that share its prompt's blocks, which it was to compute."""
+@pytest.mark.parametrize("error", [MemoryError("no more"), OverflowError("too large"), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("fails", ["admit", "suspend"])
+def test_c1_a_request_that_the_runner_cannot_take_ends_alone(serve, monkeypatch, error, fails):
+    """Beside requests that share its prompt's blocks, which it was to compute; or too few blocks for all."""
     backend = GatedNumpy()
-    engine = serve(SumPaged(backend), backend=backend, block_size=4, max_num_seqs=4)
-    same = [1, 2, 3, 4, 5, 6, 8, 9]
+    options, prompts, n = dict(block_size=4), [[1, 2, 3, 4, 5, 6, 8, 9, i] for i in range(4)], 4
+    if fails == "suspend":
+        options, prompts, n = dict(block_size=2, kv_cache_memory_bytes=12 * 2 * 20), [[i, 1, i] for i in range(4)], 20
+    engine = serve(SumPaged(backend), backend=backend, max_num_seqs=4, **options)
     first = engine.run([5], GREEDY, max_tokens=1)
     backend.wait()
     runner = core(engine).runner
-    inner, failing = runner.admit, [error]
-    monkeypatch.setattr(runner, "admit", lambda seq: fail(failing.pop()) if failing else inner(seq))
-    streams = [engine.run([*same, i], GREEDY, max_tokens=4) for i in range(4)]
+    inner, failing = getattr(runner, fails), [error]
+    monkeypatch.setattr(runner, fails, lambda *args: fail(failing.pop()) if failing else inner(*args))
+    streams = [engine.run(p, GREEDY, max_tokens=n) for p in prompts]
     backend.open()
     first.collect()
-    check_one_ended(engine, streams, [[*same, i] for i in range(4)], 4, error)
-
-
-def check_one_ended(engine, streams, prompts, n, error):
-    expectation = OutOfCapacity if isinstance(error, MemoryError) else InternalError
-    ended = 0
+    ended, expectation = 0, OutOfCapacity if isinstance(error, MemoryError) else InternalError
     for p, s in zip(prompts, streams, strict=True):
         try:
             assert Background(s.collect).result() == expected(p, n)
         except expectation as e:
             ended += 1
             assert e.__cause__ is error and error.__traceback__ is None
-    assert ended == 1
     stats = engine.stats()
-    assert stats.failed == 1 and stats.free_blocks == stats.blocks
+    assert ended == 1 == stats.failed and stats.free_blocks == stats.blocks
     core(engine).scheduler.check()
-
-
-@REFUSALS
-def test_c1_a_request_whose_tokens_cannot_be_kept_ends_alone(serve, monkeypatch, error):
-    """It loses its row, as there are too few blocks for all."""
-    backend = GatedNumpy()
-    engine = serve(SumPaged(backend), backend=backend, block_size=2, max_num_seqs=4, kv_cache_memory_bytes=12 * 2 * 20)
-    prompts = [[i, 1, i] for i in range(4)]
-    streams = [engine.run(p, GREEDY, max_tokens=20) for p in prompts]
-    backend.wait()
-    runner = core(engine).runner
-    inner, failing = runner.suspend, [error]
-    monkeypatch.setattr(runner, "suspend", lambda *args: fail(failing.pop()) if failing else inner(*args))
-    backend.open()
-    check_one_ended(engine, streams, prompts, 20, error)
 
 
 # ---- foreign code that raises what is no Exception ----------------------------------------------------------------
@@ -317,24 +239,6 @@ def test_h1_whatever_a_model_raises_ends_its_request(serve, error, how):
     assert engine.health().state == "idle"
 
 
-def test_h1_a_cancelled_call_in_an_async_model(serve):
-    """What a cancelled call of a client raises inside `async def forward`."""
-
-    class Calls(Next):
-        async def forward(self, tokens):
-            if (tokens == BAD).any():
-                task = asyncio.ensure_future(asyncio.sleep(10))
-                task.cancel()
-                await task
-            return super().forward(tokens)
-
-    engine = serve(Calls())
-    good, bad = engine.run([100], max_tokens=5), engine.run([BAD], max_tokens=5)
-    with pytest.raises(ModelError, match="CancelledError"):
-        Background(bad.collect).result()
-    assert ints(Background(good.collect).result()) == [101, 102, 103, 104, 105]
-
-
 @names
 def test_h1_whatever_a_stop_predicate_or_a_processor_raises_ends_its_request(serve, error):
     def fails(*_):
@@ -355,19 +259,6 @@ def test_h1_whatever_a_stop_predicate_or_a_processor_raises_ends_its_request(ser
 def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
     engine = serve(SumPaged(hibachi.load_backend("numpy")), max_num_seqs=2)
     assert after(engine)
-    runner = core(engine).runner
-    inner = runner.inputs.packed
-
-    def broken(rows, start, q, *rest, **more):
-        if 9 in q:
-            return [][0]
-        return inner(rows, start, q, *rest, **more)
-
-    monkeypatch.setattr(runner.inputs, "packed", broken)
-    bad = engine.run([1] * 9, GREEDY, max_tokens=2)
-    with pytest.raises(ModelError):
-        Background(bad.collect).result()
-    monkeypatch.setattr(runner.inputs, "packed", inner)
 
     def lower(*args, **options):
         raise IndexError("a defect")
@@ -435,21 +326,6 @@ def test_h6_a_failure_keeps_the_words_of_its_traceback_and_no_frames(serve):
 
 
 # ---- outputs that nobody can use ---------------------------------------------------------------------------------
-
-
-def test_h7_bad_requests_in_a_row_end_only_themselves(serve, caplog):
-    class Sometimes(Next):
-        def forward(self, tokens):
-            return np.zeros((len(tokens), 2), int) if (tokens == BAD).any() else super().forward(tokens)
-
-    engine = serve(Sometimes(), max_num_seqs=1)
-    bad = [engine.run([BAD], max_tokens=2) for _ in range(5)]
-    good = [engine.run([10 * i], max_tokens=2) for i in range(1, 4)]
-    for s in bad:
-        with pytest.raises(InvalidModelOutput):
-            Background(s.collect).result()
-    for i, s in enumerate(good, 1):
-        assert ints(Background(s.collect).result()) == [10 * i + 1, 10 * i + 2]
 
 
 def test_h7_health_and_log_say_that_every_output_is_invalid(serve, caplog):
@@ -536,15 +412,6 @@ def test_c1_a_token_in_between_forgives(serve, monkeypatch):
     assert engine.health().restarts == 5
 
 
-def test_c1_without_restart_a_failed_loop_is_the_end(serve, monkeypatch):
-    engine = serve(SumPaged(hibachi.load_backend("numpy")))
-    breaks(engine, monkeypatch)
-    with pytest.raises(EngineFailed):
-        Background(engine.run([1], GREEDY, max_tokens=2).collect).result()
-    with pytest.raises(EngineFailed):
-        engine.run([1], GREEDY)
-
-
 def test_c1_a_recording_goes_on_with_the_new_loop(serve, monkeypatch, tmp_path):
     engine = serve(
         SumPaged(hibachi.load_backend("numpy")), restart="on_failure", record=tmp_path / "record", max_num_seqs=2
@@ -561,25 +428,6 @@ def test_c1_a_recording_goes_on_with_the_new_loop(serve, monkeypatch, tmp_path):
 
 def fail(error):
     raise error
-
-
-# ---- the recorder ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["full", "closed", "words"])
-def test_m3_a_recording_that_cannot_go_on_ends_alone(serve, tmp_path, caplog, monkeypatch, how):
-    engine = serve(Next(), record="/dev/full" if how == "full" else tmp_path / "record")
-    assert ints(Background(engine.run([1], max_tokens=2).collect).result()) == [2, 3]
-    recorder = core(engine).recorder
-    if how == "closed":
-        recorder._file.close()
-    elif how == "words":
-        words, failing = recorder._words, [IndexError("no words")]
-        monkeypatch.setattr(recorder, "_words", lambda entry: words(entry) if not failing else fail(failing.pop()))
-    for i in (5, 6):
-        assert ints(Background(engine.run([i], max_tokens=2).collect).result()) == [i + 1, i + 2]
-    assert caplog.text.count("the recording of the engine's plans ends here") == 1
-    assert engine.dump()["events"]
 
 
 # ---- memory that runs out ----------------------------------------------------------------------------------------
@@ -662,16 +510,6 @@ def test_l_a_request_that_costs_the_cache_again_and_again_is_found(serve, place)
     for p, s in zip(prompts, streams, strict=True):
         assert Background(s.collect).result() == expected(p, 200)
     assert core(engine).scheduler.budget == 64
-
-
-def test_l_memory_that_runs_out_for_everybody_blames_nobody_though_the_cache_is_lost(serve):
-    model = Hungry(hibachi.load_backend("numpy"))
-    model.most = 3
-    engine = serve(model, backend=Donates(), max_num_seqs=8, max_num_batched_tokens=2048, block_size=4)
-    prompts = [[0] * (7 * i + 1) for i in range(6)]
-    streams = [engine.run(p, GREEDY, max_tokens=20) for p in prompts]
-    for p, s in zip(prompts, streams, strict=True):
-        assert Background(s.collect).result() == expected(p, 20)
 
 
 # ---- after a fork ------------------------------------------------------------------------------------------------
@@ -767,16 +605,17 @@ def test_m10_any_number_of_seconds_to_wait(serve, what):
         engine = serve(Next())
         assert ints(engine.run([1], max_tokens=2).collect()) == [2, 3]
         Background(getattr(engine, what), timeout).result()
-    for wrong in (math.nan, "1", [], Unsaid()):
+    for wrong in (math.nan, "1", []):
         with pytest.raises(ConfigError, match="timeout must be a number of seconds"):
             getattr(serve(Next()), what)(wrong)
 
 
 def test_m10_an_async_forward_is_cancelled_at_the_end():
-    cancelled = threading.Event()
+    begun, cancelled = threading.Event(), threading.Event()
 
     class Awaits(Next):
         async def forward(self, tokens):
+            begun.set()
             try:
                 await asyncio.sleep(1000)
             except asyncio.CancelledError:
@@ -785,7 +624,7 @@ def test_m10_an_async_forward_is_cancelled_at_the_end():
 
     engine = AutoregressiveBatchInference(Awaits(), max_model_len=100)
     stream = engine.run([1])
-    until(lambda: core(engine).runner.wait._task is not None)
+    assert begun.wait(20)
     Background(engine.close, 0.05).result()
     assert cancelled.wait(20) and not thread(engine).is_alive()
     assert stream.collect() == [] and stream.finish_reason == Finish.CLOSED
@@ -855,9 +694,8 @@ def test_m10_a_step_that_compiles_is_no_stall():
     engine = AutoregressiveBatchInference(model, max_model_len=100, stall_after=0.1, backend=Compiles())
     stream = engine.run([1], max_tokens=2)
     assert model.inside.wait(20)
-    until(lambda: time.monotonic() - worker(engine)._woke > 0.2)
-    health = engine.health()
-    assert health.state == "running" and "is being compiled" in health.message
+    until(lambda: "is being compiled" in engine.health().message)
+    assert engine.health().state == "running"
     model.over.set()
     assert len(stream.collect()) == 2
     model.over.clear()
@@ -868,11 +706,3 @@ def test_m10_a_step_that_compiles_is_no_stall():
     model.over.set()
     again.collect()
     engine.close()
-
-
-def test_every_field_has_a_test_of_its_range():
-    """A field that is added later must be thought of here."""
-    assert {f.name for f in dataclasses.fields(Terms)} == {
-        "priority", "tenant", "timeout", "queue_timeout", "cache_salt",
-    }  # fmt: skip
-    assert issubclass(InternalError, HibachiError)

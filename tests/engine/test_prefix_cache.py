@@ -212,7 +212,12 @@ def test_an_unknown_policy_is_refused_with_the_names():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"priority": 1.5}, {"tenant": 3}, {"timeout": 0}, {"queue_timeout": "1"}, {"cache_salt": 7}]
+    "wrong",
+    [
+        *({"priority": p} for p in (1.5, True, 2**63, -(2**63) - 1, 10**400)),
+        *({"tenant": 3}, {"timeout": 0}, {"queue_timeout": "1"}, {"cache_salt": 7}),
+    ],
+    ids=lambda wrong: f"{wrong}"[:30],
 )
 def test_wrong_terms_are_refused(wrong):
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
