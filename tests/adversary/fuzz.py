@@ -29,7 +29,7 @@ from typing import Any
 import hibachi
 from hibachi import HibachiError, QueueFull, SamplingParams
 
-from ..lib.inside import core
+from ..lib.inside import checking, core
 from .clients import READS, Draw, Request, once
 from .drawn import SALTS, WORDS
 from .hostile import FAULTS
@@ -181,9 +181,7 @@ class Round:
         """Start all processes that check forms, as they are started when they are first needed, perhaps late."""
         forms = self.place.engine.forms
         if forms.vocabulary is not None:
-            for process in forms.guides._checks._processes:
-                if process._process is None:
-                    process._start()
+            checking(forms.guides, start=True)
 
     def _arm(self) -> None:
         """From now on the model may be hostile."""

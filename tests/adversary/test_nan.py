@@ -160,25 +160,6 @@ def test_h4_nan_reaches_no_request_that_shares_what_comes_before_it(name, dtype)
     check(model, [[1] * 9 + [POISON, 1]], [[1] * 9 + [0, 1], [1] * 8 + [2]], enable_prefix_caching=True)
 
 
-class Overflows(Hides):
-    """The poison's value is finite, but not in the cache, which has fewer bits."""
-
-    def cache_spec(self):
-        return [Paged(1, 2, 1, dtype="float16")]
-
-    def step(self, params, cache, x):
-        values = np.where(x.tok == POISON, 1e5, x.tok).astype(np.float32)[:, None, None]
-        nothing = np.zeros((len(values), 1, 2), np.float32)
-        with np.errstate(over="ignore"):
-            mean, layer = self.backend.attend(nothing, nothing, values, cache[0], x)
-        return self.output((mean[:, 0, 0] * (x.pos + 1)).round()[x.last]), [layer]
-
-
-@pytest.mark.parametrize("name", ["numpy", "numpy invariant"])
-def test_h4_values_that_overflow_in_the_cache_reach_no_later_owner(name):
-    check(Overflows(BACKENDS[name]()), [[5, POISON, 5]] * 3, [[1, 2], [1, 1, 0, 1, 0], [0] * 30 + [1]])
-
-
 class Recurrent(Hides):
     """The running sum of each row, in a state that the poison makes NaN for good."""
 

@@ -21,6 +21,30 @@ def thread(engine: Any) -> Any:
     return engine._worker._thread
 
 
+def refuses(engine: Any) -> bool:
+    """Does it take no more requests? Of an engine in this process or in another."""
+    return (getattr(engine, "_worker", None) or engine)._refusal is not None
+
+
+def closing(engine: Any) -> bool:
+    return bool(engine._worker._closing)
+
+
+def flight(engine: Any) -> Any:
+    """The step that has begun and whose tokens are not read yet."""
+    return core(engine)._flight
+
+
+def unended(engine: Any) -> Any:
+    """Streams of an engine in another process."""
+    return engine._channels
+
+
+def unanswered(engine: Any) -> Any:
+    """Questions to an engine in another process."""
+    return engine._answers
+
+
 def built(engine: Any) -> Any:
     """What requests are prepared with."""
     return engine._built
@@ -36,6 +60,9 @@ def running(guides: Any) -> Any:
     return guides._checks._running
 
 
-def checking(guides: Any) -> list[subprocess.Popen[bytes]]:
-    """The processes that check forms and have been started."""
+def checking(guides: Any, *, start: bool = False) -> list[subprocess.Popen[bytes]]:
+    """The processes that check forms and have been started. start: all are."""
+    for each in guides._checks._processes if start else ():
+        if each._process is None:
+            each._start()
     return [p._process for p in guides._checks._processes if p._process is not None]
