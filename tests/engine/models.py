@@ -1,14 +1,13 @@
 """The models of these tests. The next token is the last one plus 1, unless said otherwise."""
 
 import threading
-import time
 from contextlib import nullcontext
 
 import numpy as np
 
 from hibachi import NumpyBackend
 
-PATIENCE = 20  # seconds until a test that hangs fails
+from ..lib.waits import PATIENCE, until  # noqa: F401  # for who imports both from here
 
 
 class Next:
@@ -88,14 +87,6 @@ class Background(threading.Thread):
         if self._error is not None:
             raise self._error
         return self._out
-
-
-def until(condition):
-    """Wait for another thread to come to some point, by looking."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.0005)
 
 
 def ints(items):

@@ -3,8 +3,6 @@
 The model answers with the last token plus 1, stop is 9 and padding 0, as in the facts.
 """
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -254,72 +252,6 @@ def test_the_batch_is_trimmed(together):
 # ---- section 6: what the crate was seen to do --------------------------------------------------------------------
 
 
-def test_same_length(together):
-    """Same length: forwards (2,3) (2,4) (2,5) (1,6) and the streams 6 7 8 9 / 7 8 9."""
-    _, gate, streams = together([1, 2, 5], [1, 2, 6])
-    gate.open()
-    assert collect(streams) == [[6, 7, 8, 9], [7, 8, 9]]
-    assert gate.shapes == [(2, 3), (2, 4), (2, 5), (1, 6)]
-
-
-def test_long_first_pads_on_the_left(crate):
-    """Long first: the second is padded to [0, 0, 1, 2, 5]."""
-    seen = []
-
-    class Spy(Next):
-        def forward(self, tokens):
-            seen.append(tokens.tolist())
-            return super().forward(tokens)
-
-    entered, gate = threading.Event(), threading.Event()
-
-    class Held(Spy):
-        def forward(self, tokens):
-            entered.set()
-            assert gate.wait(PATIENCE)
-            return super().forward(tokens)
-
-    engine = crate(Held())
-    plug = engine.run([0], max_tokens=1)
-    assert entered.wait(PATIENCE)  # both others come while it is computed, so they start together
-    streams = [engine.run([1, 1, 1, 1, 6]), engine.run([1, 2, 5])]
-    gate.set()
-    plug.collect()
-    assert collect(streams) == [[7, 8, 9], [6, 7, 8, 9]]
-    assert [[1, 1, 1, 1, 6], [0, 0, 1, 2, 5]] in [rows[-2:] for rows in seen]
-
-
-def test_short_joins_mid_flight(together):
-    """Short joins mid-flight: [7] joins [1, 2, 3, 4] at its length and both finish right."""
-    engine, gate, [a] = together([1, 2, 3, 4])
-    for _ in range(3):
-        gate.let()
-        gate.wait()
-    b = engine.run([7])
-    gate.open()
-    assert collect([a, b]) == [[5, 6, 7, 8, 9], [8, 9]]
-    assert gate.shapes[4] == (2, 8)
-
-
-@pytest.mark.parametrize("more", [1, 2, 5])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_short_first_then_longer(together, n, more):
-    """Short first, then longer by 2 or more: the crate aborts. Longer by exactly 1: it is silently wrong."""
-    _, gate, streams = together(*[[1, 2, 6]] * n, [1] * (2 + more) + [6])
-    gate.open()
-    assert collect(streams) == [[7, 8, 9]] * (n + 1)
-
-
-def test_longer_by_exactly_one_joins_a_batch_of_one(together):
-    """Longer by exactly 1, batch of 1: the crate pads on the right and streams 1 2 3 … 9 instead of 7 8 9."""
-    engine, gate, [a] = together([1, 2, 3])
-    gate.let()
-    gate.wait()  # a has 4 tokens now
-    b = engine.run([1, 1, 1, 1, 6])
-    gate.open()
-    assert collect([a, b]) == [[4, 5, 6, 7, 8, 9], [7, 8, 9]]
-
-
 def test_empty_prompt(crate):
     """Empty prompt: the crate shows the model a (1, 0) batch. Ours refuses it, to the caller only."""
     engine = crate()
@@ -327,24 +259,6 @@ def test_empty_prompt(crate):
         with pytest.raises(InvalidRequest, match="at least one token"):
             engine.run(empty)
     assert collect([engine.run([7])]) == [[8, 9]]
-
-
-@pytest.mark.parametrize("rows", [0, -1, 2.0, True, None])
-def test_no_rows(rows):
-    """S = 0: the crate accepts it and the request hangs for ever."""
-    with pytest.raises(ConfigError, match="max_num_seqs must be an integer >= 1"):
-        AutoregressiveBatchInference(Next(), stop_token=STOP, max_num_seqs=rows)
-
-
-def test_two_rows_for_five_requests(together):
-    """S = 2, 5 requests of [6]: slots refill as each finishes; every stream 7 8 9.
-
-    The crate runs the first one alone, because it starts before the others are queued.
-    """
-    _, gate, streams = together(*[[6]] * 5, max_num_seqs=2)
-    gate.open()
-    assert collect(streams) == [[7, 8, 9]] * 5
-    assert [n for n, _ in gate.shapes] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
 
 
 # ---- the rest of the face ----------------------------------------------------------------------------------------
@@ -358,13 +272,6 @@ def test_prompts_are_copied(together):
     prompt[:] = 7
     gate.open()
     assert ints(stream.collect()) == [4, 5, 6, 7, 8, 9]
-
-
-def test_items_are_native_arrays_of_the_token_shape(serve):
-    """Level 0 streams yield what the model returned, row by row."""
-    engine = serve(stop_token=None)
-    [item] = engine.run(np.zeros((3, 2), np.int16), max_tokens=1)
-    assert isinstance(item, np.ndarray) and item.dtype == np.int16 and item.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -383,13 +290,6 @@ def test_prompts_of_another_kind(crate, prompt, why):
     with pytest.raises(InvalidRequest, match=why):
         engine.run(prompt)
     assert ints(other.collect()) == [7, 8, 9]
-
-
-@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "3"])
-def test_a_bad_limit(crate, limit):
-    """max_tokens is an integer >= 1."""
-    with pytest.raises(InvalidRequest, match="max_tokens must be an integer >= 1"):
-        crate().run([1], max_tokens=limit)
 
 
 def test_a_model_that_is_none():

@@ -92,20 +92,6 @@ def test_few_checkpoints_for_many_prompts(engine):
         assert e.stats().prefix_hits > 0
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_tight_memory_and_checkpoints_together(library):
-    backend = hibachi.load_backend(library)
-    model = SumBoth(backend)
-    spec = model.cache_spec()[0]
-    block = 4 * spec.kv_heads * (spec.k_dim + spec.v_dim) * 4
-    options = dict(backend=backend, max_model_len=100, block_size=4, max_num_seqs=6, kv_cache_memory_bytes=30 * block)
-    with AutoregressiveBatchInference(model, **options) as e:
-        prompts = [np.concatenate([prompt(16), prompt(8, i)]) for i in range(8)]
-        streams = [e.run(p, GREEDY.with_(max_tokens=40)) for p in prompts]
-        assert [s.collect() for s in streams] == [answer(p, 40) for p in prompts]
-        assert e.stats().preemptions > 0
-
-
 def test_who_starts_on_blocks_waits_until_they_are_full():
     """One is computed again that had made way, in a step of two calls: its last token comes with the second one."""
 

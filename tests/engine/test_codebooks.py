@@ -11,7 +11,6 @@ from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
 
 from . import chi_square
 from .frames import RUNGS, Flat, K, OwnFrames, StateFrames, V, WholeFrames
-from .models import until
 
 LIBRARIES = ["numpy", "torch", "jax"]
 RNG = np.random.default_rng(3)
@@ -81,12 +80,6 @@ def test_chi_square_of_a_third_of_the_cases():
 def test_chi_square_of_sixty_cases_on_all_libraries():
     found = [*chi_square.cases()]
     assert len(found) == 60 and min(p for *_, p in found) > 1e-3
-
-
-def test_the_test_of_distributions_can_fail():
-    assert chi_square.p_value(np.array([500, 500, 0]), np.array([0.6, 0.4, 0.0])) < 1e-3
-    with pytest.raises(AssertionError, match="cannot come"):
-        chi_square.p_value(np.array([500, 500, 1]), np.array([0.5, 0.5, 0.0]))
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -228,15 +221,6 @@ def test_nan_in_one_codebook_ends_its_request_only(rung, serve):
     assert ended >= 1 and right >= 1 and ended + right == len(PROMPTS)
 
 
-def test_a_stream_that_is_left_frees_its_row(serve):
-    engine = serve(StateFrames(), max_num_seqs=1)
-    stream = engine.run(PROMPTS[0], params(0, max_tokens=150))
-    next(stream)
-    stream.close()
-    assert np.array_equal(frames(engine.run(PROMPTS[1], params(1))), frames(engine.run(PROMPTS[1], params(1))))
-    until(lambda: engine.stats().running == 0)
-
-
 def test_a_prompt_that_grows_by_itself_continues(serve, right):
     """Position, not the number of new tokens, decides what is drawn: a prompt and its first tokens give the rest."""
     engine = serve(StateFrames())
@@ -262,51 +246,6 @@ def test_codebooks_that_are_forced_to_an_id(rung, serve, recwarn):
     assert len({int(i) for frame in got for i in frame[:, 0]}) > 1 and not list(recwarn)
 
 
-def test_a_past_that_is_ignored_is_found_though_some_logits_are_infinite(serve):
-    class Forgets(OwnFrames):
-        def scored(self, h):
-            logits = super().scored(h)
-            logits[:, 1] = -np.inf
-            logits[:, 1, 0] = 0
-            return logits
-
-        def step(self, tokens, lengths, past):
-            logits, new = super().step(tokens, np.minimum(lengths, tokens.shape[1]), None)
-            return logits, new
-
-    with pytest.raises(ConfigError, match="must go on from the past that it is given"):
-        serve(Forgets())
-
-
-class Closed:
-    """A mapping, or a list of them, that cannot be read."""
-
-    def keys(self):
-        return ["temperature"]
-
-    def __getitem__(self, name):
-        raise RuntimeError("planted")
-
-    def __iter__(self):
-        raise RuntimeError("planted")
-
-
-@pytest.mark.parametrize(
-    "given", [Closed(), [{}, Closed()], [[("top_k",)]], [{Closed(): 1}]], ids=["value", "item", "pair", "key"]
-)
-def test_codebooks_that_cannot_be_read_are_refused(given):
-    with pytest.raises(InvalidRequest, match="codebooks must be one mapping for each codebook"):
-        SamplingParams(codebooks=given)
-
-
 def test_a_wrong_value_is_refused_with_the_number_of_its_codebook():
     with pytest.raises(InvalidRequest, match="codebooks number 1: temperature must be a finite number"):
         SamplingParams(codebooks=[{}, {"temperature": -1}])
-
-
-def test_a_model_that_changes_its_declarations_changes_no_engine(serve):
-    model = StateFrames()
-    engine = serve(model)
-    want = frames(engine.run(PROMPTS[0], params(1)))
-    model.codebooks, model.draws, model.inputs = None, 5, 3
-    assert np.array_equal(frames(engine.run(PROMPTS[0], params(1))), want)

@@ -4,8 +4,6 @@ shares its batch."""
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
 from hibachi.backend.layout import Paged, StepInputs
@@ -92,60 +90,6 @@ def expected(tiny, fixed):
     return alone(tiny, fixed)
 
 
-def company(engine, vocab):
-    """Requests that are none of ours."""
-    rng = np.random.default_rng(1)
-    return [engine.run(rng.integers(3, vocab, 5 + 7 * i), params(i + 3, seed=99)) for i in range(ROWS - len(PROMPTS))]
-
-
-SITUATIONS = {
-    "beside 20 others": dict(),
-    "from the cache": dict(),
-    "in another order": dict(enable_prefix_caching=False),
-    "in chunks of 7": dict(max_prefill_tokens=7),
-    "in chunks of 24": dict(max_prefill_tokens=24),
-    "in single tokens": dict(max_prefill_tokens=1),
-}
-SLOW = "in another order", "in chunks of 24", "in single tokens"
-
-
-@pytest.mark.parametrize(
-    "situation",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SITUATIONS],
-)
-def test_the_bits_are_those_of_the_request_alone(tiny, fixed, expected, situation):
-    todo = list(enumerate(prompts(tiny.vocab_size)))
-    if situation == "in another order":
-        todo.reverse()  # so that everybody has another row
-    with engine(tiny, fixed, **SITUATIONS[situation]) as e:
-        if situation == "from the cache":
-            results(e.run(p, params(0)) for _, p in todo)
-        others = company(e, tiny.vocab_size) if situation == "beside 20 others" else []
-        streams = {i: e.run(p, params(i)) for i, p in todo}
-        assert results([streams[i] for i in range(len(todo))]) == expected
-        results(others)
-        if situation == "from the cache":
-            assert e._built.scheduler.counts.prefix_hits > 300
-
-
-def test_the_bits_are_the_same_for_who_joins_later(tiny, fixed, expected):
-    with engine(tiny, fixed) as e:
-        streams, begun = [], []
-        for i, p in enumerate(prompts(tiny.vocab_size)):
-            streams.append(e.run(p, params(i)))
-            begun.append([next(streams[-1]) for _ in range(i % 3)])
-        got = results(streams)
-    assert [(b + tokens, *rest) for b, (tokens, *rest) in zip(begun, got, strict=True)] == expected
-
-
-def test_the_bits_are_the_same_for_who_is_preempted(tiny, fixed, expected):
-    blocks = 36  # for sequences that need up to 10 each
-    size = 16 * sum(s.kv_heads * (s.k_dim + s.v_dim) * 4 for s in tiny.cache_spec())
-    with engine(tiny, fixed, kv_cache_memory_bytes=blocks * size) as e:
-        assert results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))]) == expected
-        assert e._built.scheduler.counts.preemptions > 0
-
-
 def test_embeddings_beside_tokens_change_nobody(tiny, fixed, expected):
     """A step with embeddings is another program, so tokens must not be in it."""
     rng = np.random.default_rng(2)
@@ -156,32 +100,6 @@ def test_embeddings_beside_tokens_change_nobody(tiny, fixed, expected):
         again = e.run(None, params(1), prompt_embeds=given)
         assert results(streams) == expected
         assert results([again]) == solo
-
-
-# ---- other kinds of models -----------------------------------------------------------------------------------------
-
-SIZES = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-HEADS = dict(intermediate_size=80, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_LEN)
-FAMILIES = {
-    "mixture of experts": ("Mixtral", SIZES | HEADS | dict(num_experts_per_tok=2, num_local_experts=5)),
-    "window and soft cap": ("Gemma2", SIZES | HEADS | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20)),
-    "recurrent states": ("Mamba", SIZES | dict(state_size=4, time_step_rank=3)),
-}
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "recurrent states" else pytest.mark.slow) for name in FAMILIES]
-)
-@pytest.mark.slow
-def test_the_bits_of_other_models(family, fixed, tmp_path):
-    name, sizes = FAMILIES[family]
-    torch.manual_seed(0)
-    made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
-    made.save_pretrained(tmp_path)
-    model = load_model(open_files(tmp_path), fixed, max_model_len=MAX_LEN)
-    expected = alone(model, fixed)
-    with engine(model, fixed, max_prefill_tokens=24) as e:
-        assert results([e.run(p, params(i)) for i, p in enumerate(prompts(model.vocab_size))]) == expected
 
 
 # ---- models for which larger steps are something else ----------------------------------------------------------------
@@ -230,22 +148,6 @@ def test_prompts_of_rows_with_states_go_in_pieces_where_that_gives_the_same_bits
     assert runner(by_piece, eight).inputs.shapes.pieces == (1, 4)
 
 
-@pytest.mark.slow
-def test_a_prompt_in_pieces_takes_a_call_for_each(eight, monkeypatch):
-    with engine(SumState(eight), eight) as e:
-        inputs, pieces = e._built.runner.inputs, []
-        packed = inputs.packed
-        monkeypatch.setattr(
-            inputs,
-            "packed",
-            lambda rows, start, q, *more, **by: pieces.append(q[0]) or packed(rows, start, q, *more, **by),
-        )
-        prompt = [1 + i % 5 for i in range(39)]
-        stream = e.run(prompt, SamplingParams(temperature=0, max_tokens=1))
-        assert [int(t) for t in stream.collect()] == summed_from(prompt, 1)
-    assert pieces == [16, 16, 4, 1, 1, 1]
-
-
 def test_rows_with_states_in_calls_of_both_sizes_have_their_own_tokens(eight):
     with engine(SumState(eight), eight) as e:
         texts = [[1 + i % 5, 2, 3] for i in range(20)]
@@ -256,24 +158,6 @@ def test_rows_with_states_in_calls_of_both_sizes_have_their_own_tokens(eight):
 
 def test_the_larger_calls_are_made_when_more_than_half_full():
     assert [size_for(n, (8, 32)) for n in (1, 8, 16, 17, 32, 50)] == [8, 8, 8, 32, 32, 32]
-
-
-@pytest.mark.slow
-def test_where_there_are_no_larger_steps_the_bits_are_the_same(tiny_eight, eight):
-    by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    with engine(by_size, eight, enable_prefix_caching=False) as e:
-        some = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny_eight.vocab_size)[:6])]
-        together = results(some)
-        solo = [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny_eight.vocab_size)[:6])]
-    assert together == solo
-
-
-def test_these_tests_notice_a_model_whose_rows_look_at_each_other(tiny, fixed):
-    nosy = Altered(tiny, lambda logits, x: logits + 2**-16 * jnp.mean(logits, axis=0, keepdims=True))
-    with engine(nosy, fixed, enable_prefix_caching=False) as e:
-        streams = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
-        together = results(streams)
-        assert together != [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
 
 
 def test_the_programs_are_compiled_before_the_first_request(tiny_eight, eight):

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -172,22 +170,6 @@ def test_one_that_hangs_is_waited_for_once_and_closing_does_not_wait(monkeypatch
         assert [r.getMessage() for r in caplog.records if "is off" in r.getMessage()]
     finally:
         gate.set()
-
-
-def test_one_that_hangs_does_not_keep_the_process():
-    program = """
-import threading
-from hibachi import AutoregressiveBatchInference, NumpyBackend, SamplingParams
-from hibachi.testing.toys import SumPaged
-class Hangs:
-    def propose(self, keys, tokens, most):
-        threading.Event().wait()
-config = {"method": Hangs(), "num_speculative_tokens": 2}
-e = AutoregressiveBatchInference(SumPaged(NumpyBackend()), max_model_len=64, speculative_config=config)
-print(e.run([1, 2], SamplingParams(temperature=0, max_tokens=5)).collect())
-"""
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0 and found.stdout.strip() == str(expected([1, 2], 5)), found.stderr
 
 
 def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():

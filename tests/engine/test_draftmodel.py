@@ -201,16 +201,6 @@ def test_what_came_as_guessed_is_not_computed_again():
     assert r.as_a_fresh_one((seq, wrong[:-2])) == [1, 1, 1]
 
 
-def test_guesses_beyond_a_rows_blocks_are_computed_again():
-    r = Rows()
-    seq, tokens = r.seq(0, [1], 3), [1, 2, 3]
-    assert r.as_a_fresh_one((seq, tokens)) == [3, 1, 1]  # position 3 is its own, 4 is not
-    seq.blocks += [2]
-    assert r.as_a_fresh_one((seq, answer(tokens, 4))) == [3, 1, 1]
-    assert r.as_a_fresh_one((seq, answer(tokens, 5))) == [1, 1, 1]
-    assert r.as_a_fresh_one((seq, answer(tokens, 6))) == [1, 1, 1]  # the token at position 8 has no block
-
-
 def test_blocks_with_the_same_tokens_are_shared_and_others_are_not():
     r = Rows()
     tokens = answer([1, 2, 3], 14)
@@ -226,40 +216,6 @@ def test_blocks_with_the_same_tokens_are_shared_and_others_are_not():
     r.draft.forget(first)
     again = r.seq(0, [1, 2, 31, 32, 35, 36], 17)  # a block was given to other tokens behind the same beginning
     assert r.as_a_fresh_one((again, tokens)) == [9, 1, 1]
-
-
-def test_a_row_that_was_cut_and_went_on_otherwise_shares_what_it_has_now():
-    r = Rows()
-    tokens = answer([1, 2, 3], 6)
-    others = [*tokens[:3], 0, *tokens[4:]]
-    seq = r.seq(0, [1, 2, 3, 4], 9)
-    assert r.ask((seq, tokens))[1] == [9, 1, 1]
-    assert r.as_a_fresh_one((seq, tokens[:3])) == [1, 1, 1]
-    assert r.as_a_fresh_one((seq, others)) == [6, 1, 1]
-    assert r.as_a_fresh_one((r.seq(1, [1, 2, 5, 6], 9), others)) == [1, 1, 1]
-    assert r.as_a_fresh_one((r.seq(2, [1, 2, 7, 8], 9), tokens)) == [9, 1, 1]
-
-
-def test_a_block_that_another_row_has_begun_to_write_to_is_not_found():
-    r = Rows()
-    tokens = answer([1, 2, 3], 6)
-    first = r.seq(0, [1, 2, 3, 4], 9)
-    assert r.ask((first, tokens))[1] == [9, 1, 1]
-    assert r.ask((r.seq(1, [2], 2), [8, 8]), most=1)[1] == [2]
-    assert r.as_a_fresh_one((r.seq(2, [1, 2, 5, 6], 9), tokens)) == [5, 1, 1]
-
-
-def test_a_row_that_was_preempted_finds_what_is_still_there():
-    r = Rows()
-    tokens = answer([1, 2, 3], 10)
-    seq = r.seq(0, [1, 2, 3, 4], 3)
-    assert r.ask((seq, tokens))[1] == [13, 1, 1]
-    seq.length, seq.row, seq.blocks = 13, 1, [1, 2, 9, 10, 11]  # it got two of its blocks back
-    other = r.seq(0, [3, 4, 5, 6], 5)
-    assert r.as_a_fresh_one((other, [4, 4, 4, 4, 4])) == [5, 1, 1]
-    assert r.as_a_fresh_one((seq, tokens)) == [5, 1, 1]
-    seq.length, seq.row, seq.blocks = 14, 2, [1, 2, 3, 4, 5]  # a block that another request has written to
-    assert r.as_a_fresh_one((seq, answer([1, 2, 3], 11))) == [6, 1, 1]
 
 
 def test_long_rows_catch_up_over_several_calls_and_others_do_not_wait():
@@ -377,23 +333,6 @@ class Small(Guesser):
 
 class Other(Guesser):
     vocab_size = 11
-
-
-class Spelled(Guesser):
-    def __init__(self, last):
-        super().__init__()
-        self.tokenizer = Letters(last)
-
-
-class Letters:
-    def __init__(self, last):
-        self.letters = f"abcdefghi{last}"
-
-    def encode(self, text):
-        return [self.letters.index(c) for c in text]
-
-    def decode(self, ids):
-        return "".join(self.letters[i] for i in ids)
 
 
 class Whole:

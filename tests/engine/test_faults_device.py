@@ -16,7 +16,6 @@ from hibachi import (
     OutOfCapacity,
     SamplingParams,
 )
-from hibachi.engine.runners import cached
 from hibachi.request import Finish
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
 
@@ -122,7 +121,7 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     with caplog.at_level(logging.WARNING, "hibachi.engine"):
         streams = [engine.run(p, GREEDY, max_tokens=5) for p in prompts]
         check(streams, prompts)
-    budget = engine._worker.engine.scheduler.budget
+    budget = engine.core.scheduler.budget
     assert budget < 8 * 24 and engine.stats().failed == 0
     failures = [n for n in backend.sizes if n > most]
     assert 1 <= len(failures) <= 16, "halving needs few tries"
@@ -130,7 +129,7 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     for _ in range(3):  # the first requests may not have come all at once
         seen = len(backend.sizes)
         check([engine.run(p, GREEDY, max_tokens=5) for p in prompts], prompts)
-        assert engine._worker.engine.scheduler.budget <= budget, "the budget stays halved for as long"
+        assert engine.core.scheduler.budget <= budget, "the budget stays halved for as long"
         if max(backend.sizes[seen:]) <= most:
             return
     pytest.fail("each load runs out of memory again")
@@ -168,7 +167,7 @@ def test_a_request_that_has_no_room_for_one_token(serve):
     assert isinstance(caught.value.__cause__, MemoryError)
     check(streams)
     assert engine.stats().failed == 1
-    assert engine._worker.engine.scheduler.budget == 1024
+    assert engine.core.scheduler.budget == 1024
 
 
 def test_memory_that_runs_out_for_good_fails_all(serve):
@@ -213,8 +212,8 @@ def test_memory_that_runs_out_takes_a_donated_cache_with_it(serve):
     model.again = True
     backend.open()
     check(streams)
-    assert backend.caches == 2 and engine._worker.engine.runner.memory.donating
-    assert engine._worker.engine.scheduler.budget < 1024
+    assert backend.caches == 2 and engine.core.runner.memory.donating
+    assert engine.core.scheduler.budget < 1024
 
 
 def test_what_a_failed_step_had_computed_is_let_go_before_the_next_try(serve):
@@ -426,30 +425,6 @@ def test_a_device_that_does_not_even_give_a_new_cache(serve):
     assert backend.caches == 4
 
 
-def test_what_was_generated_survives_a_restart_and_preemption(serve):
-    """Few blocks: some wait as preempted, others run, when the device goes."""
-    backend = Breakable()
-    prompts = [[i, 1, 1] for i in range(6)]
-    engine, streams = start(
-        serve,
-        SumPaged(backend),
-        prompts,
-        limit=20,
-        restart="on_failure",
-        block_size=4,
-        kv_cache_memory_bytes=12 * 4 * 4 * 3,
-    )
-    backend.let(8)
-    for _ in range(8):
-        backend.wait()
-    assert engine.stats().preemptions
-    backend.errors = [Lost("off the bus")]
-    backend.open()
-    check(streams, prompts, 20)
-    stats = engine.stats()
-    assert stats.failed == 0 and stats.free_blocks == stats.blocks
-
-
 # ---- outputs that nobody can use ---------------------------------------------------------------------------------
 
 
@@ -534,33 +509,3 @@ def test_readers_of_one_step_come_after_their_writer_when_rows_are_run_apart(ser
     with pytest.raises(ModelError):
         streams.pop(poison_at).collect()
     check(streams, [same] * 8)
-
-
-def test_that_order_is_what_makes_it_right(serve, monkeypatch):
-    """The test above can fail: with rows in the plan's order, readers see blocks that nobody has written."""
-    monkeypatch.setattr(cached, "writers_first", lambda plan: np.arange(len(plan.rows)))
-    same = [*PREFIX, 5]
-    engine, streams = start(serve, poisoned(SumPaged, "raises"), [*[same] * 8, [POISON]], block_size=4)
-    engine.model.backend.open()
-    with pytest.raises(ModelError):
-        streams.pop().collect()
-
-    def right(stream):
-        try:
-            return stream.collect() == expected(same, 5)
-        except ModelError:  # a wrong sum may be the poison
-            return False
-
-    assert not all([right(s) for s in streams])
-
-
-@pytest.mark.parametrize("error", [MemoryError("no more"), Lost("off the bus")])
-def test_a_step_that_did_not_happen_leaves_nothing_published(serve, error):
-    backend = Breakable()
-    prompts = [[*PREFIX, i] for i in range(6)]
-    engine, streams = start(serve, SumPaged(backend), prompts, block_size=4, restart="on_failure")
-    backend.errors = [error]
-    backend.open()
-    check(streams, prompts)
-    stats = engine.stats()
-    assert stats.failed == 0 and stats.free_blocks == stats.blocks

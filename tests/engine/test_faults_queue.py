@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 
 from hibachi import DeadlineExceeded, EngineClosed, Finish, NumpyBackend, QueueFull, SamplingParams, Terms
-from hibachi.engine.runners.tokentable import IDS
 from hibachi.testing.toys import SumPaged, expected
 
+from ..lib.inside import is_closing, refuses
 from .models import PATIENCE, Background, Gate, GatedNumpy, Next, ints, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -68,14 +68,6 @@ def test_many_callers_never_get_in_more_than_fit(serve):
     gate.open()
     for s in got:
         assert len(s.collect()) == 1
-
-
-def test_by_default_any_number_may_wait(serve):
-    gate = Gate()
-    engine = serve(gate, max_num_seqs=1)
-    streams = [engine.run([i], max_tokens=1) for i in range(500)]
-    gate.open()
-    assert [int(s.collect()[0]) for s in streams] == count(500, 0)
 
 
 # ---- how long ----------------------------------------------------------------------------------------------------
@@ -170,15 +162,6 @@ def test_a_consumer_that_is_behind_is_waited_for(serve, pause_after):
     assert got == count(40)
 
 
-def test_a_slow_consumer_holds_up_nobody_else(serve):
-    engine = serve(max_num_seqs=2, pause_after=3)
-    slow = engine.run([1], max_tokens=40)
-    until(lambda: engine.health().paused == 1)
-    for i in range(5):
-        assert ints(engine.run([i], max_tokens=30).collect()) == count(30, i)
-    assert ints(slow.collect()) == count(40)
-
-
 @pytest.mark.parametrize("level", ["no cache", "paged"])
 def test_slow_consumers_that_hold_all_rows_make_room(serve, level):
     """They lose their rows to those who wait, and go on where they were when they come back."""
@@ -224,24 +207,6 @@ def test_a_paused_request_is_cancelled_or_dropped(serve):
     assert stats.running == 0 and stats.free_blocks == stats.blocks and engine.health().paused == 0
 
 
-@pytest.mark.parametrize("again", range(3))
-def test_many_slow_readers(serve, again):
-    engine = serve(SumPaged(NUMPY), max_num_seqs=4, pause_after=2, block_size=4, kv_cache_memory_bytes=12 * 4 * 12)
-
-    def reader(i):
-        got = []
-        for token in engine.run([i % 10, 2], GREEDY, max_tokens=25):
-            got.append(token)
-            if len(got) % 4 == i % 4:
-                time.sleep(0.0005)
-        return got
-
-    readers = [Background(reader, i) for i in range(12)]
-    assert [r.result() for r in readers] == [expected([i % 10, 2], 25) for i in range(12)]
-    stats = engine.stats()
-    assert stats.running == stats.waiting == 0 and stats.free_blocks == stats.blocks
-
-
 # ---- the end, with requests in every state -----------------------------------------------------------------------
 
 
@@ -265,18 +230,13 @@ def every_state(serve):
     backend.wait()
     stats = engine.stats()
     assert engine.health().paused and stats.preemptions and stats.waiting and stats.running
-    inner = engine._worker.engine
-    for seq in inner.scheduler.order:
-        for n, key in enumerate(seq.keys or []):
-            tokens = inner.runner.tables.of(IDS).read(seq.row, n * 4, n * 4 + 4)
-            assert seq.row < 0 or key == tokens.tobytes(), "a block is known under the tokens of somebody else"
     return engine, backend, streams
 
 
 def test_close_with_requests_in_every_state(serve):
     engine, backend, streams = every_state(serve)
     closing = Background(engine.close)
-    until(lambda: engine._worker._closing)
+    until(lambda: is_closing(engine))
     backend.open()
     closing.result()
     assert {s.finish_reason for s in streams} == {Finish.CLOSED}
@@ -290,7 +250,7 @@ def test_close_with_requests_in_every_state(serve):
 def test_drain_with_requests_in_every_state(serve):
     engine, backend, streams = every_state(serve)
     draining = Background(engine.drain)
-    until(lambda: engine._worker._refusal is not None)
+    until(lambda: refuses(engine))
     with pytest.raises(EngineClosed, match="draining"):
         engine.run([1], GREEDY, max_tokens=1)
     backend.open()
@@ -309,4 +269,4 @@ def test_cancelling_in_every_state_frees_all_at_the_next_step(serve):
     until(lambda: engine.stats().finished == 6)
     stats = engine.stats()
     assert stats.running == stats.waiting == 0 and stats.free_blocks == stats.blocks
-    engine._worker.engine.scheduler.check()
+    engine.core.scheduler.check()

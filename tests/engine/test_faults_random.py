@@ -6,64 +6,12 @@ import time
 
 import pytest
 
-from hibachi import (
-    DeadlineExceeded,
-    Finish,
-    ModelError,
-    NonFiniteOutput,
-    NumpyBackend,
-    OutOfCapacity,
-    SamplingParams,
-    Terms,
-)
-from hibachi.engine.recording.replay import replay
+from hibachi import DeadlineExceeded, Finish, ModelError, NonFiniteOutput, OutOfCapacity, Terms
 from hibachi.engine.speculation.drafting import Direct, Drafting
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
-from .models import PATIENCE, Background, step_with_nan, until
-
-GREEDY = SamplingParams(temperature=0, max_tokens=None)
-
-
-class Lost(Exception):
-    """The device is gone."""
-
-
-class Trouble(NumpyBackend):
-    def fatal(self, error):
-        return isinstance(error, Lost)
-
-
-def troubled(toy, seed):
-    """A toy for which every tenth step or so goes wrong; a 7 raises and a 5 makes NaN, in prompts or drawn."""
-    rng = random.Random(seed)
-
-    class Troubled(toy):
-        luck = 1.0
-
-        def step(self, params, cache, x):
-            before, self.luck = self.luck, rng.random()
-            luck = self.luck if before > 0.07 else 1.0  # who fails twice is taken to be guilty
-            if luck < 0.03:
-                raise MemoryError("no more")
-            if luck < 0.05:
-                raise Lost("off the bus")
-            if luck < 0.07:
-                raise RuntimeError("a bad moment")
-            if (x.tok == 7).any():
-                raise ValueError("poisoned")
-            return step_with_nan(super().step, x.tok == 5, params, cache, x)
-
-    return Troubled(Trouble())
-
-
-def right(prompt, n):
-    """What comes before the error, and whether there is one."""
-    every = [*prompt, *expected(prompt, n)]
-    bad = [i for i, token in enumerate(every) if token in (5, 7)]
-    # A bad token fails the step that computes it, unless it is the last, which nobody computes.
-    first = min(bad, default=len(every))
-    return every[len(prompt) : max(first + 1, len(prompt))], first < len(every) - 1
+from .models import PATIENCE, Background, until
+from .test_overlap import GREEDY, OTHERS, Late, finish, right, served, troubled
 
 
 class Guesses:
@@ -80,32 +28,44 @@ class Guesses:
         return [*right, *(self.random.randrange(10) for _ in range(n - len(right)))]
 
 
-SPECULATES = "SumPaged with proposals"  # (a state cannot go back)
+KINDS = {  # (toy, which steps begin before the last one is read, are there faults)
+    "paged": (SumPaged, False, True),
+    "with proposals": (SumPaged, False, True),  # (a state cannot go back)
+    "state": (SumState, False, True),
+    "both": (SumBoth, False, True),
+    "overlapping": (SumPaged, True, True),
+    "overlapping, calm": (SumPaged, True, False),
+}
 
 
-@pytest.mark.parametrize("kind", ["SumPaged", SPECULATES, "SumState", "SumBoth"])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 25))])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 40))])
 def test_whatever_happens_each_gets_its_own_tokens(serve, kind, seed):
-    toy = {"SumState": SumState, "SumBoth": SumBoth}.get(kind, SumPaged)
-    engine = serve(
-        troubled(toy, seed), backend=Trouble(), max_num_seqs=6, max_num_batched_tokens=24, block_size=4,
-        kv_cache_memory_bytes=12 * 4 * 18, pause_after=5, restart="on_failure", max_num_queued_reqs=200,
-        scheduling_policy="fair",
+    toy, overlap, troubles = KINDS[kind]
+    model, backend = troubled(seed, toy) if troubles else (toy, Late())
+    engine = served(
+        serve, backend, model, max_num_seqs=6, kv_cache_memory_bytes=12 * 4 * 14, overlap=overlap, pause_after=5,
+        restart="on_failure", max_num_queued_reqs=200, scheduling_policy="fair",
     )  # fmt: skip
-    if kind == SPECULATES:
-        engine._worker.engine.drafting = Drafting(Direct(Guesses(seed), 10), 4)
-    ended, n = [], 60
+    if kind == "with proposals":
+        engine.core.drafting = Drafting(Direct(Guesses(seed), 10), 4)
+    n, bad = 90, [7, 5] if troubles else []
 
     def client(k):
         rng = random.Random(100 * seed + k)
-        for _ in range(n // 4):
-            prefix = rng.choice([[], [1, 2, 3, 4], [1, 2, 3, 4, 6, 6, 8, 8], [9, 5, 1, 1]])
-            prompt = [*prefix, *(rng.choice([0, 1, 2, 3, 4, 6, 8, 9, 9, 7]) for _ in range(rng.randrange(1, 5)))]
+        for _ in range(n // 6):
+            prefix = rng.choice([[], [1, 2, 3, 4], [1, 2, 3, 4, 6, 6, 8, 8], [9, 4, 1, 1]])
+            prompt = [*prefix, *(rng.choice([0, 1, 2, 3, 4, 6, 8, 9, 9, *bad]) for _ in range(rng.randrange(1, 5)))]
             limit = rng.randrange(1, 16)
             terms = Terms(tenant=f"{k}", priority=rng.randrange(2), timeout=0.01 if rng.random() < 0.1 else PATIENCE)
-            stream = engine.run(prompt, GREEDY, max_tokens=limit, terms=terms)
+            params = GREEDY if rng.random() < 0.85 else rng.choice(OTHERS)
+            stop = rng.randrange(10) if rng.random() < 0.3 else None
+            stream = engine.run(prompt, params, max_tokens=limit, terms=terms, stop_rule=stop)
             patience = rng.randrange(1, 30) if rng.random() < 0.2 else None
-            want, fails = right(prompt, limit)
+            want, fails = right(prompt, limit) if troubles else (expected(prompt, limit), False)
+            if stop in want:
+                cut = want[: want.index(stop) + 1]
+                fails, want = fails and len(cut) == len(want) and stop not in (5, 7), cut
             got, error = [], None
             try:
                 for token in stream:
@@ -116,28 +76,24 @@ def test_whatever_happens_each_gets_its_own_tokens(serve, kind, seed):
                         time.sleep(0.001)
             except (ModelError, NonFiniteOutput, DeadlineExceeded, OutOfCapacity) as e:
                 error = e
-            ended.append(stream)
             assert got == want[: len(got)], (prompt, got, want)
             if len(got) == patience:
                 continue
-            if stream.finish_reason == Finish.LENGTH:
+            if stream.finish_reason in (Finish.LENGTH, Finish.STOP):
                 assert not fails and got == want, (prompt, got, want)
             elif isinstance(error, NonFiniteOutput) or isinstance(error.__cause__, ValueError):
                 assert fails and got == want, (prompt, got, want, error)
-            else:
-                # Bad luck, twice: who fails in the company of a guilty one and then alone is taken to be guilty.
+            else:  # bad luck, twice: who fails in the company of a guilty one and then alone is taken to be guilty
                 assert isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, (RuntimeError, MemoryError))
 
-    clients = [Background(client, k) for k in range(4)]
+    clients = [Background(client, k) for k in range(6)]
     for c in clients:
         c.result()
     until(lambda: engine.stats().finished == n)
-    stats, inner = engine.stats(), engine._worker.engine
-    assert len(ended) == n and stats.running == stats.waiting == 0 and stats.free_blocks == stats.blocks
-    inner.scheduler.check()
-    if kind == SPECULATES:
-        assert inner.drafting.drafted.accepted > 10
-    assert engine.health().state == "idle" and engine.health().paused == 0
-    if (dump := engine.dump())["complete"]:
-        replay(dump)
+    finish(engine)
+    if kind == "with proposals":
+        assert engine.core.drafting.drafted.accepted > 10
+    assert toy is SumState or engine.stats().preemptions
+    assert (backend.ahead > 10) == overlap
+    until(lambda: engine.health().state == "idle" and not engine.health().paused)
     assert threading.active_count() < 50

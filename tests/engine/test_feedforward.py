@@ -17,6 +17,7 @@ from hibachi import (
 from hibachi.errors import RequestError
 from hibachi.testing.verify import Subject, verify
 
+from ..lib.inside import is_closing
 from .models import PATIENCE, Background, Turnstile, until
 
 
@@ -180,20 +181,24 @@ def test_leaving_an_item_cancels_it(serve, how):
     assert len(model.shapes) == 2
 
 
+async def awaited(item):
+    return await item
+
+
 def test_closing_the_engine(serve):
     model = GatedDouble()
     engine = serve(model, max_batch_size=1)
     a, b = engine.run(np.ones(2)), engine.run(np.ones(2))
     model.wait()
     closing = Background(engine.close)
-    until(lambda: engine._worker._closing)
+    until(lambda: is_closing(engine))
     model.let()
     closing.result()
     assert a.result().tolist() == [2, 2]  # the running step finishes
     with pytest.raises(EngineClosed):
         b.result()
     with pytest.raises(EngineClosed):
-        asyncio.run(b._wait())
+        asyncio.run(awaited(b))
     with pytest.raises(EngineClosed):
         engine.run(np.ones(2))
 

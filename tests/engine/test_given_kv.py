@@ -11,6 +11,7 @@ from hibachi.engine.recording.replay import replay
 from hibachi.request import Begun, Request
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, expected
 
+from ..lib.inside import flight
 from .models import until
 from .test_overlap import Late, Lost
 
@@ -37,7 +38,7 @@ def submit(engine, request):
 
 def finish(engine):
     """All blocks have come back, and the plans can be made again."""
-    until(lambda: engine.stats().running == engine.stats().waiting == 0 and engine.core._flight is None)
+    until(lambda: engine.stats().running == engine.stats().waiting == 0 and flight(engine) is None)
     stats = engine.stats()
     assert stats.free_blocks == stats.blocks
     engine.core.scheduler.check()
@@ -71,33 +72,6 @@ def test_only_tokens_that_are_not_given_are_computed(paged):
     request, wanted = begun([1] * 21, 6)
     assert submit(engine, request).collect() == wanted
     assert engine.meters().computed == 5  # the first to the fifth new token; nobody asks what follows on the sixth
-
-
-def test_alone_crowded_or_preempted_it_says_the_same(paged):
-    engine = paged(kv_cache_memory_bytes=12 * 12 * 4)
-    prompts = [[(i * j + i) % 10 for j in range(1, 4 + 3 * i)] for i in range(1, 7)]
-    pairs = [begun(p, 18) for p in prompts]
-    streams = [(submit(engine, r), wanted) for r, wanted in pairs]
-    others = [(engine.run(p[::-1], GREEDY, max_tokens=15), expected(p[::-1], 15)) for p in prompts]
-    for stream, wanted in streams + others:
-        assert stream.collect() == wanted
-    assert finish(engine).preemptions > 2
-
-
-@pytest.mark.parametrize("tokens", [4, 7, 24])
-def test_company_in_small_steps_makes_no_difference(paged, tokens):
-    engine = paged(max_num_batched_tokens=tokens)
-    streams = []
-    for i in range(1, 7):
-        prompt = [i] * (5 * i)
-        request, wanted = begun(prompt, 9)
-        streams += [
-            (engine.run(prompt, GREEDY, max_tokens=9), expected(prompt, 9)),
-            (submit(engine, request), wanted),
-        ]
-    for stream, wanted in streams:
-        assert stream.collect() == wanted
-    finish(engine)
 
 
 def test_steps_that_overlap_take_them_as_well(paged):
@@ -185,17 +159,6 @@ def test_a_salt_keeps_them_apart(paged):
     submit(engine, replace(request, terms=hibachi.Terms(cache_salt="a"))).collect()
     assert engine.run([1] * 13, GREEDY, max_tokens=5).collect() == expected([1] * 13, 5)
     assert finish(engine).prefix_hits == 0
-
-
-def test_who_comes_in_the_same_step_may_share_them(paged):
-    engine = paged(max_num_batched_tokens=64)
-    hold = engine.run([9], GREEDY, max_tokens=50)  # so that both are there when a step begins
-    request, wanted = begun([2] * 17, 5, known=True)
-    streams = [submit(engine, request), engine.run([2] * 17, GREEDY, max_tokens=5)]
-    assert [s.collect() for s in streams] == [wanted, expected([2] * 17, 5)]
-    assert streams[1].reused in (0, 16)
-    assert hold.collect() == expected([9], 50)
-    finish(engine)
 
 
 # ---- trouble ---------------------------------------------------------------------------------------------------------

@@ -108,14 +108,6 @@ def test_a_reader_who_writes_into_a_token_changes_nothing(serve, apart):
     assert got == alone(PROMPTS[2], 20)
 
 
-def test_memory_of_what_is_over_goes(serve, apart):
-    one = serve(Weighed(), backend=apart, padding_token=-5.0)
-    for prompt in PROMPTS:
-        one.run(prompt, max_tokens=3).collect()
-    grown = one._built.runner._grown
-    assert len(grown._last) + len(grown._now) <= 2
-
-
 def seqs(*numbers):
     return [Seq(1, None, number=number) for number in numbers]
 
@@ -153,15 +145,6 @@ def test_else_the_host_puts_them_together(grown, who, lengths, width):
 def test_what_is_older_than_a_step_is_gone(grown):
     grown.begin()
     assert grown.tokens(seqs(4, 6), np.array([3, 4]), 4) is None
-
-
-@pytest.mark.parametrize("lost", [lambda runner: runner.adopt(None), lambda runner: runner.rebuild(keep=False)])
-def test_another_scheduler_or_device_begins_anew(serve, apart, lost):
-    runner = serve(Weighed(), backend=apart)._built.runner
-    runner._grown.keep(seqs(0), np.zeros((1, 2)), np.zeros(1), np.array([2]))
-    lost(runner)
-    runner._grown.begin()
-    assert runner._grown.tokens(seqs(0), np.array([3]), 3) is None
 
 
 def test_where_each_width_is_compiled_or_the_device_is_the_host_nothing_is_kept():

@@ -1,7 +1,5 @@
 """Inputs that stay with a request, and what a step knows of it."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 
@@ -13,10 +11,8 @@ from hibachi import (
     NumpyBackend,
     Paged,
     SamplingParams,
-    State,
     Terms,
 )
-from hibachi.engine.recording.replay import read, replay
 from hibachi.request import Request
 from hibachi.testing.toys import SumOwn, SumPaged
 
@@ -63,13 +59,6 @@ def test_level_0_knows_them_as_arguments(library, serve):
         n, got = len(prompt), rows(stream)
         assert got[:, 0].tolist() == [n] * 3 and got[:, 3].tolist() == [i + 0.5] * 3
         assert got[:, 4].tolist() == [float(HOURS[: n + t].sum()) for t in range(3)]
-
-
-def test_rows_are_padded_without_inputs(serve):
-    engine = serve(ToldWhole(), padding_token=np.zeros((1, 5), np.float32), max_model_len=60)
-    streams = [engine.run(p, max_tokens=2, inputs=given(i)) for i, p in enumerate(PROMPTS)]
-    sums = [float(HOURS[: len(p)].sum()) for p in PROMPTS]
-    assert [rows(stream)[0, 4] for stream in streams] == sums
 
 
 def test_a_cache_of_its_own_gets_them_too(serve):
@@ -139,13 +128,6 @@ def test_the_callers_array_may_change_afterwards(serve):
     stream = engine.run(PROMPTS[0], max_tokens=30, inputs={"speaker": mine, "hours": HOURS})
     mine[:] = 50
     assert {row[3] for row in rows(stream).tolist()} == {3.0}
-
-
-def test_arrays_of_another_library_are_taken(serve):
-    import torch
-
-    stream = serve(Told()).run(PROMPTS[0], max_tokens=1, inputs={"speaker": torch.ones(2), "hours": torch.arange(9)})
-    assert rows(stream)[0, 3] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -274,111 +256,7 @@ def test_a_wrong_declaration_of_what_a_step_knows_is_refused(knows, serve):
         serve(Wrong())
 
 
-def test_a_recording_tells_inputs_apart_and_plays_again(tmp_path, serve):
-    path = tmp_path / "plans.jsonl"
-    engine = serve(Counting(), block_size=4, record=path)
-    for shift in (1, 2, 1):
-        engine.run([1, 2, 3, 4] * 3, SamplingParams(temperature=0, max_tokens=2), inputs={"shift": shift}).collect()
-    engine.close()
-    assert replay(read(path)) >= 6
-
-
-def test_states_of_a_preempted_request_are_computed_with_its_inputs(serve):
-    class Adds:
-        """The next token is the sum of the tokens and of the input at each position, modulo 10."""
-
-        vocab_size, params, max_model_len = 10, None, 60
-        inputs = {"bonus": Input((), "int32", per="position")}  # noqa: RUF012
-
-        def cache_spec(self):
-            return [State((1,))]
-
-        def step(self, params, cache, x):
-            b = x.row.shape[0]
-            each = (x.tok + x.inputs["bonus"]).reshape(b, -1)
-            sums = cache[0] + np.cumsum(each, axis=1)
-            logits = -np.abs(np.arange(10) - (sums.reshape(-1)[x.last] % 10)[:, None]) * 8.0
-            return logits.astype(np.float32), [sums[:, -1:].astype(np.float32)]
-
-    def want(prompt, bonus, n):
-        tokens = list(prompt)
-        for _ in range(n):
-            tokens.append(int(sum(tokens) + sum(bonus[: len(tokens)])) % 10)
-        return tokens[len(prompt) :]
-
-    engine = serve(Adds(), max_num_seqs=2, max_num_batched_tokens=3)
-    bonuses = [[(i * j) % 7 for j in range(40)] for i in range(5)]
-    prompts = [[i] * (3 + 2 * i) for i in range(5)]
-    params = SamplingParams(temperature=0, max_tokens=9)
-    streams = [engine.run(p, params, inputs={"bonus": b}) for p, b in zip(prompts, bonuses, strict=True)]
-    assert [s.collect() for s in streams] == [want(p, b, 9) for p, b in zip(prompts, bonuses, strict=True)]
-
-
 # ---- what callers of all kinds send ----------------------------------------------------------------------------------
-
-
-class Sent:
-    """Says that it is an array, and does what it likes when it is read."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __array__(self, dtype=None, copy=None):
-        raise self.error
-
-
-class Closed(Mapping):
-    """A mapping that cannot be read."""
-
-    def __getitem__(self, name):
-        raise RuntimeError("planted")
-
-    def __iter__(self):
-        return iter(["speaker", "hours"])
-
-    def __len__(self):
-        return 2
-
-
-class Name(str):
-    """Equal to nothing, and says so loudly."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __eq__(self, other):
-        raise RuntimeError("planted")
-
-
-def on_no_device():
-    import torch
-
-    return torch.ones(2, device="meta")
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: given(0) | {"speaker": Sent(RuntimeError("planted"))},
-        lambda: given(0) | {"speaker": Sent(RecursionError())},
-        lambda: given(0) | {"speaker": Sent(AttributeError("planted"))},
-        lambda: given(0) | {"speaker": on_no_device()},
-        Closed,
-        lambda: given(0) | {3: 1},
-        lambda: np.ones(2),
-        lambda: [],
-        lambda: given(0, np.broadcast_to(np.float32(0.5), (10**6, 10**6))),
-    ],
-)
-def test_what_cannot_be_read_is_refused_in_our_words(make, serve):
-    engine = serve(Told())
-    with pytest.raises(InvalidRequest, match="inputs"):
-        engine.run(PROMPTS[0], max_tokens=2, inputs=make())
-
-
-def test_names_may_be_of_a_class_of_the_callers_own(serve):
-    inputs = {Name("speaker"): [1, 2], Name("hours"): HOURS}
-    assert rows(serve(Told()).run(PROMPTS[0], max_tokens=1, inputs=inputs))[0, 3] == 3.0
 
 
 def test_of_an_input_per_position_no_more_is_kept_than_a_request_can_have(serve):
@@ -388,14 +266,6 @@ def test_of_an_input_per_position_no_more_is_kept_than_a_request_can_have(serve)
     job = engine.check(request)
     assert job.request.inputs["hours"].shape == (30,)
     assert len(rows(engine.submit(job))) == 28
-
-
-def test_floats_that_numpy_lacks_are_taken(serve):
-    import ml_dtypes
-
-    for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
-        inputs = given(0) | {"speaker": np.array([1, 0.5], kind)}
-        assert rows(serve(Told()).run(PROMPTS[0], max_tokens=1, inputs=inputs))[0, 3] == 1.5
 
 
 class Wide:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, InvalidRequest, SamplingParams
+from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, InvalidRequest
 from hibachi.testing.verify import Subject
 
 from .models import ints
@@ -66,13 +66,6 @@ def test_requests_of_several_kinds_never_share_a_call(engine):
     assert kinds == {((), "int64"), ((), "float64"), ((2,), "int64"), ((), "int16")}
 
 
-def test_tables_of_kinds_that_nobody_has_any_more_are_dropped(engine):
-    one = engine(max_num_seqs=2)
-    for n in range(1, 40):
-        one.run(np.zeros((2, n), int), max_tokens=1).collect()
-    assert len(one._built.runner.tables._tables) <= 3
-
-
 def test_stop_and_padding_tokens_must_fit(engine):
     one = engine(stop_token=np.array([9, 9]), padding_token=np.zeros((1, 2), int))
     assert [t.tolist() for t in one.run([[7, 7]]).collect()] == [[8, 8], [9, 9]]
@@ -96,12 +89,6 @@ def test_token_fixes_the_kind_for_all(engine):
         engine(token="a")
     with pytest.raises(InvalidRequest, match="stop token"):
         engine(token=0, stop_token=[1, 2])
-
-
-def test_a_batch_in_place_of_a_prompt_is_told_to_a_model_of_ids():
-    why = r"takes prompts of token ids.* one sequence"
-    with hibachi.LLM("tiny", max_num_seqs=2) as llm, pytest.raises(InvalidRequest, match=why):
-        llm.engine.run([[1, 2]], SamplingParams(max_tokens=1))
 
 
 def test_a_stop_token_without_a_limit_has_a_bound():

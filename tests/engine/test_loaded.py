@@ -15,6 +15,7 @@ from hibachi import (
 )
 from hibachi.cli.main import main
 
+from ..lib.inside import built
 from .models import ints
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -65,7 +66,7 @@ def test_backend_and_dtype_are_the_models(library, dtype):
         assert engine.facts.dtype == model.dtype == (dtype or "float32")
         assert engine.facts.fingerprint == load_backend(library).fingerprint()
         ids = engine.run(PROMPT, WHOLE).collect()
-        cached = [layer.keys.dtype for layer in engine._built.runner.memory.cache]
+        cached = [layer.keys.dtype for layer in built(engine).runner.memory.cache]
         assert cached and all(str(d).removeprefix("torch.") == model.dtype for d in cached)
         with pytest.raises(PromptTooLong, match="64"):
             engine.run([3] * 64, WHOLE)

@@ -10,20 +10,13 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
-from hibachi.engine.runners.meters import KEPT, STEP_TIME, Drafted, Histogram, Meters, Proposals, Steps, decades
+from hibachi.engine.runners.meters import KEPT, STEP_TIME, Drafted, Histogram, Meters, Proposals, Steps
 from hibachi.engine.speculation.config import MOST, SpeculativeConfig
 from hibachi.llm.remote.llm import RemoteLLM
 
-from .models import Background
+from ..lib.waits import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def until(true, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.01)
 
 
 # ---- histograms ------------------------------------------------------------------------------------------------------
@@ -36,20 +29,6 @@ def test_a_value_is_counted_where_it_is_at_most_the_bound():
     h.add(2, times=3)
     assert h.counts == [2, 5, 1, 1] and h.count == 9
     assert h.sum == pytest.approx(0 + 1 + 1.5 + 2 + 5 + 5.1 + 6)
-
-
-def test_copies_and_sums_stand_alone():
-    h = Histogram((1, 2))
-    h.add(1)
-    copy, both = h.copy(), h + h
-    h.add(3)
-    assert copy.counts == [1, 0, 0] and both.counts == [2, 0, 0] and both.sum == 2 and h.counts == [1, 0, 1]
-    with pytest.raises(ValueError):
-        h + Histogram((1,))
-
-
-def test_bounds_are_exact_decimals():
-    assert decades(1e-4, 3e-3) == (0.0001, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.002, 0.003)
 
 
 def test_bounds_stay_as_they_are():
@@ -129,34 +108,6 @@ def test_rows_tokens_and_times_are_those_of_the_steps(texts):
     assert meters.limit == 8 and meters.block_size == 16 and meters.failed == 0
 
 
-def test_snapshots_do_not_move(texts):
-    first = texts.meters()
-    count = first.decode.rows.count
-    texts.generate([[5, 6]], GREEDY)
-    until(lambda: texts.meters().decode.rows.count > count)
-    assert first.decode.rows.count == count
-
-
-def test_they_may_be_read_while_it_steps(texts):
-    """By several threads, again and again: figures only grow."""
-    over = threading.Event()
-
-    def read():
-        last, n = (0, 0.0, 0), 0
-        while not over.is_set():
-            m = texts.meters()
-            now = (m.decode.rows.count, m.decode.seconds.sum, m.computed)
-            assert all(a <= b for a, b in zip(last, now, strict=True))
-            last, n = now, n + 1
-            time.sleep(0.001)  # not to keep the engine from stepping
-        return n
-
-    readers = [Background(read) for _ in range(3)]
-    texts.generate([[i + 3] for i in range(8)], GREEDY.with_(max_tokens=200))
-    over.set()
-    assert min(reader.result() for reader in readers) > 10
-
-
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
@@ -189,21 +140,6 @@ def test_shorter_rows_that_are_filled_up_are_padding():
     assert meters.computed == shown and meters.padding == shown - wanted > 0
     assert meters.padding_share == pytest.approx((shown - wanted) / shown)
     assert meters.block_size == 0  # no cache
-
-
-def test_what_a_backend_pads_to_few_shapes_is_padding():
-    pytest.importorskip("jax")
-    pytest.importorskip("tokenizers")
-    shapes = []
-    with LLM("tiny", backend="jax", max_num_seqs=4, autotune="off") as llm:
-        runner = llm.engine._built.runner
-        call = runner._called
-        runner._called = lambda c, x: shapes.append(x.tok.shape[0]) or call(c, x)
-        llm.generate([[5] * n for n in (3, 9, 4)], GREEDY)
-        meters = llm.meters()
-    wanted = 3 + 9 + 4 + 3 * 11
-    assert meters.computed == sum(shapes) > wanted == meters.computed - meters.padding
-    assert meters.prefill.tokens.sum + meters.decode.tokens.sum == wanted
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -247,13 +183,6 @@ def test_steps_that_overlap_are_measured_too():
     steps = [*phases(meters)]
     assert sum(s.rows.count for s in steps) == stats.steps
     assert 0 < sum(s.model.sum for s in steps) <= sum(s.seconds.sum for s in steps)
-
-
-def test_an_engine_that_nobody_asked_anything_has_meters():
-    model = Longest()
-    model.all_are_there.set()
-    with AutoregressiveBatchInference(model, max_model_len=60, max_num_seqs=5) as engine:
-        assert engine.meters().limit == 5 and isinstance(engine.meters().decode, Steps)
 
 
 def test_proposals_by_who_made_them():

@@ -1,7 +1,6 @@
 """Embeddings: pooled hidden states, against transformers, whatever the batch and the chunks."""
 
 import itertools
-import threading
 from functools import cache
 
 import numpy as np
@@ -189,15 +188,6 @@ def test_who_cancels_a_vector_leaves_nothing(few):
 def test_terms_hold_for_vectors(few):
     with pytest.raises(DeadlineExceeded):
         few.embed([list(range(5, 200))] * 4, terms=Terms(timeout=1e-6))
-
-
-def test_vectors_take_no_thread_and_no_engine_of_their_own():
-    with hibachi.LLM("tiny") as llm:
-        llm.generate("a", GREEDY.with_(max_tokens=1))
-        before = {t.name for t in threading.enumerate()}
-        llm.embed(TEXTS)
-        assert {t.name for t in threading.enumerate()} <= before
-        assert llm.stats().prompt_tokens == sum(len(llm.tokenizer.encode(t)) for t in ("a", *TEXTS))
 
 
 def test_a_model_of_ones_own_with_hidden_states_gives_vectors_too():

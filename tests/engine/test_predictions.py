@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
-from hibachi.engine.speculation.howmany import HowMany
 from hibachi.llm.tokenizers.prompts import TextPrompts
 from hibachi.request import Request
 from hibachi.testing.toys import SumFrames, SumPaged, SumTokens, expected
@@ -101,16 +100,6 @@ def test_of_a_text_no_more_is_read_than_fits_into_the_context():
     assert TextPrompts(tokenizer, 10).predicted("abc") == [0, 1, 2]
     with pytest.raises(InvalidRequest, match=r"A prediction must be .* valid Unicode; got '\\ud800' at character 2"):
         TextPrompts(tokenizer, 10).predicted("ab\ud800")
-
-
-def test_where_guesses_do_not_pay_none_is_tried():
-    with engine() as e:
-        drafting = e.core.drafting
-        drafting.how = how = HowMany()
-        how.worth = lambda tokens, most: False
-        how.choose = lambda tokens, counts, rates, budget: [0] * len(counts)
-        stream = e.run([1, 2], GREEDY, prediction=expected([1, 2], 20))
-        assert stream.collect() == expected([1, 2], 20) and stream.predicted == (0, 0)
 
 
 @pytest.mark.parametrize(

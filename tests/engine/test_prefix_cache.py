@@ -35,13 +35,6 @@ def test_v08_a_second_identical_prompt_of_40_tokens_hits_32(library):
         same(first, again)
 
 
-def test_v09_of_a_prompt_of_32_the_last_token_is_computed_again():
-    with LLM("tiny") as llm:
-        llm.generate(ids(32), GREEDY)
-        llm.generate(ids(32), GREEDY)
-        assert llm.stats().prefix_hits == 16
-
-
 def test_v10_another_salt_hits_nothing():
     with LLM("tiny") as llm:
         for salt in ("a", "b", None):
@@ -56,22 +49,6 @@ def test_what_was_generated_is_reused_by_the_next_turn():
         turn = llm.generate(ids(20), GREEDY.with_(max_tokens=30, ignore_eos=True))[0]
         llm.generate(ids(20) + turn.choices[0].token_ids + ids(9, 3), GREEDY)
         assert llm.stats().prefix_hits == 48  # of 49 that were computed: the last token was never fed back
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_burst_with_a_common_prefix_computes_it_once(library):
-    common = ids(512 - 60, 7)
-    common = (common * 2)[:448]
-    prompts = [common + ids(32, 100 + i) for i in range(16)]
-    with LLM("tiny", backend=library, max_num_seqs=16) as llm:
-        alone = [llm.generate(p, GREEDY.with_(max_tokens=4))[0] for p in prompts[:2]]
-    with LLM("tiny", backend=library, max_num_seqs=16) as llm:
-        outs = llm.generate(prompts, GREEDY.with_(max_tokens=4))
-        stats = llm.stats()
-        assert stats.prefix_queries == 16 * 480
-        assert stats.prefix_hits == 15 * 448
-    for a, b in zip(alone, outs, strict=False):
-        same(a, b)
 
 
 def test_switched_off_it_finds_nothing_and_says_the_same():
@@ -114,28 +91,6 @@ def test_v05_who_is_preempted_goes_on_as_if_nothing_had_happened(library):
         assert stats.free_blocks == stats.blocks and stats.running == stats.waiting == 0
     for a, b in zip(alone, tight, strict=True):
         same(a, b)
-
-
-@pytest.mark.parametrize(
-    "sampling", [{"seed": 5, "temperature": 1.0}, {"seed": 5, "frequency_penalty": 1.5, "top_p": 0.9}]
-)
-def test_a_preempted_request_draws_and_counts_as_before(sampling):
-    prompts = [ids(30, i) for i in range(6)]
-    params = SamplingParams(max_tokens=60, ignore_eos=True, **sampling)
-    with LLM("tiny") as llm:
-        alone = [llm.generate(p, params)[0] for p in prompts]
-        position = sum(2 * s.kv_heads * s.k_dim for s in llm.model.cache_spec()) * 4
-    with LLM("tiny", kv_cache_memory_bytes=20 * 16 * position) as llm:
-        tight = llm.generate(prompts, params)
-        assert llm.stats().preemptions > 0
-    assert [o.choices[0].token_ids for o in tight] == [o.choices[0].token_ids for o in alone]
-
-
-def test_full_reservation_preempts_nobody():
-    prompts = [ids(30, i) for i in range(6)]
-    with LLM("tiny", kv_cache_memory_bytes=2**20, reserve_all=True) as llm:
-        llm.generate(prompts, GREEDY.with_(max_tokens=60, ignore_eos=True))
-        assert llm.stats().preemptions == 0
 
 
 class Starts(Turnstile):
@@ -185,23 +140,6 @@ TENANTS = [Terms(tenant=t) for t in "aaabb"]
 def test_policies_by_name(serve, policy, classes, tenants):
     assert starts(serve, policy, CLASSES) == classes
     assert starts(serve, policy, TENANTS) == tenants
-
-
-@pytest.mark.parametrize("policy, rows", [("fcfs", [1, 2, 3, 3, 4]), ("waiting-served", [1, 2, 2, 2, 4])])
-def test_waiting_served_lets_prompts_start_together(serve, policy, rows):
-    """One that waits for two that run is too few; both start when another comes."""
-    model = Starts()
-    engine = serve(model, scheduling_policy=policy, max_num_seqs=4, padding_token=0)
-    streams = [engine.run([0], GREEDY)]
-    for comes in (1, 2, None, 3):  # during the first steps
-        model.wait()
-        if comes is not None:
-            streams.append(engine.run([comes], GREEDY))
-        model.let()
-    model.open()
-    for stream in streams:
-        stream.collect()
-    assert model.rows[:5] == rows
 
 
 def test_an_unknown_policy_is_refused_with_the_names():

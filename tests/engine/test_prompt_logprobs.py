@@ -7,7 +7,7 @@ import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NonFiniteOutput, NumpyBackend, SamplingParams
 from hibachi.engine.runners import heads
-from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, TinyDecoder, expected, one_hot, tiny_weights
+from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, TinyDecoder, tiny_weights
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 
@@ -129,56 +129,6 @@ def test_few_outputs_at_a_time(kind, room, monkeypatch):
     assert max(asked) <= max(room, rows) + rows
 
 
-@pytest.mark.parametrize("kind", [SumPaged, SumState, SumBoth])
-def test_a_row_that_is_lost_after_the_prompt_was_scored(kind):
-    """What is computed again has outputs that nobody wants, in some pieces of a chunk no others."""
-    prompts = [[1 + i, 2, 3, 4, 5, 6, 7, 8, 9][: 5 + i] for i in range(4)]
-    lost = 0
-    for budget in range(4, 14):
-        options = dict(
-            max_num_seqs=4, max_num_batched_tokens=budget, block_size=4, max_model_len=32, enable_prefix_caching=False
-        )
-        with AutoregressiveBatchInference(
-            kind(NUMPY), backend="numpy", kv_cache_memory_bytes=18 * 4 * 12, **options
-        ) as engine:
-            streams = [engine.run(p, scored(1, max_tokens=20)) for p in prompts]
-            assert [s.collect() for s in streams] == [expected(p, 20) for p in prompts]
-            assert all(len(s.prompt_logprobs) == len(p) for s, p in zip(streams, prompts, strict=True))
-            lost += engine.stats().preemptions
-    assert lost or kind is SumState  # which needs no blocks
-
-
-def test_a_lost_cache_scores_anew():
-    """Everybody computes again, and what was noted is noted again."""
-
-    class Losing(NumpyBackend):
-        lost = False
-
-        def usable(self, cache):
-            return not self.lost
-
-    class Failing(PlainPaged):
-        calls = 0
-
-        def step(self, params, cache, x):
-            Failing.calls += 1
-            if Failing.calls == 3:
-                self.backend.lost = True
-                raise RuntimeError("the device is gone")
-            self.backend.lost = False
-            return super().step(params, cache, x)
-
-    backend = Losing()
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
-    options = dict(max_num_seqs=2, max_model_len=32, block_size=8, max_num_batched_tokens=5)
-    with AutoregressiveBatchInference(Failing(backend), backend=backend, **options) as engine:
-        stream = engine.run(prompt, scored(1, max_tokens=4))
-        assert len(stream.collect()) == 4
-        for got, row in zip(stream.prompt_logprobs[1:], log_probs_of_sums(prompt), strict=True):
-            assert got == pytest.approx({i: row[i] for i in got}, abs=1e-5)
-    assert Failing.calls > 6
-
-
 def test_nan_within_a_prompt_ends_that_request_only():
     class Poisoned(PlainPaged):
         def step(self, params, cache, x):
@@ -213,8 +163,3 @@ def test_language_models_give_them_with_the_first_choice():
             assert got == pytest.approx({i: logs[i] for i in got}, abs=1e-4) and ids[at] in got
         [silent] = llm.generate(ids, SamplingParams(temperature=0, max_tokens=1))
         assert silent.prompt_logprobs is None and silent.token_ids == out.token_ids[:1]
-
-
-def test_one_hot_is_what_the_toys_build_on():
-    """So that the logits above are 2 and 0."""
-    np.testing.assert_array_equal(one_hot(NUMPY, np.array([3])) * 1000 / 500, [[2.0 * (i == 3) for i in range(10)]])

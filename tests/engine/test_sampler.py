@@ -280,20 +280,6 @@ def test_a_small_vocabulary_is_sorted_rather_than_searched_twice():
     assert asked == [NEAR | MASS, FULL | MASS]
 
 
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_rows_without_edits_are_not_copied(name, monkeypatch):
-    """They pay nothing for those of others: the programs that change logits are not even called."""
-    given = [Row(SamplingParams(top_k=3)), Row(), Row(SamplingParams(min_tokens=2), stop_tokens=[9])]
-    rows = Rows(BACKENDS[name], 10, given)
-    monkeypatch.setattr(rows.sampler._edits, "apply", None)
-    rows.draw(LOGITS, [0, 1])
-    with pytest.raises(TypeError):
-        rows.draw(LOGITS)
-    for token in (1, 2):
-        rows.append(2, token)
-    rows.draw(LOGITS)  # it has its two tokens
-
-
 # ---- context -------------------------------------------------------------------------------------------------
 
 
@@ -344,13 +330,6 @@ def test_bad_words_need_all_of_their_tokens_in_the_output():
         assert Rows(NUMPY, 5, [row]).draw(logits).tokens.tolist() == [token], output
     row = Row(SamplingParams(temperature=0), prompt=[1, 2], bad_words=word)  # as in vLLM, the prompt does not count
     assert Rows(NUMPY, 5, [row]).draw(logits).tokens.tolist() == [3]
-
-
-@pytest.mark.parametrize("produced, token", [(0, 1), (1, 1), (2, 0)])
-def test_min_tokens_keeps_stop_tokens_away(produced, token):
-    """V-18. Ids that the model does not have may stand in the list."""
-    row = Row(SamplingParams(temperature=0, min_tokens=2), output=[3] * produced, stop_tokens=[0, 99])
-    assert Rows(NUMPY, 4, [row]).draw([9.0, 5.0, 0.0, 0.0]).tokens.tolist() == [token]
 
 
 # ---- processors ----------------------------------------------------------------------------------------------

@@ -265,28 +265,3 @@ def test_nothing_is_forced_on_a_request_that_wants_no_proposals():
             assert stream.collect() == [1, 2, 3, 1, 2, 3]
             steps.append((e.stats().steps, e.core.drafting.drafted.proposed))
     assert steps == [(2, 4), (6, 0)]
-
-
-class Strange:
-    """Proposals that are none."""
-
-    def propose(self, keys, tokens, most):
-        return [[-1, 10**9], [3.5], "ab", None][: len(tokens)]
-
-
-def test_random_requests_cancels_and_proposals_leave_nothing_behind():
-    r = random.Random(1)
-    with engine(Random(2), cache_tokens=256, block_size=4, max_num_seqs=8, pause_after=3) as e:
-        live = []
-        for _ in range(150):
-            live.append(e.run([r.randrange(10) for _ in range(r.randrange(1, 20))], GREEDY))
-            if r.random() < 0.4:
-                live.pop(r.randrange(len(live))).close()
-        for stream in live:
-            assert len(stream.collect()) == 20
-        end = time.monotonic() + 10
-        while e.stats().running or e.stats().waiting:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        e.core.scheduler.check()
-        assert e.core.scheduler.pool.free == e.core.scheduler.pool.usable

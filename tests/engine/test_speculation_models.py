@@ -268,30 +268,9 @@ def test_calls_of_a_past_with_proposals(new_only):
         assert e.model.sizes == [(1, 2), *[(1, 5)] * 5, (1, 4), (1, 1)]
 
 
-class Picky(Keeps):
-    """Raises for a token that nobody is given unless it is proposed."""
-
-    def step(self, tokens, lengths, past, logits_to_keep=1):
-        if self.asked and (tokens == 7).any():
-            raise ValueError("no such token")
-        return super().step(tokens, lengths, past, logits_to_keep)
-
-
 class Sevens:
     def propose(self, keys, tokens, most):
         return [[7] * n for n in most]
-
-
-def test_no_request_fails_for_its_proposals():
-    backend = hibachi.load_backend("numpy")
-    model = Picky(backend)
-    model.asked = False  # by requests; until then it is tried on tokens of all kinds
-    with engine(model, Sevens(), backend=backend) as e:
-        model.asked = True
-        for rows in (1, 3):
-            streams = [e.run([i, 2 - i], GREEDY) for i in range(rows)]
-            assert [s.collect() for s in streams] == [expected([i, 2 - i], 20) for i in range(rows)]
-        assert e.core.drafting.drafted.proposed
 
 
 def test_a_model_with_a_cache_of_its_own_says_why_it_has_no_proposals():

@@ -72,7 +72,7 @@ def test_whatever_happens_in_whatever_order_each_gets_its_own_tokens(serve, firs
             scheduling_policy=rng.choice(["fair", "fcfs", "priority", "shares"]),
             pause_after=rng.choice([None, None, 2, 5]),
         )
-        inner = faced._worker.engine
+        inner = faced.core
         asked, live = 0, []
         while asked < REQUESTS or live:
             clock.now += 0.001 * rng.random()

@@ -14,6 +14,7 @@ from hibachi import AutoregressiveBatchInference, EngineClosed, Finish
 from hibachi.engine import worker
 from hibachi.engine.engine import Engine
 
+from ..lib.inside import is_closing, refuses, thread
 from .models import PATIENCE, Background, Gate, Next, ints, until
 
 before: set[threading.Thread] = set()  # threads of engines that other tests keep for all of theirs
@@ -79,7 +80,7 @@ def seconds_to_close(serve):
     a, b = engine.run([1]), engine.run([2])
     gate.wait()
     closing = Background(engine.close)
-    until(lambda: engine._worker._closing)
+    until(lambda: is_closing(engine))
     began = time.perf_counter()
     gate.let()
     assert ints(a.collect()) == [2]  # what the running step gave
@@ -115,7 +116,7 @@ def test_run_after_close(serve):
         for _ in range(2):
             with pytest.raises(EngineClosed, match="Make a new one"):
                 engine.run([1])
-    assert fresh._worker._thread is None, "it was started to be refused"
+    assert thread(fresh) is None, "it was started to be refused"
 
 
 def test_leaving_a_with_block_closes(serve):
@@ -165,7 +166,7 @@ def test_drain_finishes_what_was_accepted_and_takes_nothing_new(serve):
     streams = [engine.run([i], max_tokens=3) for i in range(3)]
     gate.wait()
     draining = Background(engine.drain)
-    until(lambda: engine._worker._refusal is not None)
+    until(lambda: refuses(engine))
     with pytest.raises(EngineClosed, match="draining"):
         engine.run([1])
     gate.open()
@@ -186,13 +187,6 @@ def test_drain_with_a_timeout(serve):
     gate.open()
     assert engine.drain(PATIENCE) is True and stream.finish_reason == Finish.LENGTH
     assert engine.drain(0) is True
-
-
-def test_drain_while_idle_or_never_used(serve):
-    assert serve().drain(0)
-    engine = serve()
-    engine.run([1], max_tokens=1).collect()
-    assert engine.drain(PATIENCE) and engine.drain(0)
 
 
 def test_drain_knows_of_requests_that_the_engine_has_not_seen_yet(serve):
@@ -222,9 +216,9 @@ def test_close_ends_a_drain(serve):
     stream = engine.run([1])
     gate.wait()
     draining = Background(engine.drain)
-    until(lambda: engine._worker._refusal is not None)
+    until(lambda: refuses(engine))
     closing = Background(engine.close)
-    until(lambda: engine._worker._closing)
+    until(lambda: is_closing(engine))
     gate.open()
     closing.result()
     assert draining.result() is True and stream.finish_reason == Finish.CLOSED
@@ -357,20 +351,6 @@ def test_a_thread_that_cannot_start_is_the_callers_error(serve, monkeypatch):
             engine.run([1])
     assert ints(engine.run([1], max_tokens=1).collect()) == [2]
     assert engine.drain(PATIENCE)
-
-
-def test_the_garbage_collector_may_cancel_in_the_midst_of_the_workers_own_methods(serve):
-    """A stream in a circle is dropped wherever the collector runs, for example while this thread holds the lock."""
-    engine = serve()
-    gate_stream = engine.run([1])
-    worker = engine._worker
-
-    def reenter():
-        with worker._changed:
-            gate_stream.close()
-            worker.stop()
-
-    Background(reenter).result()
 
 
 def test_at_the_end_of_the_interpreter_all_engines_share_one_limit(monkeypatch):

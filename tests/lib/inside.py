@@ -26,7 +26,7 @@ def refuses(engine: Any) -> bool:
     return (getattr(engine, "_worker", None) or engine)._refusal is not None
 
 
-def closing(engine: Any) -> bool:
+def is_closing(engine: Any) -> bool:
     return bool(engine._worker._closing)
 
 
