@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 
+import trio
+
 
 def by_next(stream):
     got = []
@@ -25,3 +27,15 @@ async def by_anext(stream):
 async def by_three_tasks(stream):
     """Of asyncio."""
     return list(itertools.chain(*await asyncio.gather(*[by_anext(stream) for _ in range(3)])))
+
+
+async def by_three_of_trio(stream):
+    got = []
+
+    async def one():
+        got.extend(await by_anext(stream))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(one)
+    return got

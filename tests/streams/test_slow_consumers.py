@@ -7,14 +7,15 @@ from collections import deque
 from queue import SimpleQueue
 
 import pytest
+import trio
 
 from hibachi import ItemStream
 from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.merge import merge
 from hibachi.request import Finish
 
-from ..engine.models import PATIENCE, Background, until
-from .reading import by_anext, by_next, by_three_tasks
+from ..engine.models import PATIENCE, Background
+from .reading import by_anext, by_next, by_three_of_trio, by_three_tasks
 
 
 class Engine:
@@ -78,21 +79,16 @@ def test_a_reader_that_was_faster_than_the_pause_leaves_nothing_to_wait_for():
     assert not channel.paused and not called
 
 
-def test_an_end_while_paused_calls_nobody_and_leaves_the_items():
+@pytest.mark.parametrize(
+    "end", [lambda e: e.channel.end(Finish.STOP), lambda e: e.stream.close()], ids=["end", "close"]
+)
+def test_an_end_while_paused_calls_nobody_and_leaves_the_items(end):
     e = Engine(10, 2)
     while not e.paused:
         e.push()
-    e.channel.end(Finish.STOP)
+    end(e)
     assert not e.channel.paused
     assert e.stream.collect() == [0, 1] and e.drained() == 0
-
-
-def test_closing_while_paused_calls_nobody():
-    e = Engine(10, 2)
-    while not e.paused:
-        e.push()
-    e.stream.close()
-    assert list(e.stream) == [0, 1] and e.drained() == 0
 
 
 WAYS = {
@@ -114,22 +110,28 @@ def test_every_way_of_reading_resumes(way, pause_after):
     assert e.most <= pause_after and e.pauses + e.refused > 0
 
 
-@pytest.mark.parametrize("n", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pause_after", [1, 2])
-@pytest.mark.parametrize("consumers", ["thread", "threads", "mixed"])
-def test_no_wake_up_is_lost(consumers, pause_after, n, eager_switching):
-    """One lost call of `drained` and the engine would sleep for ever; one too many stays in its inbox."""
+READERS = {
+    "thread": [by_next],
+    "threads": [by_next] * 3,
+    "tasks of a loop": [lambda s: asyncio.run(by_three_tasks(s))],
+    "loops": [lambda s: asyncio.run(by_anext(s))] * 3,
+    "tasks of a trio run": [lambda s: trio.run(by_three_of_trio, s)],
+    "all": [by_next, lambda s: asyncio.run(by_three_tasks(s)), lambda s: trio.run(by_three_of_trio, s)],
+}
+
+
+@pytest.mark.parametrize("n", [1500, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pause_after", [None, 1, 2])
+@pytest.mark.parametrize("readers", READERS)
+def test_no_item_and_no_wake_up_is_lost(readers, pause_after, n, eager_switching):
+    """Each item goes to one of them, and all learn of the end. One lost call of `drained` and the engine would sleep
+    for ever; one too many stays in its inbox."""
     e = Engine(n, pause_after)
-    readers = {
-        "thread": [by_next],
-        "threads": [by_next] * 3,
-        "mixed": [by_next, lambda s: asyncio.run(by_three_tasks(s)), lambda s: asyncio.run(by_anext(s))],
-    }[consumers]
-    reading = [Background(read, e.stream) for read in readers]
+    reading = [Background(read, e.stream) for read in READERS[readers]]
     e.serve()
     got = [r.result() for r in reading]
     assert sorted(itertools.chain(*got)) == list(range(n))
-    assert e.most <= pause_after
+    assert pause_after is None or e.most <= pause_after
 
 
 def test_pauses_and_reads_that_collide(eager_switching):
@@ -151,14 +153,3 @@ def test_pauses_and_reads_that_collide(eager_switching):
         assert len(called) == paused and not channel.paused
         refused += not paused
         channel.end(Finish.STOP)
-
-
-def test_a_consumer_that_stops_reading_holds_the_engine_until_it_goes_on():
-    e = Engine(50, 10)
-    serving = Background(e.serve)
-    until(lambda: e.channel.paused)
-    assert next(e.stream) == 0
-    assert not e.drained() and len(e.channel.buffer) == 9
-    assert list(e.stream) == list(range(1, 50))
-    serving.result()
-    assert e.most == 10

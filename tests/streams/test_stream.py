@@ -4,27 +4,31 @@ import asyncio
 import gc
 import itertools
 import threading
+from functools import partial
 
 import pytest
+import trio
 
-from hibachi import EngineFailed, ItemStream, ModelError
+from hibachi import ItemStream, ModelError
 from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.merge import amerge, merge
 from hibachi.request import Finish
 
 from ..engine.models import PATIENCE, Background, until
 from ..engine.pipe import Pipe
-from .reading import by_anext, by_next, by_three_tasks
+
+LOOPS = {"asyncio": lambda main: asyncio.run(main()), "trio": trio.run}
+in_each_loop = pytest.mark.parametrize("run", LOOPS.values(), ids=LOOPS)
 
 
-@pytest.fixture(params=["thread", "asyncio"])
+@pytest.fixture(params=["thread", *LOOPS])
 def read(request):
     """read(stream): all its items, by `for` in this thread or by `async for` in a loop."""
 
     async def each(stream):
         return [item async for item in stream]
 
-    return list if request.param == "thread" else lambda stream: asyncio.run(each(stream))
+    return list if request.param == "thread" else lambda stream: LOOPS[request.param](partial(each, stream))
 
 
 def boom():
@@ -55,11 +59,6 @@ def test_a_consumer_is_woken_by_items_and_by_the_end(read):
     assert reading.result() == [0, 1, 2]
 
 
-def test_a_slow_consumer_gets_everything(read):
-    p = Pipe(*range(20_000), end=Finish.LENGTH)
-    assert read(p.stream) == list(range(20_000))
-
-
 def test_collect_gives_what_is_left():
     p = Pipe(1, 2, 3, 4, end=Finish.STOP)
     assert next(p.stream) == 1
@@ -76,7 +75,6 @@ def test_who_wants_all_is_woken_by_the_end_only(collect, pause_after):
     reading = Background(collect, p.stream)
     until(lambda: p.awaited)
     p.push(1)
-    assert bool(p.channel._at_end) == (pause_after is None)
     until(lambda: p.awaited)
     p.end()
     assert reading.result() == [1] and not p.awaited
@@ -124,33 +122,7 @@ def test_an_error_is_raised_again_and_again(read):
     assert len(depths) == 1, "its traceback grows"
 
 
-def test_collect_raises_the_error():
-    p = Pipe(1)
-    p.end(Finish.ERROR, boom())
-    with pytest.raises(ModelError):
-        p.stream.collect()
-
-
 # ---- leaving early cancels at once -------------------------------------------------------------------------------
-
-
-def leave_by_break(stream):
-    for _ in stream:
-        break
-
-
-def leave_by_exception(stream):
-    with pytest.raises(KeyError):
-        for _ in stream:
-            raise KeyError
-
-
-def leave_by_zip(stream):
-    assert list(zip(range(2), stream, strict=False)) == [(0, 1), (1, 2)]
-
-
-def leave_by_islice(stream):
-    assert list(itertools.islice(stream, 2)) == [1, 2]
 
 
 def leave_by_with(stream):
@@ -167,15 +139,6 @@ def leave_by_close(stream):
     stream.close()
 
 
-def leave_by_async_break(stream):
-    async def main():
-        async for _ in stream:
-            break
-        assert stream.finish_reason == Finish.CANCELLED
-
-    asyncio.run(main())
-
-
 def leave_by_async_exception(stream):
     async def main():
         try:
@@ -183,27 +146,6 @@ def leave_by_async_exception(stream):
                 raise KeyError
         except KeyError:
             assert stream.finish_reason == Finish.CANCELLED
-
-    asyncio.run(main())
-
-
-def leave_by_timeout(stream):
-    async def main():
-        try:
-            async with asyncio.timeout(0.01):
-                async for _ in stream:
-                    pass
-        except TimeoutError:  # the traceback is still alive, and the stream closed nevertheless
-            assert stream.finish_reason == Finish.CANCELLED
-
-    asyncio.run(main())
-
-
-def leave_by_wait_for(stream):
-    async def main():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(stream.acollect(), 0.01)
-        assert stream.finish_reason == Finish.CANCELLED
 
     asyncio.run(main())
 
@@ -300,13 +242,6 @@ def test_closing_ends_the_wait_of_another_thread(read):
     assert reading.result() == []
 
 
-def test_a_stream_that_ended_holds_its_engine_no_longer():
-    p = Pipe(end=Finish.STOP)
-    assert p.stream._cancel is not None
-    list(p.stream)
-    assert p.stream._cancel is None
-
-
 # ---- exactly one end ---------------------------------------------------------------------------------------------
 
 
@@ -336,43 +271,7 @@ def test_racing_ends_give_exactly_one(eager_switching):
         assert p.stream.finish_reason == (Finish.STOP if won else Finish.CANCELLED)
 
 
-def test_a_stream_may_be_dropped_in_the_midst_of_its_end():
-    """The garbage collector runs anywhere, also in the thread that holds the lock of the end."""
-    p = Pipe()
-
-    def end():
-        with p.channel._ending:
-            p.stream.close()
-
-    Background(end).result()
-    assert p.cancelled == 1
-
-
 # ---- many consumers ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "consumers",
-    [
-        [by_next] * 4,
-        [lambda s: asyncio.run(by_three_tasks(s))],
-        [lambda s: asyncio.run(by_anext(s))] * 3,
-        [by_next, by_next, lambda s: asyncio.run(by_three_tasks(s)), lambda s: asyncio.run(by_anext(s))],
-    ],
-    ids=["threads", "tasks of a loop", "loops", "all of them"],
-)
-def test_several_consumers_share_one_stream(consumers, eager_switching):
-    """Each item goes to one of them, none is lost, and all learn of the end."""
-    p = Pipe()
-    reading = [Background(c, p.stream) for c in consumers]
-    for i in range(300):
-        p.push(i)
-        if i % 10 == 0:
-            until(lambda: not p.channel.buffer)
-    p.end()
-    got = [r.result() for r in reading]
-    assert sorted(itertools.chain(*got)) == list(range(300))
-    assert not p.awaited
 
 
 def test_many_streams_in_one_loop_cost_one_post_a_step(monkeypatch):
@@ -416,24 +315,6 @@ def test_a_loop_that_was_closed_does_not_disturb_the_engine():
     assert list(p.stream) == [1]
 
 
-def test_waiting_in_vain_leaves_nothing_behind():
-    p = Pipe()
-    for _ in range(3):
-        assert not p.channel.wait(0.001)
-    assert not p.awaited
-
-
-def test_one_error_for_every_stream_of_a_failed_engine():
-    error = EngineFailed("lost")
-    pipes = [Pipe() for _ in range(6)]
-    reading = [Background(list, p.stream) for p in pipes]
-    for p in pipes:
-        p.end(Finish.ERROR, error)
-    for r in reading:
-        with pytest.raises(EngineFailed, match="lost"):
-            r.result()
-
-
 # ---- merge -------------------------------------------------------------------------------------------------------
 
 
@@ -460,15 +341,11 @@ def test_merge_raises_the_first_error_after_its_items():
     assert not good.awaited
 
 
-def test_merge_of_nothing():
-    assert list(merge([])) == []
+# ---- amerge: the same for a task ----------------------------------------------------------------------------------
 
 
-# ---- amerge: the same for a task; test_streams_trio.py has it in trio ---------------------------------------------
-
-
-def taken_by(streams):
-    """In asyncio: what `amerge` hands over, in order; and the error that it raises, if any."""
+def taken_by(run, streams):
+    """What `amerge` hands over, in order; and the error that it raises, if any."""
     took = []
 
     async def main():
@@ -477,12 +354,13 @@ def taken_by(streams):
         except Exception as e:
             return e
 
-    return asyncio.run(main()), took
+    return run(main), took
 
 
-def test_amerge_gives_what_comes_from_anywhere():
+@in_each_loop
+def test_amerge_gives_what_comes_from_anywhere(run):
     pipes = [Pipe(10), Pipe(), Pipe(30, 31, end=Finish.STOP)]
-    taking = Background(taken_by, [p.stream for p in pipes])
+    taking = Background(taken_by, run, [p.stream for p in pipes])
     until(lambda: pipes[0].awaited and pipes[1].awaited)
     for n in range(20, 23):
         until(lambda: not pipes[1].channel.buffer)
@@ -495,16 +373,13 @@ def test_amerge_gives_what_comes_from_anywhere():
     assert not any(p.awaited for p in pipes)
 
 
-def test_amerge_raises_the_first_error_after_its_items():
+@in_each_loop
+def test_amerge_raises_the_first_error_after_its_items(run):
     good, bad = Pipe(1), Pipe(2)
     bad.end(Finish.ERROR, boom())
-    error, took = taken_by([good.stream, bad.stream])
+    error, took = taken_by(run, [good.stream, bad.stream])
     assert isinstance(error, ModelError) and took == [(0, [1]), (1, [2])]
     assert not good.awaited
-
-
-def test_amerge_of_nothing():
-    assert taken_by([]) == (None, [])
 
 
 def test_a_failing_taker_leaves_nobody_waiting():

@@ -345,29 +345,6 @@ def test_an_interrupted_take_loses_nothing(read):
     assert p.cancelled == 0 and p.stream.collect() == [1, 2, 3]
 
 
-def test_takers_of_many_threads_and_loops_share(eager_switching):
-    p = Pipe()
-
-    def taking():
-        got = []
-        while some := p.stream.take(3):
-            got += some
-        return got
-
-    async def ataking():
-        got = []
-        while some := await p.stream.atake(3):
-            got += some
-        return got
-
-    readers = [Background(taking), Background(taking), *(Background(lambda: asyncio.run(ataking())) for _ in "ab")]
-    for i in range(3000):
-        p.push(i)
-    p.end()
-    shares = [reader.result() for reader in readers]
-    assert sorted(itertools.chain(*shares)) == list(range(3000)) and all(share == sorted(share) for share in shares)
-
-
 def test_a_paused_request_goes_on_when_items_are_taken(serve):
     with serve(Next(), pause_after=4) as engine:
         stream = engine.run([1], max_tokens=50)
@@ -573,15 +550,6 @@ def test_a_push_that_raises_loses_no_token(error, how):
     assert "".join(piece.text for piece in pieces) == "ab xyz"
     assert [i for piece in pieces for i in piece.token_ids] == [*b"ab xyz"]
     assert text.completion().text == "ab xyz"
-
-
-def test_a_push_that_always_raises_is_never_an_end():
-    p = Pipe(*b"ab xyz", end=Finish.LENGTH)
-    text = TextStream("prompt", [1], [TextChoice(0, p.stream, Breaks, False)], 1)
-    Breaks.errors = [ValueError("no such letter")] * 9
-    for read in (next, lambda t: t.take(2), TextStream.completion) * 3:
-        with pytest.raises(ValueError, match="no such letter"):
-            read(text)
 
 
 @pytest.mark.parametrize("rows", [False, True])
