@@ -2,7 +2,6 @@
 
 import random
 import tracemalloc
-from itertools import groupby
 
 import numpy as np
 import pytest
@@ -99,76 +98,11 @@ def test_as_a_list_that_is_searched_for_long(monkeypatch, seed, run, many):
             assert composer.take() == listed.take()
 
 
-@settings(max_examples=100)
-@given(rows=st.lists(row, max_size=40), size=st.integers(1, 3))
-def test_rows_that_share_a_prefix_stand_together(rows, size):
-    """Of any prefix, in whole blocks, and where rows are equal the longest first, then the lower number."""
-    order = composed(rows, block=size)
-    assert sorted(order) == list(range(len(rows)))
-    for depth in range(size, 7, size):
-        begins = [rows[n][0][:depth] for n in order if len(rows[n][0]) >= depth]
-        if depth == size:
-            everyone = [rows[n][0][:depth] if len(rows[n][0]) >= depth else n for n in order]
-            assert len(list(groupby(everyone))) == len(set(everyone))
-        assert len(list(groupby(begins))) == len(set(begins))
-    same = [[n for n in order if rows[n][0] == key] for key in {key for key, _ in rows}]
-    assert all(some == sorted(some, key=lambda n: (-rows[n][1], n)) for some in same)
-
-
 @pytest.mark.parametrize("head", [(), ("bos",), ("bos", "be brief")])
 def test_where_nothing_more_is_shared_the_longest_goes_first(head):
     lengths = random.Random(0).choices(range(1, 100), k=500)
     order = composed([((*head, f"own {n}"), length) for n, length in enumerate(lengths)])
     assert order == sorted(range(500), key=lambda n: (-lengths[n], n))
-
-
-def test_the_child_with_the_longest_row_goes_first():
-    rows = [("ax", 1), ("b", 7), ("ay", 9), ("cz", 8), ("a", 2), ("cz", 3)]
-    assert composed([(tuple(key), longest) for key, longest in rows]) == [2, 4, 0, 3, 5, 1]
-
-
-def test_who_joins_goes_with_its_group():
-    composer = Composer()
-    for number, key in enumerate(["ab", "ac", "xy", "xz"]):
-        composer.add(number, tuple(key), 10 - number)
-    assert composer.take() == 0
-    composer.add(4, tuple("abc"), 1)  # shares more with the last row than number 1 does
-    composer.add(5, tuple("ad"), 99)
-    composer.add(6, tuple("q"), 100)
-    assert take_all(composer) == [4, 5, 1, 2, 3, 6]
-
-
-def test_where_groups_gather_the_oldest_goes_first_until_nobody_joins():
-    rows = [(("g", n), 5) for n in range(3)] + [((n,), 10 + n) for n in range(100)]
-    composer = Composer()
-    for number, (key, longest) in enumerate(rows[:50]):
-        composer.add(number, key, longest)
-    assert [composer.take() for _ in range(2)] == [49, 48]  # the longest, as nobody has joined
-    for number, (key, longest) in list(enumerate(rows))[50:]:
-        composer.add(number, key, longest)
-    assert [composer.take() for _ in range(3)] == [0, 1, 2]
-    assert [composer.take() for _ in range(3)] == [102, 101, 100]  # no group is left
-    composer = Composer()
-    composer.add(999, ("x",), 1000)
-    composer.take()
-    for number, (key, longest) in enumerate([*rows, (("h", 1), 1), (("h", 2), 1)]):
-        composer.add(number, key, longest)
-    order = take_all(composer)
-    assert order[:3] == [0, 1, 2] and order[3:RUN] == list(range(3, RUN))
-    assert order[RUN:-2] == list(range(102, RUN - 1, -1)) and order[-2:] == [103, 104]
-
-
-@pytest.mark.parametrize("window, patience", [(1, 1), (10, 30), (50, 10)])
-def test_nobody_waits_for_ever_where_nothing_is_shared(window, patience):
-    """A short row among ever longer ones."""
-    composer = Composer(patience=patience)
-    for number in range(window):
-        composer.add(number, (number,), 1)
-    takes = 0
-    while composer.take() != window - 1:
-        takes += 1
-        composer.add(window + takes, (window + takes,), 1 + takes)
-    assert max(patience, window) <= takes + 1 <= 2 * (window - 1) + max(patience, window) + 1
 
 
 def test_nobody_waits_for_ever_beside_a_group_without_end():
@@ -184,18 +118,6 @@ def test_nobody_waits_for_ever_beside_a_group_without_end():
             alone.append(takes)
         composer.add(window + takes, ("all", takes), 9)
     assert alone == list(range(patience + 1, patience + 11))  # the group is left once for all of them
-
-
-def test_groups_without_end_take_turns():
-    """Whatever is taken, another of its group joins."""
-    composer, group, taken = Composer(patience=100), {}, []
-    for number in range(1000):
-        group[number] = "abc"[number % 3] if number < 90 else taken[-1]
-        composer.add(number, (group[number], number), 9)
-        if number >= 89:
-            taken.append(group[composer.take()])
-    runs = [len(list(same)) for _, same in groupby(taken)]
-    assert runs[0] == max(runs) == 101 and min(runs[1:-1]) == RUN and set(taken[-2 * RUN - 1 :]) == set("abc")
 
 
 def test_empty_and_numbers():

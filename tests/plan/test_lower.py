@@ -53,16 +53,6 @@ def as_lists(packed):
     return {f.name: getattr(packed, f.name).tolist() for f in fields(Packed)}
 
 
-def test_decode():
-    p = pack([(2, 5, 1, True), (0, 3, 1, True)])
-    assert p.pos.tolist() == p.start.tolist() == [5, 3]
-    assert p.slot.tolist() == [6 * 4 + 1, 3 * 4 + 3]
-    assert p.kv_len.tolist() == [6, 4]
-    assert p.block_table.tolist() == [[4, 6], [3, 5]]
-    assert p.last.tolist() == [0, 1]
-    assert p.tile_q.tolist() == [[0], [1]]
-
-
 def test_decode_and_a_chunk_that_crosses_a_block():
     p = pack([(1, 8, 1, True), (0, 2, 6, False)])
     assert p.pos.tolist() == [8, 2, 3, 4, 5, 6, 7]
@@ -73,19 +63,6 @@ def test_decode_and_a_chunk_that_crosses_a_block():
     assert p.tile_q.tolist() == [[0, 0, 0, 0], [1, 2, 3, 4], [5, 6, 0, 0]]
     assert p.tile_row.tolist() == [0, 1, 1]
     assert p.tile_of.tolist() == [0, 4, 5, 6, 7, 8, 9]
-
-
-def test_without_a_paged_layer_all_slots_are_zero():
-    empty = np.zeros((3, 0), np.int32)
-    for rows in ([(0, 5, 1, True)], [(0, 0, 7, True), (2, 1, 2, False)]):
-        p = pack(rows, table=empty)
-        assert not p.slot.any() and p.block_table.shape == (len(rows), 0)
-
-
-def test_all_arrays_are_int32():
-    for rows in ([(0, 5, 1, True)], [(0, 5, 1, False), (1, 0, 1, True)], [(0, 0, 7, True), (2, 1, 2, False)]):
-        p = pack(rows)
-        assert {f.name: getattr(p, f.name).dtype.name for f in fields(Packed)} == dict.fromkeys(as_lists(p), "int32")
 
 
 @st.composite
@@ -178,19 +155,3 @@ def test_padding_changes_nothing_that_is_there(step, more_tokens, more_rows, mor
         assert big.tile_row[big.tile_of[t] // tile] == p.seg[t]
     most = max(tokens + more_tokens, n + more_rows)
     assert big.tile_q.shape == (most if tile == 1 else (tokens + more_tokens) // tile + n + more_rows, tile)
-
-
-def test_the_shape_of_a_padded_step_depends_on_the_sizes_only():
-    shapes = set()
-    for rows in ([(0, 0, 7, True)], [(0, 5, 1, True), (1, 0, 3, False)], [(0, 1, 1, True), (1, 1, 1, True)]):
-        big = pad(pack(rows), fixed(8, 3, 3, 4), trash_row=9)
-        shapes.add(tuple(getattr(big, f.name).shape for f in fields(Packed)))
-    assert len(shapes) == 1
-
-
-@pytest.mark.parametrize("tile", [1, 4])
-def test_a_decode_step_can_be_shown_as_a_decode_or_a_mixed_step(tile):
-    p = pack([(1, 4, 1, True), (0, 2, 1, True)])
-    big = pad(p, fixed(4, 2, 2, tile), trash_row=9)
-    assert big.tile_of[:2].tolist() == [0, tile]
-    assert big.tile_q.reshape(-1)[[0, tile]].tolist() == [0, 1]

@@ -60,15 +60,6 @@ def test_those_who_ended_are_passed_over_however_many_they_are(many):
     assert served(policy) == list(range(0, many, 3))
 
 
-def test_those_who_ended_do_not_stay_in_memory():
-    policy = Fcfs()
-    for i in range(10_000):
-        s = seq(i)
-        queued(policy, s)
-        s.finish = Finish.CANCELLED if i else None
-    assert kept(policy) <= 66 and served(policy) == [0]
-
-
 @pytest.mark.parametrize("make", [Fcfs, Priority])
 def test_ahead_are_those_ranked_before_it(make):
     seqs = [seq(i, end=10**i) for i in range(4)]

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from hibachi.engine.scheduler.policy import Shares
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Limits
-from hibachi.request import Finish
 
 from ..lib.leaks import kept
 from .test_bounds import LARGEST, QUIET, Town, limits_of
@@ -70,15 +68,6 @@ def test_both_hold_as_many_while_both_wait_and_no_more_change_hands():
         assert not sent and not plan.fresh
 
 
-def test_no_more_rows_change_hands_than_somebody_waits_for():
-    house = House()
-    house.add("many", 30)
-    house.step()
-    house.add("few", 2)
-    house.step()
-    assert house.rows == {"many": 6, "few": 2}
-
-
 def test_rows_that_are_not_wanted_are_everybodys():
     house = House()
     house.add("few", 2, new=5)
@@ -88,15 +77,6 @@ def test_rows_that_are_not_wanted_are_everybodys():
     for _ in range(6):
         house.step()
     assert house.rows == {"many": 8}
-
-
-def test_a_weight_of_three_holds_three_times_the_rows():
-    house = House(weights={"big": 3.0})
-    house.add("small", 30)
-    house.step()
-    house.add("big", 30)
-    house.step()
-    assert house.rows == {"big": 6, "small": 2}
 
 
 def test_the_first_of_a_tenant_is_never_sent_back():
@@ -121,20 +101,6 @@ def test_who_was_sent_back_is_the_first_of_its_tenant_to_go_on():
     assert plan.fresh == [seqs[1]]
 
 
-def test_between_tenants_with_as_many_rows_it_goes_round():
-    policy = Shares()
-    for number, tenant in enumerate("aaabbbccc"):
-        seq = Seq(9, 1, tenant=tenant, arrival=float(number))
-        seq.number, seq.end = number, 10
-        seq.rank = policy.rank(seq)
-        policy.push(seq)
-    order = []
-    while (seq := policy.peek()) is not None:
-        policy.pop(seq)
-        order.append(seq.tenant)
-    assert order == list("abcabcabc")
-
-
 def test_a_worse_class_takes_no_rows_and_a_better_one_its_share():
     house = House()
     house.add("many", 30, priority=1)
@@ -144,17 +110,6 @@ def test_a_worse_class_takes_no_rows_and_a_better_one_its_share():
     house.add("early", 30, priority=0)
     house.step()
     assert house.rows == {"many": 4, "early": 4}
-
-
-def test_a_class_is_served_before_a_worse_one_whoever_holds_fewer():
-    house = House(rows=2)
-    house.add("a", 2, new=3)
-    house.step()
-    house.add("b", priority=1)
-    (next_,) = house.add("a")
-    while next_.row < 0:
-        _, plan = house.step()
-    assert "b" not in house.rows or plan.fresh[0] is next_
 
 
 def test_blocks_are_shared_as_well():
@@ -206,15 +161,6 @@ def test_nothing_stays_of_a_tenant_that_is_gone():
     while town.step():
         pass
     assert policy.peek() is None and kept(policy) == kept(Shares())
-
-
-def test_who_ended_while_waiting_takes_no_row():
-    house = House(rows=2)
-    house.add("a", 2)
-    house.step()
-    (gone,) = house.add("b")
-    house.scheduler.cancel(gone)
-    assert house.step()[0] == [] and gone.finish is Finish.CANCELLED
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])

@@ -1,7 +1,6 @@
 """Proposals in a plan: how many rows compute, and that nobody else gets less for them."""
 
 import numpy as np
-import pytest
 
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -62,16 +61,6 @@ def test_who_waits_gets_the_blocks():
             scheduler.add(Seq(4, 30))
         seq.draft = 5
         assert scheduler.schedule().draft.tolist() == draft
-
-
-@pytest.mark.parametrize("came", [1, 2, 4])
-def test_as_many_proposals_as_came_are_computed(came):
-    scheduler, (seq,) = decoding(Limits(1, 64, 64, 100, blocks=20, block_size=4), (4, 30))
-    seq.draft = 3
-    step(scheduler, [came])
-    table = scheduler.table
-    assert (table.known[seq.row], table.computed[seq.row], scheduler.known(seq)) == (5 + came, 4 + came, 5 + came)
-    scheduler.check()
 
 
 def test_a_step_with_proposals_that_did_not_happen():
