@@ -1,8 +1,8 @@
 """Foreign clients against a server that runs: each in an environment of its own, by a script in clients/.
 
 The scripts print what they were answered as JSON; it must be what the engine says in this process. Those named
-.._forms ask for answers in a form, in each way that the client has, and print what it made of them. With pytest's -s
-the transcripts are shown.
+.._forms ask for answers in a form, in each way that the client has, and print what it made of them. Frameworks over
+these clients, and those of other dialects: test_agents.py. With pytest's -s the transcripts are shown.
 """
 
 import json
@@ -70,7 +70,6 @@ def expected(llm):
         "chat_tokens": LENGTH,
         "mood": json.loads(typed.text),
         "embedding": vector.embedding,
-        "embedding_of_ids": vector.embedding,
         "models": ["tiny"],
     }
 
@@ -140,72 +139,30 @@ def forms(llm, url, talks):
 
 
 CHAT, TEXT = "chat chat_streamed ", "text text_streamed "
-TYPED = "schema schema_streamed "
+TYPED = "schema schema_streamed object "
 VLLM = " ".join(f"structured_{k} structured_{k}_text guided_{k}" for k in ("choice", "regex", "json", "grammar"))
-OUTPUTS = TYPED + "schema_json schema_output schema_output_streamed schema_enum schema_array "
-# What is installed; the scripts NAME_flow and NAME_forms, and what each says.
-PYTHON = [
-    ("litellm", "litellm", CHAT + TEXT + "chat_tokens embedding", TYPED + "object"),
-    (
-        "langchain-openai tokenizers",
-        "langchain",
-        CHAT + TEXT + "chat_tokens embedding embedding_of_ids",
-        TYPED + "schema_as_mapping object",
-    ),
-    ("llm", "llm", CHAT + TEXT, ""),
-    ("httpx", "httpx", CHAT + TEXT + "embedding", ""),
-    ("pydantic-ai-slim[openai]", "pydantic_ai", CHAT + "chat_tokens", TYPED + "object object_streamed"),
-    ("openai-agents", "agents", CHAT + "chat_tokens", TYPED),
-    ("llama-index-llms-openai-like", "llama_index", CHAT + TEXT, "schema schema_as_model schema_streamed"),
-    ("haystack-ai", "haystack", CHAT + "embedding", "schema schema_as_mapping schema_streamed object"),
-    ("dspy", "dspy", "chat", "schema object"),
-    ("instructor", "instructor", "", TYPED + "object object_streamed words"),
-    (
-        "openai pydantic",
-        "openai",
-        "",
-        TYPED + "object object_streamed schema_async schema_async_streamed object_async schema_generic " + VLLM,
-    ),
-]
-NODE = [
-    ("openai zod", "node", CHAT + TEXT + "chat_tokens embedding models", TYPED + "object"),
-    (
-        "@ai-sdk/openai-compatible ai zod",
-        "ai_compatible",
-        CHAT + "chat_tokens embedding",
-        OUTPUTS + "object object_output object_any",
-    ),
-    ("@ai-sdk/openai ai zod", "ai_openai", CHAT + "chat_tokens", OUTPUTS + "object_any"),
-    (
-        "@langchain/openai @langchain/core zod",
-        "langchain",
-        CHAT + TEXT + "chat_tokens embedding",
-        TYPED + "object",
-    ),
-]
 
 
-def each(clients):
-    return pytest.mark.parametrize("packages, name, flow, ways", clients, ids=[c[0].split()[0] for c in clients])
+def test_llm(url, home, expected):
+    """A command of its own, over the official client."""
+    python = strangers(home, "llm") / "python"
+    check("llm", run(python, CLIENTS / "llm_flow.py", asked(url), cwd=home, LLM_USER_PATH=str(home / "llm")), expected,
+          CHAT + TEXT)  # fmt: skip
 
 
-@each(PYTHON)
-def test_a_client_in_python(url, home, expected, forms, packages, name, flow, ways):
-    python = strangers(home, *packages.split()) / "python"
-    if flow:
-        output = run(python, CLIENTS / f"{name}_flow.py", asked(url), cwd=home, LLM_USER_PATH=str(home / "llm"))
-        check(packages, output, expected, flow)
-    if ways:
-        forms.check(packages, run(python, CLIENTS / f"{name}_forms.py", forms.asked, cwd=home), ways)
+def test_forms_by_the_official_client(home, forms):
+    python = strangers(home, "openai", "pydantic") / "python"
+    ways = "object_streamed schema_async schema_async_streamed object_async schema_generic "
+    forms.check("openai", run(python, CLIENTS / "openai_forms.py", forms.asked, cwd=home), TYPED + ways + VLLM)
 
 
-@each(NODE)
-def test_a_client_for_node(url, home, expected, forms, packages, name, flow, ways):
-    strangers_for_node(home, *packages.split())
+def test_the_official_client_for_node(url, home, expected, forms):
+    strangers_for_node(home, "openai", "zod")
     for script in CLIENTS.glob("*.mjs"):  # node looks for packages beside it
         shutil.copy(script, home)
-    check(packages, run("node", f"{name}_flow.mjs", asked(url), cwd=home), expected, flow)
-    forms.check(packages, run("node", f"{name}_forms.mjs", forms.asked, cwd=home), ways)
+    flow = CHAT + TEXT + "chat_tokens embedding models"
+    check("openai", run("node", "node_flow.mjs", asked(url), cwd=home), expected, flow)
+    forms.check("openai", run("node", "node_forms.mjs", forms.asked, cwd=home), TYPED)
 
 
 @pytest.mark.xdist_group("promptfoo")

@@ -122,16 +122,3 @@ def test_a_small_model_gives_the_tokens_that_numpy_gives(newest):
 def test_a_model_of_transformers_gives_its_own_tokens(newest):
     kind, ours, theirs = newest.run("python", "-c", MODULE).splitlines()[-3:]
     assert kind == "TransformersModel" and ours == theirs
-
-
-@pytest.mark.parametrize(
-    "platform, found, expected",
-    [
-        ("linux", ["2.15.0", "2.13.0+cpu", "2.12.0+cpu"], "2.13.0+cpu"),
-        ("linux", ["2.15.0", "2.14.1"], None),
-        ("darwin", ["2.15.0", "2.14.1"], "2.15.0"),
-    ],
-)
-def test_a_build_for_the_cpu_is_recognised(platform, found, expected, monkeypatch):
-    monkeypatch.setattr(sys, "platform", platform)
-    assert for_the_cpu(found) == expected

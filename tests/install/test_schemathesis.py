@@ -2,8 +2,8 @@
 
 Four descriptions: OpenAI's own of its API, and of its responses; that of text-generation-inference; and ours, GET
 /openapi.json. Each in two runs: with requests as the document describes them, most of which say something that is
-refused; and with those that are answered. Together at least 2,000 examples. Tools are tried besides, by each of the
-three APIs, of a model that is held to them.
+refused; and with those that are answered. Together at least 2,000 examples. Streams with calls of tools are compared
+besides, by each of the three APIs, of a model that is held to them.
 """
 
 import json
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.install, pytest.mark.xdist_group("schemathesis")]
 DATA = Path(__file__).parents[1] / "data"
 OPENAI = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-openapi.json"))  # or all of it, in YAML
 RESPONSES = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-responses.json"))
-ANSWERED, TOOLS = "--answered", "--tools"
+ANSWERED = "--answered"
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
 
 
@@ -77,20 +77,18 @@ def test_our_description_of_our_api_holds(programs, short, home):
     _find_nothing(programs, short, home, runs, checks=f"{CHECKS},status_code_conformance", least=1000)
 
 
-def test_tools_in_chats_are_as_openai_describes_them(programs, tooled, home):
-    cut = [programs / "python", CLIENTS / "reduce_spec.py", OPENAI, "OUT", "tiny"]
-    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (300, [*cut, TOOLS])], streams=[TOOLS])
-
-
-def test_tools_in_responses_are_as_openai_describes_them(programs, tooled, home):
-    cut = [programs / "python", CLIENTS / "responses_spec.py", RESPONSES, "OUT", "tiny"]
-    _find_nothing(programs, f"{tooled}/v1", home, [(20, cut), (200, [*cut, TOOLS])], streams=[TOOLS])
-
-
-def test_tools_in_messages_are_as_we_describe_them(programs, tooled, home):
-    cut = [programs / "python", CLIENTS / "own_spec.py", _own(tooled, home), "OUT", TOOLS]
-    every = f"{CHECKS},status_code_conformance"
-    _find_nothing(programs, tooled, home, [(200, cut)], checks=every, many=700, streams=[TOOLS])
+@pytest.mark.parametrize("dialect", ["chats", "responses", "messages"])
+def test_streams_with_calls_are_as_they_are_described(programs, tooled, home, dialect):
+    """Chats and responses by OpenAI; Anthropic's messages by us."""
+    by = {"chats": ("reduce_spec.py", OPENAI), "responses": ("responses_spec.py", RESPONSES)}
+    schema = home / "openapi.json"
+    if dialect == "messages":
+        schema = _own(tooled, home)
+    else:
+        script, document = by[dialect]
+        run(programs / "python", CLIENTS / script, document, schema, "tiny", cwd=home)
+    base = tooled if dialect == "messages" else f"{tooled}/v1"
+    print(run(programs / "python", CLIENTS / "check_streams.py", schema, base, "--tools", cwd=home))
 
 
 def _own(url, home):
@@ -101,19 +99,17 @@ def _own(url, home):
     return own
 
 
-def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100, many=2000, streams=()):
-    """runs: most examples of an operation, and a command that makes the document OUT. least: answers that are good.
-    many: examples. streams: of which kind.
-    """
+def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100):
+    """runs: most examples of an operation, and a command that makes the document OUT. least: answers that are good."""
     schema, generated, accepted = home / "openapi.json", 0, 0
     for examples, command in runs:
         run(*[schema if word == "OUT" else word for word in command], cwd=home)
         report = _examine(programs, url, home, schema, checks, examples)
         generated += report["test_cases"]["generated"]
         accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
-        print(run(programs / "python", CLIENTS / "check_streams.py", schema, url, *streams, cwd=home))
+        print(run(programs / "python", CLIENTS / "check_streams.py", schema, url, cwd=home))
     print(f"\n{generated} examples, of which {accepted} were valid and answered")
-    assert generated >= many and accepted >= least  # else hardly anything was answered
+    assert generated >= 2000 and accepted >= least  # else hardly anything was answered
 
 
 def _examine(programs, url, home, schema, checks, examples):

@@ -11,7 +11,7 @@ import pytest
 from hibachi import LLM, SamplingParams
 
 from .conftest import TEMPLATE, serving
-from .venvs import ROOT, strangers, transcript
+from .venvs import strangers, transcript
 
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("tgi clients")]
 
@@ -20,14 +20,13 @@ OURS = "text_generation.errors."  # the client's own errors
 
 SETUP = """
 from text_generation import AsyncClient, Client
-from text_generation.types import ChatCompletionChunk, Grammar, Message, Tool
+from text_generation.types import Grammar, Message
 import asyncio
 
 key = {"Authorization": "Bearer k"}
 client, other = Client("URL", key, timeout=60), AsyncClient("URL", key, timeout=60)
 text = "It is a truth"
 hello = [Message(role="user", content="How do you do?")]
-tool = Tool(type="function", function={"name": "f", "parameters": {"type": "object", "properties": {}}})
 """
 
 MODEL = '''
@@ -198,24 +197,6 @@ def test_what_is_invalid_is_a_validation_error(client):
         raised(said[name], f"{OURS}ValidationError", f"Input validation error: {words}")
 
 
-def test_what_the_client_refuses_itself_is_not_sent(client):
-    """T-26, T-29, T-30: nobody listens where it would send this."""
-    said = client(
-        {
-            "sampling": "client.generate(text, best_of=2)",
-            "temperature": "client.generate(text, temperature=0)",
-            "empty": "client.generate('')",
-        },
-        url="http://127.0.0.1:9",
-    )
-    for name, words in (
-        ("sampling", "you must use sampling when `best_of` is > 1"),
-        ("temperature", "`temperature` must be strictly positive"),
-        ("empty", "`inputs` cannot be empty"),
-    ):
-        raised(said[name], f"{OURS}ValidationError", words)
-
-
 def test_keys_and_routes(client, tgi):
     """T-38: TGI's 401 has no body, and this client fails on it; ours can be read."""
     said = client(
@@ -280,42 +261,6 @@ def test_whole_chats(client, llm):
         assert said[name]["usage"]["completion_tokens"] == 6
     assert [len(t["top_logprobs"]) for t in said["async"]["choices"][0]["logprobs"]["content"]] == [2] * 6
     raised(said["invalid"], f"{OURS}BadRequestError", "'message': 'max_tokens must be an integer >= 1")
-
-
-def test_streamed_chats_and_named_tools_fail_by_its_own_types(client):
-    """Whoever serves: 0.7.0 asks for `delta.tool_calls` in each chunk, as one call, while a chunk of TGI 3.3.7 has text
-    or a list of calls, as its own document says. It takes the pydantic error for an error of the server's, and fails at
-    that too: answers of requests have no `status`, and no `error` is in a chunk. A named tool is a dictionary, and its
-    `tool_choice` a string.
-    """
-    schemas = json.loads((ROOT / "tests" / "data" / "tgi" / "openapi.json").read_text())["components"]["schemas"]
-    assert "tool_calls" not in schemas["TextMessage"]["properties"]
-    assert schemas["ToolCallDelta"]["properties"]["tool_calls"]["type"] == "array"
-    chunk = "ChatCompletionChunk(id='', object='', created=0, model='', system_fingerprint='', choices=[{'index': 0, "
-    call = "{'index': 0, 'id': '', 'type': 'function', 'function': {'name': 'f', 'arguments': ''}}"
-    said = client(
-        {
-            "stream": "client.chat(hello, stream=True, max_tokens=3)",
-            "async stream": "other.chat(hello, stream=True, max_tokens=3)",
-            "TGI's text": f"{chunk}'delta': {{'role': 'assistant', 'content': 'a'}}}}])",
-            "TGI's call": f"{chunk}'delta': {{'role': 'assistant', 'tool_calls': [{call}]}}}}])",
-            "a named tool": "client.chat(hello, tools=[tool], tool_choice={'function': {'name': 'f'}})",
-            "tools": "client.chat(hello, tools=[tool], max_tokens=3).usage['prompt_tokens']",
-            "no tools": "client.chat(hello, max_tokens=3).usage['prompt_tokens']",
-            "demanded": "client.chat(hello, tools=[tool], tool_choice='required')",
-        }
-    )
-    raised(said["stream"], "builtins.AttributeError", "'Response' object has no attribute 'status'")
-    raised(said["async stream"], "builtins.KeyError", "error")
-    for name, words in (
-        ("TGI's text", "tool_calls\n  Field required"),
-        ("TGI's call", "tool_calls\n  Input should be"),
-    ):
-        raised(said[name], "pydantic_core._pydantic_core.ValidationError", words)
-    raised(said["a named tool"], "pydantic_core._pydantic_core.ValidationError", "tool_choice\n  Input should be a")
-    assert said["tools"] > said["no tools"]  # whole chats may have tools, which the model is told of
-    [choice] = said["demanded"]["choices"]  # ... and those that are demanded come, in OpenAI's form
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
 HUB = """

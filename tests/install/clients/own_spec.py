@@ -1,7 +1,6 @@
-"""Reduce our own description of our routes to requests that are mostly answered: own_spec.py IN OUT [--tools].
+"""Reduce our own description of our routes to requests that are mostly answered: own_spec.py IN OUT
 
 The bounds are not in the types that it is made of, so that hardly a request with several random fields is right.
---tools: only Anthropic's messages, which have what tool_fields.py says of tools.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from reduce_spec import SMALL as OPENAI
 from reduce_spec import TEXT
 from tgi_spec import REFUSED
 from tgi_spec import SMALL as TGI
-from tool_fields import MESSAGE, record
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 2047}, "minItems": 1, "maxItems": 8}
 FLAG = {"type": "boolean"}
@@ -87,19 +85,9 @@ def reduced(spec: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def with_tools(spec: dict[str, Any]) -> dict[str, Any]:
-    schemas = spec["components"]["schemas"]
-    small = {"model": {"const": "tiny"}, **MESSAGE}
-    schemas["MessagesBody"] = record(None, "model", "messages", "max_tokens", **small)
-    counted = {name: small[name] for name in small if name not in ("max_tokens", "stream")}
-    schemas["CountBody"] = record(None, "model", "messages", **counted)
-    spec["paths"] = {path: spec["paths"][path] for path in ("/v1/messages", "/v1/messages/count_tokens")}
-    return spec
-
-
 if __name__ == "__main__":
-    source, target, *more = sys.argv[1:]
+    source, target = sys.argv[1:]
     with open(source) as file:
         whole = json.load(file)
     with open(target, "w") as file:
-        json.dump(with_tools(whole) if "--tools" in more else reduced(whole), file, indent=1)
+        json.dump(reduced(whole), file, indent=1)

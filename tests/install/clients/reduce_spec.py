@@ -1,8 +1,7 @@
-"""Reduce OpenAI's OpenAPI document to the routes that are served: reduce_spec.py IN OUT MODEL [--answered | --tools].
+"""Reduce OpenAI's OpenAPI document to the routes that are served: reduce_spec.py IN OUT MODEL [--answered].
 
 Every model that a request names becomes MODEL, as others get 404 and nothing else would be tried. --answered: requests
-also lose what is refused by name, and stay small, so that more of them are answered with text. --tools: chats only,
-which have what tool_fields.py says of tools, and little else.
+also lose what is refused by name, and stay small, so that more of them are answered with text.
 
 Mended is where the document says other than OpenAI's service does, or than itself:
 - it gives no media type to streamed completions, although `stream` is described;
@@ -21,7 +20,6 @@ from copy import deepcopy
 from typing import Any
 
 import yaml
-from tool_fields import CHAT, record
 
 ROUTES = {
     "/models": ("get",),
@@ -59,7 +57,7 @@ PIECES = {"/completions": "CompletionPiece", "/chat/completions": "CreateChatCom
 PREFIX = "#/components/"
 
 
-def reduced(spec: dict[str, Any], model: str, *, answered: bool, tools: bool = False) -> dict[str, Any]:
+def reduced(spec: dict[str, Any], model: str, *, answered: bool) -> dict[str, Any]:
     paths = {path: {m: spec["paths"][path][m] for m in methods} for path, methods in ROUTES.items()}
     for parameter in paths["/models/{model}"]["get"]["parameters"]:
         parameter["schema"] = {"type": "string", "enum": [model]}
@@ -73,10 +71,6 @@ def reduced(spec: dict[str, Any], model: str, *, answered: bool, tools: bool = F
                     properties.pop(field, None)
                 properties |= {field: SMALL[field] for field in SMALL.keys() & properties.keys()}
     _mend(paths, schemas)
-    if tools:
-        small = {"model": {"enum": [model]}, **CHAT}
-        schemas["CreateChatCompletionRequest"] = record(None, "model", "messages", **small)
-        paths = {"/chat/completions": paths["/chat/completions"]}
     used: dict[str, Any] = {}
     _collect(paths, spec, used)
     kept = {"openapi": spec["openapi"], "info": {"title": "served", "version": "1"}, "paths": paths}
@@ -143,6 +137,6 @@ if __name__ == "__main__":
     source, target, model, *more = sys.argv[1:]
     with open(source) as file:
         whole = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    made = reduced(whole, model, answered="--answered" in more, tools="--tools" in more)
+    made = reduced(whole, model, answered="--answered" in more)
     with open(target, "w") as file:
         json.dump(made, file, indent=1, default=str)

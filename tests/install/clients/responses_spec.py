@@ -1,9 +1,7 @@
-"""Cut what OpenAI's OpenAPI document says of responses to what is served: responses_spec.py IN OUT MODEL
-[--answered | --tools].
+"""Cut what OpenAI's OpenAPI document says of responses to what is served: responses_spec.py IN OUT MODEL [--answered].
 
 IN: the whole document, or what this made of it. MODEL: the only name that requests may have; "" leaves all. --answered:
-requests also lose what is refused by name, and stay small, so that more of them are answered. --tools: they have what
-tool_fields.py says of tools, and little else.
+requests also lose what is refused by name, and stay small, so that more of them are answered.
 
 Of items, tools and events only the kinds that are served stay. A stream's schema is that of the data in an event, and a
 temperature above 2 is taken, as in chats.
@@ -17,7 +15,6 @@ from typing import Any
 
 import yaml
 from reduce_spec import PREFIX, event, plain
-from tool_fields import RESPONSE, record
 
 KINDS = {  # of unions
     "OutputItem": ("OutputMessage", "FunctionToolCall", "ReasoningItem"),
@@ -76,7 +73,7 @@ SMALL = {
 """Fields of requests that are answered."""
 
 
-def cut(schemas: dict[str, Any], model: str, *, answered: bool, tools: bool = False) -> dict[str, Any]:
+def cut(schemas: dict[str, Any], model: str, *, answered: bool) -> dict[str, Any]:
     names: dict[str, Any] = {"type": "string", "enum": [model]} if model else {"type": "string"}
     found: dict[str, Any] = {}
 
@@ -98,8 +95,6 @@ def cut(schemas: dict[str, Any], model: str, *, answered: bool, tools: bool = Fa
         found["CreateResponse"] = {
             "type": "object", "properties": small, "required": ["input", "model"], "additionalProperties": False
         }  # fmt: skip
-    if tools:
-        found["CreateResponse"] = record(None, "model", "input", model=names, **RESPONSE)
     return found
 
 
@@ -159,7 +154,7 @@ if __name__ == "__main__":
     source, target, model, *more = sys.argv[1:]
     with open(source) as file:
         whole = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    made = cut(whole["components"]["schemas"], model, answered="--answered" in more, tools="--tools" in more)
+    made = cut(whole["components"]["schemas"], model, answered="--answered" in more)
     document = {"openapi": "3.1.0", "info": {"title": "responses", "version": "1"}, "paths": paths()}
     with open(target, "w") as file:
         json.dump(document | {"components": {"schemas": dict(sorted(made.items()))}}, file, indent=1)
