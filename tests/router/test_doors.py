@@ -49,15 +49,6 @@ def test_without_them_the_key_of_the_client_goes_on_as_it_is(mock, route):
     assert (first, second, third) == ([b"Bearer mine"], [b"Basic eDp5"], [])
 
 
-def test_an_upstream_that_wants_a_key_is_named(mock, route):
-    a = mock("m")
-    a.check = lambda request: [of_json({"error": "who are you?"}, 401)]
-    router = route(a, wait_for=0.05)
-    answer = router.ask("/v1/completions", BODY)
-    assert answer.status == 503 and f"{a.url}: it answered a check with 401: it wants a key" in answer.error["message"]
-    assert router.ask("/ready", None).status == 503
-
-
 # ---- pages of other origins ----------------------------------------------------------------------------------------
 
 

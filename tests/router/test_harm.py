@@ -8,6 +8,7 @@ import urllib.parse
 
 import pytest
 
+from hibachi.router.health import failed
 from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, eventually, request
@@ -224,13 +225,12 @@ def test_who_fails_and_is_well_again_during_one_check_serves_who_waits(mock, rou
     u, go = router.of(a), threading.Event()
     a.check = lambda request: [go, of_json({"data": [{"id": "m"}]})]
     router.call(lambda: setattr(u, "state", UpstreamState.TRIED))
-    router.call(lambda: router.router._checks.now(u))
+    router.call(router.router.reload)  # which checks all at once
     eventually(lambda: len(a.checks) > 1)
-    router.call(lambda: router.router.forwarder._ill(u, "it failed"))
+    router.call(lambda: failed(u, "it failed"))
     asking = router.asking("/v1/completions", BODY)
     eventually(lambda: router.waiting)
     a.check = None
-    router.router._checks._bells[u].clear()
     go.set()
     assert asking.result().status == 200
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 
 import pytest
 
@@ -53,36 +52,17 @@ def said(here: Here, data: bytes) -> bytes:
 # ---- requests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "m"} x', b'{"model": "\\ud8',
-        b'{"model": 5}', b'{"model": ["m"]}', b'{"model": {}}', b'{"model": NaN}', b"{'model': 'm'}", b"\0" * 9,
-        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    ],
-    ids=range(15),
-)  # fmt: skip
-def test_what_is_no_json_object(mock, route, body):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+def test_what_is_no_json_object(mock, route, path):
     one = mock()
     here = route(one)
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+    for body in (b"{", b"[]", b"\xff\xfe", b'{"model": "\xff"}', b'{"model": 5}', b'{"model": NaN}', b"\0" * 9):
         answer = here.ask(path, body)
         assert answer.status == 400, answer.body
         assert answer.error["type"] == "invalid_request_error"
         assert answer.error["code"] == "invalid_json" or answer.error["param"] == "model"
     assert not one.requests
     still_serves(here)
-
-
-def test_damaged_packings_are_for_the_upstream_to_refuse(mock, route):
-    one = mock(script=lambda r: [error(400, "bad_gzip")])
-    answer = route(one).ask("/v1/completions", b"\x1f\x8b no", b"Content-Encoding: gzip", JSON)
-    assert answer.error["code"] == "bad_gzip"
-
-
-def test_a_packing_that_grows_beyond_all_bounds(mock, route):
-    packed = zlib.compress(b'{"model": "m", "prompt": "' + b" " * (80 << 20) + b'"}')
-    assert route(mock()).ask("/v1/completions", packed, b"Content-Encoding: deflate", JSON).status == 413
 
 
 def test_a_model_nobody_has_and_none_where_there_are_several(mock, route):
@@ -493,10 +473,6 @@ def test_what_a_path_names_belongs_to_one_upstream(mock, route):
     assert all(r[b"x-session-id"] for u in three for r in u.requests)
 
 
-def test_of_one_upstream_everything_is_its_own(mock, route):
-    assert route(mock()).ask("/v1/files", None).status == 200
-
-
 def test_what_one_upstream_keeps_is_asked_of_no_other(mock, route):
     """Not even when that one is gone."""
     two = mock(), mock()
@@ -593,20 +569,10 @@ def test_a_port_that_is_taken():
     ("flags", "file", "words"),
     [
         ([], None, "UPSTREAMS is missing"),
-        (["ftp://x"], None, "ftp:// is not supported"),
         (["http://user:sk-secret@x"], None, "a URL with a user"),
         (["http://x", "--policy", "best"], None, "expected one of least-connection"),
-        (["http://x", "--timeout", "-1"], None, "--timeout"),
         (["http://x", "--api-keys", "/none"], None, "/none"),
-        (["http://x", "--max-connections", "0"], None, "--max-connections"),
-        ([], "[[upstream]]\nurl = 'http://x'\nkey_env = 'NONE'", "NONE, which holds its key, is not set"),
-        ([], "[[upstream]]\nurl = 'http://x'\nlimit = 0", "limit must be an integer >= 1"),
-        ([], "[[upstream]]\nurl = 'http://x'\nkey = 5", "key must be a text"),
-        ([], "[[upstream]]\nurl = 'https://x'\nca = '/none'", "ca /none"),
-        ([], "[[upstream]]\nurl = 'http://x'\n[[upstream]]\nurl = 'http://X/'", "http://x is there twice"),
         ([], "[[upstream]\n", "expected TOML"),
-        ([], "upstream = 5", "expected [[upstream]]"),
-        ([], "polcy = 'x'", "Did you mean policy"),
     ],
     ids=lambda v: None if isinstance(v, str) and "\n" in v else str(v)[:30],
 )

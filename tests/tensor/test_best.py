@@ -23,16 +23,24 @@ def missing(monkeypatch):
     """missing(names): backends whose library is not there; or raises what is given as it is imported."""
 
     def make(**errors):
-        there = discover._class
+        there = discover.by_name
 
-        def load(name):
-            if name in errors:
-                raise errors[name]
-            return there(name)
+        def by_name(group):
+            return there(group) | {name: Broken(error) for name, error in errors.items()}
 
-        monkeypatch.setattr(discover, "_class", load)
+        monkeypatch.setattr(discover, "by_name", by_name)
 
     return make
+
+
+class Broken:
+    """An entry point whose package does not import."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def load(self):
+        raise self.error
 
 
 NONE = ModuleNotFoundError("No module named 'torch'", name="torch")

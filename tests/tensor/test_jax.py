@@ -84,11 +84,12 @@ print(json.dumps([said, hits, str(jax.config.jax_compilation_cache_dir)]))
 )
 
 
+@pytest.mark.parametrize("variant", ["none", "auto"])
 @EITHER
 @pytest.mark.slow
-def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, model):
+def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, model, variant):
     code = START.replace("WHICH", repr(model))
-    cold, warm = (run(code, XDG_CACHE_HOME=str(tmp_path), HIBACHI_VARIANT="none") for _ in range(2))
+    cold, warm = (run(code, XDG_CACHE_HOME=str(tmp_path), HIBACHI_VARIANT=variant) for _ in range(2))
     assert cold[0] == warm[0] and cold[1] == 0 and warm[1] >= 2
     assert cold[2].startswith(str(tmp_path / "hibachi" / "jax"))
 
@@ -220,9 +221,13 @@ def test_a_weight_is_the_same_whichever_way_it_lies(out, size):
 # ---- the TPU's kernel ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_said(monkeypatch):
+    monkeypatch.setattr(tpu, "_said", set())
+
+
 def test_the_kernel_is_for_tpus_and_heads_that_it_takes(caplog):
     fits, small = Paged(2, 128, 128), Paged(2, 64, 64)
-    tpu._said.clear()
     assert "this is cpu" in tpu.why_not("cpu", fits) and "this is gpu" in tpu.why_not("gpu", fits)
     assert not caplog.records
     assert tpu.why_not("tpu", fits) is None
@@ -232,7 +237,6 @@ def test_the_kernel_is_for_tpus_and_heads_that_it_takes(caplog):
 
 def test_where_jax_has_no_such_kernel_the_reason_is_said(monkeypatch, caplog):
     monkeypatch.setattr(tpu, "MODULE", "jax.no_such_module")
-    tpu._said.clear()
     assert "this JAX has no ragged paged attention" in tpu.why_not("tpu", Paged(2, 128, 128))
     assert len(caplog.records) == 1
 
@@ -268,7 +272,9 @@ def test_the_kernel_is_given_what_it_wants(monkeypatch, special):
 def test_a_bias_and_sinks_are_those_of_numpy_also_from_pages_whose_kernel_lacks_them(monkeypatch):
     monkeypatch.setattr(tpu, "kernel", lambda: None)  # an error where it is called
     numpy, loops, paged, gathers = NumpyBackend(native=False), *(JaxBackend("cpu", native=False) for _ in range(3))
-    paged.platform, paged._loops, gathers._loops = "tpu", False, False
+    paged.platform = "tpu"
+    for b in (paged, gathers):
+        monkeypatch.setattr(b, "_loops", False)
     backends = numpy, loops, paged, gathers, loops.invariant()
     spec = dict(blocks=3, block_size=16, rows=1, dtype="float32")
     caches = [b.make_cache(Paged(2, 128, 128), **spec) for b in backends]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hibachi import NumpyBackend, Paged, StepInputs
-from hibachi.backend.kernels.library import NUMERICS, SWITCH, NativeUnavailable, library
 from hibachi.backend.native import _sizes
 from hibachi.engine.runners.calls import CheckedStep
 from hibachi.engine.sampling.draw import How, sample
@@ -23,10 +22,8 @@ from hibachi.errors import InvalidModelOutput
 from .native import (
     DTYPES,
     far_off,
-    forget,
     parameters,
     skip_without,
-    without_compiler,
 )
 
 torch = pytest.importorskip("torch")
@@ -71,7 +68,7 @@ def test_linear_multiplies(native, threads, m, n, k, biased, dtype):
     got = native.linear(x, packed, b if biased else None)
     assert got.shape == (m, n) and got.dtype == x.dtype
     near(got, x.double() @ w.double().T + (b.double() if biased else 0), dtype)
-    unrounded = native._linear(x, packed, b if biased else None, torch.float32)
+    unrounded = native.logits(x, packed, b if biased else None)
     assert unrounded.dtype == torch.float32 and torch.equal(unrounded.to(x.dtype), got)
 
 
@@ -145,24 +142,6 @@ def test_rows_of_a_packed_weight_are_those_of_the_matrix(native, k, dtype):
     for wrong in (101, -1):
         with pytest.raises(IndexError, match="A place lies outside"):
             native.weight_rows(packed, torch.tensor([wrong]))
-
-
-def test_linear_refuses_what_does_not_fit(products):
-    w = products.put_weight(np.zeros((4, 6), "float32"), "float32")
-    for x, b in (
-        (normal(2, 5), None),
-        (normal(2, 6, dtype="bfloat16"), None),
-        (normal(2, 6), normal(3)),
-        (normal(2, 6), normal(4, dtype="bfloat16")),
-    ):
-        with pytest.raises(ValueError, match=r"expected x \[\.\.\., 6\]"):
-            products.linear(x, w, b)
-
-
-def test_linear_of_nothing_is_empty(products):
-    w = products.put_weight(np.zeros((4, 6), "float32"), "float32")
-    assert products.linear(torch.zeros(0, 6), w).shape == (0, 4)
-    assert products.linear(torch.zeros(2, 0, 6), w).shape == (2, 0, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -398,55 +377,7 @@ def test_gated_multiplies_the_second_half_by_the_activated_first(native, name, d
     assert native.gated(x[:0], name).shape == (0, 33)
 
 
-def test_logits_are_not_rounded(native):
-    x, w = normal(4, 64, dtype="bfloat16"), normal(50, 64, seed=1, dtype="bfloat16")
-    got = native.logits(x, native.put_weight(w.float().numpy(), "bfloat16"))
-    assert got.dtype == torch.float32
-    near(got, x.double() @ w.double().T, "float32")
-
-
 # ---- the backend that users ask for --------------------------------------------------------------------------------
-
-
-def test_the_backend_is_native_unless_somebody_goes_without(monkeypatch):
-    monkeypatch.delenv(SWITCH, raising=False)
-    for native in (None, True):
-        found = TorchBackend("cpu", native=native)
-        assert type(found) is NativeTorchBackend and found.native and found.deterministic
-        assert found.invariant() is found and f"numerics {NUMERICS}" in found.fingerprint()
-    assert type(TorchBackend("cpu", native=False)) is type(found.plain()) is TorchBackend
-    assert not TorchBackend("cpu", native=False).native
-    assert not TorchBackend("meta").native and not TorchBackend("meta", native=True).native
-    monkeypatch.setenv(SWITCH, "none")
-    assert type(TorchBackend("cpu")) is TorchBackend
-    with pytest.raises(NativeUnavailable, match="HIBACHI_VARIANT=none is set"):
-        TorchBackend("cpu", native=True)
-
-
-def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, tmp_path, caplog):
-    without_compiler(monkeypatch, tmp_path)
-    for _ in range(2):
-        assert type(TorchBackend("cpu")) is TorchBackend and type(NumpyBackend()) is NumpyBackend
-    why = "no C++ compiler was found. Install g++ or clang++, or set CXX."
-    assert [r.getMessage() for r in caplog.records] == [
-        f"There are no kernels for this machine: {why} Models compute the same, many times slower."
-    ]
-    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler"):
-        TorchBackend("cpu", native=True)
-
-
-def test_the_doctor_says_whether_there_are_native_kernels(monkeypatch, tmp_path):
-    monkeypatch.delenv(SWITCH, raising=False)
-    assert TorchBackend("cpu").remarks()[0].startswith(f"hibachi's kernels: {library()}; ")
-    assert "not in use here; " in TorchBackend("cpu", native=False).remarks()[0]
-    monkeypatch.setenv(SWITCH, "none")
-    assert "not in use here; not used, as HIBACHI_VARIANT=none is set" in TorchBackend("cpu").remarks()[0]
-    forget(monkeypatch, tmp_path)
-    assert "not in use here; to be compiled by" in TorchBackend("cpu", native=False).remarks()[0]
-    assert not list(tmp_path.iterdir())
-    without_compiler(monkeypatch, tmp_path)
-    for backend in (TorchBackend("cpu", native=False), TorchBackend("cpu"), NumpyBackend()):
-        assert "not in use here; there are none: no C++ compiler was found" in backend.remarks()[0]
 
 
 # ---- other libraries and processors --------------------------------------------------------------------------------
@@ -746,14 +677,6 @@ def test_a_model_that_reads_the_cache_itself_hears_how_it_may(native):
     cache = native.make_cache(Paged(2, 8, 8), blocks=3, block_size=4, rows=1, dtype="float32")
     with pytest.raises(TypeError, match=r"backend\.attend read them.*NumpyBackend\(native=False\)"):
         _keys, _values = cache
-
-
-def test_numpy_may_make_float64_of_what_a_model_computes():
-    """float32 times an integer array is float64 on NumPy: what was meant is float32."""
-    backend = NumpyBackend(native=True)
-    weight, x = backend.put_weight(np.ones((4, 6), np.float32), "float32"), np.ones((2, 6)) / 3
-    got = backend.linear(x, weight)
-    assert got.dtype == np.float32 and (got == backend.linear(x.astype(np.float32), weight)).all()
 
 
 def test_a_model_that_gives_another_layer_back_is_refused(native):

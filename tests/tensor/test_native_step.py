@@ -12,7 +12,7 @@ from hibachi import NumpyBackend, StepInputs, UnsupportedOperation
 from hibachi.llm.model.decoder import Decoder
 
 from .arches import APART, FUSED, PLAIN, inputs, made
-from .native import every_variant, other_variants, skip_without
+from .native import skip_without
 
 torch = pytest.importorskip("torch")
 skip_without()
@@ -90,25 +90,6 @@ def test_numpy_has_the_bits_of_pytorch(make, kind, dtype):
         found.append([backend.get(t) for t in stepped(model, model.fused, steps)])
     for got, want in zip(*found, strict=True):
         np.testing.assert_array_equal(got, want, strict=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend, Int4TorchBackend))
-def test_all_variants_compute_the_same_bits(make, dtype, monkeypatch):
-    if not other_variants():
-        pytest.skip("this processor has one variant")
-    for kind in FUSED:
-        found = []
-        for backend in every_variant(make, monkeypatch):
-            model = made(backend, dtype, **FUSED[kind])
-            steps = [
-                inputs(backend, [0, 0, 0], [1, 17, 30], [True, True, False]),
-                inputs(backend, [1, 17, 30], [1, 1, 5], [True, True, True]),
-            ]
-            found.append(stepped(model, model.fused, steps))
-        for other in found[1:]:
-            assert all(torch.equal(got, want) for got, want in zip(other, found[0], strict=True)), kind
 
 
 @pytest.mark.parametrize("kind", APART)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi.backend.kernels.library import NUMERICS, SWITCH, library, why_missing
-from hibachi.backend.numpy_backend import InvariantNumpyBackend, NativeNumpyBackend, NumpyBackend
+from hibachi.backend.kernels.library import why_missing
+from hibachi.backend.numpy_backend import InvariantNumpyBackend, NumpyBackend
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory
@@ -50,23 +50,6 @@ def test_linear_is_the_product_in_every_form_of_the_weight(numpy_backend, rows, 
 def test_linear_takes_plain_arrays_too(numpy_backend):
     x, w = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(numpy_backend.linear(x, w), x @ w.T)
-
-
-def test_a_backend_has_hibachis_kernels_where_they_are_to_be_had(monkeypatch):
-    monkeypatch.delenv(SWITCH, raising=False)
-    plain = NumpyBackend(native=False)
-    assert type(plain) is NumpyBackend and not plain.native and not plain.deterministic
-    ours = plain.invariant()
-    assert type(ours) is InvariantNumpyBackend and ours.kernels == "single rows" and not ours.native
-    if not why_missing():
-        for native in (None, True):
-            found = NumpyBackend(native=native)
-            assert type(found) is NativeNumpyBackend and found.deterministic and found.invariant() is found
-            assert type(found.plain()) is NumpyBackend and f"numerics {NUMERICS}" in found.fingerprint()
-            assert found.remarks()[0].startswith(f"hibachi's kernels: {library()}; ")
-    monkeypatch.setenv(SWITCH, "none")
-    assert type(NumpyBackend()) is NumpyBackend
-    assert NumpyBackend().remarks() == ["hibachi's kernels: not in use here; not used, as HIBACHI_VARIANT=none is set"]
 
 
 @pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
@@ -131,7 +114,7 @@ def test_no_array_of_a_step_is_of_another_precision(kind):
         for start, each in ((0, [1, 5, 33, 2]), (40, [1, 1, 1, 1])):
             x = runner.inputs.packed(rows, np.full(4, start, np.int32), np.array(each, np.int32), np.ones(4, bool))
             out, runner.memory.cache = runner.main.step(model.params, runner.memory.cache, x)
-            sampler._greedy(out)
+            backend.best(out)
     finally:
         sys.settrace(None)
     assert {"float32", "int32"} <= seen

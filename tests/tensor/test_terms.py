@@ -76,9 +76,10 @@ def by_head(x):
 @pytest.mark.parametrize("reach", [16, 128])
 def test_t5_has_its_relative_positions(kernels, hidden, reach):
     """Buckets of distances become distances; beyond `reach` all are in the last bucket, which the table ends with."""
-    config = T5Config(d_model=HEADS * DIM, d_kv=DIM, num_heads=HEADS, is_decoder=True, dropout_rate=0.0)
+    config = T5Config(
+        d_model=HEADS * DIM, d_kv=DIM, num_heads=HEADS, is_decoder=True, dropout_rate=0.0, attn_implementation="eager"
+    )
     config.relative_attention_max_distance, config.relative_attention_num_buckets = reach, 12
-    config._attn_implementation = "eager"
     module = T5Attention(config, has_relative_attention_bias=True, layer_idx=0, is_causal=True).eval()
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.4)
@@ -94,7 +95,7 @@ def test_bloom_has_its_alibi(kernels, hidden):
     alibi = build_alibi_tensor(torch.ones(1, LENGTH), HEADS, torch.float32)
     want = module(hidden, torch.zeros_like(hidden), alibi, causal()[None, None])[0][0]
     slopes = alibi[:, 0, 1]
-    q, k, v = (t[0].transpose(0, 1) for t in module._reshape(module.query_key_value(hidden)))
+    q, k, v = module.query_key_value(hidden[0]).view(LENGTH, HEADS, 3, DIM).unbind(2)
     near(module.dense(paged(kernels, q, k, v, bias=torch.stack([0 * slopes, -slopes], 1))), want)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi import Paged, StepInputs
+from hibachi import StepInputs
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.engine.scheduler.lower import lower, pad
 
@@ -276,18 +276,6 @@ class Stale:
 def test_a_replay_that_comes_to_something_else_costs_the_cache_and_no_token(expected, reasons):
     assert generate(cuda(Stale)) == expected
     assert any("came to something else" in r for r in reasons())
-
-
-def test_a_cache_that_is_made_anew_is_usable():
-    backend = cuda()
-    spec = Paged(2, 8, 8)
-    cache = [backend.make_cache(spec, blocks=3, block_size=4, rows=2, dtype="float32")]
-    assert backend.usable(cache)
-    backend._spoiled.add(cache[0][0].data_ptr())
-    assert not backend.usable(cache)
-    backend._spoiled.update(range(1))
-    made = [backend.make_cache(spec, blocks=3, block_size=4, rows=2, dtype="float32") for _ in range(4)]
-    assert all(backend.usable([c]) for c in made)
 
 
 # ---- movement ------------------------------------------------------------------------------------------------------

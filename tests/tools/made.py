@@ -8,12 +8,9 @@ from hibachi.llm.chatformat.format import (
     THINK,
     CallArguments,
     ChatFormat,
-    Python,
-    Quoted,
     Reasoned,
     ReasoningFormat,
     Said,
-    Slot,
     Tagged,
     Thinking,
     ToolFormat,
@@ -21,21 +18,11 @@ from hibachi.llm.chatformat.format import (
 from hibachi.llm.chatformat.reading.parser import Parser
 from hibachi.llm.chatformat.tools import Tool, Toolbox, ToolCall
 
-NAME, ARGUMENTS, ID, NUMBER = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER
-JSON_LIST = ToolFormat(
-    ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, ', "id": "', ID, '"}'), "[CALLS]", "[CALLS] [", ", ", "]"
-)
-TOOLS = {
-    "hermes": HERMES,
-    "list": JSON_LIST,
+from .formats import ARGUMENTS, ID, NAME
+from .formats import FORMATS as CALLS
+
+TOOLS = {name: tools for name, tools in CALLS.items() if name not in ("headed", "wrapped", "quoted text")} | {
     "list between tags": ToolFormat(('{"', NAME, '": ', ARGUMENTS, "}"), "<|pre|>", "<|pre|>[", ", ", "]<|suf|>"),
-    "header": ToolFormat(("[CALL]", NAME, "[ARGS]", ARGUMENTS), "[CALL]"),
-    "numbered": ToolFormat(
-        ("<|call|>functions.", NAME, ":", NUMBER, "<|args|>", ARGUMENTS, "<|end|>"),
-        "<|calls|>",
-        "<|calls|>",
-        end="<|/c|>",
-    ),
     "fenced": ToolFormat(
         ("<｜call｜>function<｜sep｜>", NAME, "\n```json\n", ARGUMENTS, "\n```<｜end｜>"),
         "<｜calls｜>",
@@ -50,47 +37,6 @@ TOOLS = {
         ",\n    ",
         "\n]<|END|>",
     ),
-    "alone": ToolFormat(
-        ('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"), '{"name": "', between="; ", alone=True, most=1
-    ),
-    "parameters": ToolFormat(
-        ("<tool_call>\n<function=", NAME, ">\n", ARGUMENTS, "</function>\n</tool_call>"),
-        "<tool_call>",
-        between="\n",
-        arguments=Tagged("<parameter=", ">\n", "\n</parameter>\n"),
-    ),
-    "keys and values": ToolFormat(
-        ("<tool_call>", NAME, "\n", ARGUMENTS, "\n</tool_call>"),
-        "<tool_call>",
-        between="\n",
-        arguments=Tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"),
-    ),
-    "kinds": ToolFormat(
-        ('<D|invoke name="', NAME, '">\n', ARGUMENTS, "</D|invoke>\n"),
-        "<D|calls>",
-        "\n\n<D|calls>\n",
-        end="</D|calls>",
-        arguments=Tagged(
-            '<D|parameter name="',
-            "",
-            "</D|parameter>\n",
-            kinds={"string": '" string="true">'}
-            | dict.fromkeys(("number", "boolean", "object", "array", "null"), '" string="false">'),
-        ),
-    ),
-    "nested": ToolFormat(
-        (']<]m[>[<invoke name="', NAME, '">', ARGUMENTS, "]<]m[>[</invoke>\n"),
-        "]<]m[>[<tool_call>",
-        "]<]m[>[<tool_call>\n",
-        end="]<]m[>[</tool_call>",
-        arguments=Tagged("]<]m[>[<", ">", "]<]m[>[</{key}>", item="item"),
-    ),
-    "cdata": ToolFormat(
-        ('<function name="', NAME, '">', ARGUMENTS, "</function>"),
-        "<function",
-        between="\n",
-        arguments=Tagged('<param name="', '">', "</param>", cdata=True),
-    ),
     "named twice": ToolFormat(
         (" to=", NAME, '<|message|><calls>\n<invoke name="', NAME, '">\n', ARGUMENTS, "</invoke>\n</calls>"),
         "to=",
@@ -98,9 +44,7 @@ TOOLS = {
         arguments=Tagged('<parameter name="', '">', "</parameter>\n"),
         alone=True,
     ),
-    "python": ToolFormat((NAME, "(", ARGUMENTS, ")"), "<|py|>[", "<|py|>[", ", ", "]<|/py|>", arguments=Python()),
-    "quoted": ToolFormat(("<|call>call:", NAME, ARGUMENTS, "<call|>"), "<|call>", arguments=Quoted('<|"|>')),
-    "spelled": replace(JSON_LIST, spellings=(("<|python|>", NAME, "|", ARGUMENTS, "<|eop|>"),)),
+    "spelled": replace(CALLS["list"], spellings=(("<|python|>", NAME, "|", ARGUMENTS, "<|eop|>"),)),
 }
 CHANNELS = ChatFormat(
     ToolFormat(

@@ -163,7 +163,7 @@ def test_arguments_that_are_none_are_given_on_and_their_call_is_not_complete():
 
 
 def test_spellings_that_are_never_asked_for_are_read():
-    text = 'Now <|python|>f|{"a": 1}<|eop|>[CALLS] [{"name": "f", "arguments": {}}]'
+    text = 'Now <|python|>f|{"a": 1}<|eop|>[TOOL_CALLS][{"name": "f", "arguments": {}}]'
     answer = read(FORMATS["spelled"], BOX, Thinking.NONE, text)
     assert answer == Answer(None, "Now", [ToolCall("f", '{"a": 1}'), ToolCall("f", "{}")])
 
@@ -206,13 +206,13 @@ def test_a_format_without_a_mark_is_read_as_it_is_alone():
 
 
 def test_a_list_that_is_another_spelling_holds_any_number_of_calls():
-    call = ('[CALL][{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}]")
-    format = ChatFormat(replace(FORMATS["header"].tools, spellings=(call,)))
+    call = ('[TOOL_CALLS][{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}]")
+    format = ChatFormat(replace(FORMATS["named"].tools, spellings=(call,)))
     one = '{"name": "f", "arguments": {"a": 1}}'
     for text in (
-        f"[CALL][{one}]",
-        f"[CALL] [{one}, {one}, {one}]\n",
-        '[CALL]f[ARGS]{"a": 1}[CALL]f[ARGS]{"a": 1}',
+        f"[TOOL_CALLS][{one}]",
+        f"[TOOL_CALLS] [{one}, {one}, {one}]\n",
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a": 1}',
     ):
         answer = read(format, BOX, Thinking.NONE, text)
         assert (answer.content, set(answer.calls)) == ("", {ToolCall("f", '{"a": 1}')})

@@ -315,9 +315,9 @@ def test_calls_are_written_as_templates_write_them():
         '<tool_call>\n{"name": "f", "arguments": {"city": "Paris", "n": 1.50}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     )
-    assert written(FORMATS["python"].tools, calls) == "<|py|>[f(city='Paris', n=1.50), g()]<|/py|>"
-    assert written(FORMATS["parameters"].tools, calls[:1]) == (
+    assert written(FORMATS["python"].tools, calls) == "<|calls|>[f(city='Paris', n=1.50), g()]<|/calls|>"
+    assert written(FORMATS["tagged"].tools, calls[:1]) == (
         "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\n<parameter=n>\n1.50\n</parameter>\n</function>\n</tool_call>"
     )
-    assert written(FORMATS["quoted"].tools, calls[:1]) == '<|call>call:f{city:<|"|>Paris<|"|>,n:1.50}<call|>'
+    assert written(FORMATS["quoted"].tools, calls[:1]) == '<|call|>call:f{city:<|"|>Paris<|"|>,n:1.50}<|/call|>'
     assert written(FORMATS["numbered"].tools, calls).count(":1<|args|>") == 1
