@@ -4,6 +4,7 @@ import copy
 import json
 from functools import cache
 
+import array_api_strict
 import numpy as np
 import pytest
 import safetensors.torch
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.errors import UnknownArchitecture
 from hibachi.llm.model.registry import load_model
@@ -47,6 +49,12 @@ CASES = {  # name -> class, settings
     "Llama 2": ("Llama", BASE),
     "Llama 3.1": ("Llama", BASE | dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "Llama, YaRN": ("Llama", BASE | dict(rope_parameters=YARN)),
+    "Llama, linear rope, biases": (
+        "Llama",
+        BASE
+        | dict(attention_bias=True, mlp_bias=True, num_key_value_heads=1)
+        | dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.5)),
+    ),
     "Mistral": ("Mistral", BASE | dict(sliding_window=7)),
     "Mixtral": ("Mixtral", BASE | MOE),
     "Qwen2": ("Qwen2", BASE),
@@ -96,11 +104,13 @@ CASES = {  # name -> class, settings
 # Each has a line of `Decoder` or a class that no other has; where each compiles, the others are slow tests.
 OF_THEIR_OWN = "Qwen3-MoE", "Gemma2", "Gemma3", "OLMo2", "Granite", "SmolLM3", "GPT-NeoX", "GPT-2", "Mamba"
 LIBRARIES = {"numpy": NumpyBackend, "torch": lambda: TorchBackend("cpu"), "jax": JaxBackend}
+STRICT = {"array_api_strict": lambda: ArrayBackend(array_api_strict)}
 EACH = [
     pytest.param(name, library, marks=pytest.mark.slow if library == "jax" and name not in OF_THEIR_OWN else ())
     for name in CASES
     for library in LIBRARIES
 ]
+EACH += [pytest.param("Llama 3.1", "array_api_strict"), pytest.param("Mistral", "array_api_strict")]
 PROMPTS = [np.random.default_rng(1).integers(3, 97, n) for n in (5, 43, 9, 3)]
 NEW = 32
 
@@ -168,7 +178,7 @@ def agree(reference, folder, backend, atol):
 @pytest.mark.parametrize("name, library", EACH)
 def test_logits_and_greedy_tokens_are_those_of_transformers(case, name, library):
     reference, folder = case(name)
-    agree(reference, folder, LIBRARIES[library](), 1e-4)
+    agree(reference, folder, (LIBRARIES | STRICT)[library](), 1e-4)
 
 
 # ---- files that say more or less, or say it otherwise ----------------------------------------------------------------

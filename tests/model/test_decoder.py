@@ -1,24 +1,22 @@
-"""The decoder against transformers, on every library: whole prompts, and chunks mixed with decode."""
+"""Loading the decoder: tied heads, vocabularies, dtypes, biases and shapes. Its numbers: test_agreement.py."""
 
+import dataclasses
 import json
-from itertools import pairwise
 
-import array_api_strict
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hibachi.backend.array_backend import ArrayBackend
-from hibachi.backend.layout import StepInputs
 from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.errors import ConfigError, InvalidModelFiles, UnknownArchitecture, UnsupportedOperation
 from hibachi.llm.model.registry import load_model
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 
-BLOCK, TILE = 4, 4
+from ..tensor.arches import inputs
+
 SHAPES = dict(
     vocab_size=96,
     hidden_size=32,
@@ -28,154 +26,37 @@ SHAPES = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
 )
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=500.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
 MODELS = {
     "plain": {},
     "tied, wide heads": dict(tie_word_embeddings=True, head_dim=16),
-    "llama3 rope, biases": dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True),
-    "linear rope, one kv head": dict(
-        rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.5), num_key_value_heads=1
-    ),
+    "biases": dict(attention_bias=True, mlp_bias=True),
 }
 
 
 def save(name, path):
-    """A random model in transformers, and the directory that it is saved in."""
+    """The directory that a random model of transformers is saved in."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES | MODELS[name])).eval()
     with torch.no_grad():
         for parameter, p in model.named_parameters():  # the default is too small to tell errors from noise
             p.normal_(1.0 if "norm" in parameter else 0.0, 0.3)
     model.save_pretrained(path)
-    return model, path
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def reference(request, tmp_path_factory):
-    return save(request.param, tmp_path_factory.mktemp("llama"))
-
-
-LIBRARIES = {
-    "numpy": NumpyBackend,
-    "torch": TorchBackend,
-    "jax": JaxBackend,
-    "array_api_strict": lambda: ArrayBackend(array_api_strict),
-}
-
-
-@pytest.fixture(params=LIBRARIES)
-def library(request):
-    return LIBRARIES[request.param]()
-
-
-def logits_of(model, tokens):
-    """[len(tokens), vocab] by transformers, in one pass without a cache."""
-    with torch.no_grad():
-        return model(torch.tensor(tokens)[None]).logits[0].numpy()
-
-
-def pack(library, rows, last=None, blocks=8):
-    """The inputs of a step: rows of (request, tokens cached before, new tokens); request r owns its own blocks."""
-    starts, counts = [start for _, start, _ in rows], [len(new) for _, _, new in rows]
-    seg = np.repeat(np.arange(len(rows)), counts)
-    pos = np.concatenate([start + np.arange(n) for start, n in zip(starts, counts, strict=True)])
-    table = np.array([[1 + r * blocks + i for i in range(blocks)] for r, _, _ in rows])
-    cu_q = np.concatenate([[0], np.cumsum(counts)])
-    tiles = [np.arange(a, b)[i : i + TILE] for a, b in pairwise(cu_q) for i in range(0, b - a, TILE)]
-    arrays = dict(
-        tok=np.concatenate([new for _, _, new in rows]),
-        pos=pos,
-        slot=table[seg, pos // BLOCK] * BLOCK + pos % BLOCK,
-        seg=seg,
-        row=np.array([r for r, _, _ in rows]),
-        start=np.array(starts),
-        kv_len=np.array(starts) + counts,
-        cu_q=cu_q,
-        block_table=table,
-        last=cu_q[1:] - 1 if last is None else np.array(last),
-        tile_q=np.array([[*tile, *[0] * (TILE - len(tile))] for tile in tiles]),
-        tile_row=np.array([seg[tile[0]] for tile in tiles]),
-        tile_of=np.concatenate([n * TILE + np.arange(len(tile)) for n, tile in enumerate(tiles)]),
-    )
-    if library.shapes.compiled:  # padded with zeros to one shape, so that JAX compiles once
-        sizes = dict.fromkeys(("tok", "pos", "slot", "seg", "tile_of"), 44)
-        arrays["cu_q"] = np.pad(cu_q, (0, 4 - len(cu_q)), mode="edge")  # rows that are not there are empty
-        sizes |= dict(cu_q=4) | dict.fromkeys(("row", "start", "kv_len", "block_table", "last"), 3)
-        sizes |= dict.fromkeys(("tile_q", "tile_row"), 14)
-        arrays = {k: np.pad(a, [(0, sizes[k] - len(a)), *[(0, 0)] * (a.ndim - 1)]) for k, a in arrays.items()}
-    return StepInputs(**{name: library.put(a.astype(np.int32)) for name, a in arrays.items()})
+    return path
 
 
 def cache_of(model, dtype="float32"):
-    make = model.backend.make_cache
-    return [make(s, blocks=1 + 3 * 8, block_size=BLOCK, rows=3, dtype=dtype) for s in model.cache_spec()]
+    return [model.backend.make_cache(s, blocks=4, block_size=8, rows=1, dtype=dtype) for s in model.cache_spec()]
 
 
-@pytest.fixture
-def run(reference, library):
-    """Runs steps of a loaded model, keeping its cache: run(rows, last) -> logits."""
-    model = load_model(reference[1], library)
-    step = library.compile(model.step, donate=(1,))
-    cache = cache_of(model)
-
-    def run(rows, last=None):
-        nonlocal cache
-        with library.guard():
-            logits, cache = step(model.params, cache, pack(library, rows, last))
-            return library.get(logits)
-
-    return run
-
-
-def prompts(seed, *lengths):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, SHAPES["vocab_size"], n) for n in lengths]
-
-
-def test_whole_prompts_give_the_logits_of_transformers(reference, run):
-    texts = prompts(0, 1, 9, 32)
-    got = run([(r, 0, text) for r, text in enumerate(texts)])
-    assert got.dtype == np.float32
-    for row, text in zip(got, texts, strict=True):
-        np.testing.assert_allclose(row, logits_of(reference[0], text)[-1], atol=1e-4)
-
-
-def test_chunks_mixed_with_decode_give_the_logits_of_transformers(reference, run):
-    texts = prompts(1, 12, 11, 5)
-    expected = [logits_of(reference[0], text) for text in texts]
-    schedule = [  # (request, from, to) of each row, single tokens first as the engine orders them
-        [(0, 0, 6)],
-        [(0, 6, 7), (1, 0, 5)],
-        [(0, 7, 8), (2, 0, 1), (1, 5, 11)],
-        [(0, 8, 9), (2, 1, 5)],
-        [(0, 9, 12)],
-    ]
-    for rows in schedule:
-        got = run([(r, lo, texts[r][lo:hi]) for r, lo, hi in rows])[: len(rows)]
-        for logits, (r, _, hi) in zip(got, rows, strict=True):
-            np.testing.assert_allclose(logits, expected[r][hi - 1], atol=1e-4)
-
-
-def test_several_outputs_of_one_row_can_be_wanted(reference, run):
-    [text] = prompts(2, 8)
-    got = run([(0, 0, text)], last=[7, 0, 3])
-    np.testing.assert_allclose(got, logits_of(reference[0], text)[[7, 0, 3]], atol=1e-4)
-
-
-# ---- loading -------------------------------------------------------------------------------------------------
+def prompt(backend, n):
+    """The inputs of the step of one prompt of n tokens."""
+    return dataclasses.replace(inputs(backend, [0], [n], [True]), tok=backend.put(np.arange(n, dtype=np.int32)))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A directory with a plain model."""
-    return save("plain", tmp_path_factory.mktemp("plain"))[1]
+    return save("plain", tmp_path_factory.mktemp("plain"))
 
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -191,7 +72,7 @@ def changed(folder, tensors=None, **fields):
 
 def test_a_tied_head_is_the_embedding_itself_also_where_the_files_hold_a_copy(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("hibachi.backend.stored.WINDOW", 1 << 10)  # of several windows
-    folder = save("tied, wide heads", tmp_path)[1]
+    folder = save("tied, wide heads", tmp_path)
     rounded = load_file(folder / "model.safetensors")[EMBED].bfloat16()
     last = rounded.clone()
     last[-1, -1] += 1
@@ -206,13 +87,13 @@ def test_a_tied_head_is_the_embedding_itself_also_where_the_files_hold_a_copy(tm
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("taller", [[EMBED], [HEAD], [EMBED, HEAD]])
 def test_rows_beyond_the_vocabulary_are_not_used(tmp_path, caplog, taller, quantization):
-    folder, logits = save("plain", tmp_path)[1], []
+    folder, logits = save("plain", tmp_path), []
     tensors = load_file(folder / "model.safetensors")
     for more in ({}, {name: torch.cat([tensors[name], torch.ones(32, 32)]) for name in taller}):
         b = NumpyBackend()
         b = b if quantization == "none" else b.quantized(quantization)
         model = load_model(changed(folder, more), b)
-        logits.append(b.get(model.step(model.params, cache_of(model), pack(b, [(0, 0, np.arange(9))]))[0]))
+        logits.append(b.get(model.step(model.params, cache_of(model), prompt(b, 9))[0]))
     assert logits[0].shape == (1, SHAPES["vocab_size"])
     np.testing.assert_array_equal(*logits)
     assert caplog.text.count("more rows than vocab_size (96)") == 1 and " and ".join(taller) in caplog.text
@@ -224,7 +105,7 @@ LEFT_OVER = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
 
 
 def test_settings_of_a_quantization_that_is_undone_are_passed_over(tmp_path):
-    folder = save("plain", tmp_path)[1]
+    folder = save("plain", tmp_path)
     assert load_model(changed(folder, **LEFT_OVER), NumpyBackend()).quantization == "none"
 
 
@@ -237,7 +118,7 @@ def test_settings_of_a_quantization_that_is_undone_are_passed_over(tmp_path):
     ],
 )
 def test_quantized_weights_are_refused_by_the_name_of_the_method(tmp_path, tensors, method, why):
-    folder = changed(save("plain", tmp_path)[1], tensors, quantization_config={"quant_method": method})
+    folder = changed(save("plain", tmp_path), tensors, quantization_config={"quant_method": method})
     with pytest.raises(UnknownArchitecture, match=rf"quantized \(quant_method '{method}': .*{why}\).*unquantized"):
         load_model(folder, NumpyBackend())
 
@@ -247,11 +128,11 @@ def test_the_step_is_pure(plain):
     model = load_model(plain, b)
     params, model.params = model.params, None
     cache = cache_of(model)
-    logits, after = model.step(params, cache, pack(b, [(0, 0, np.arange(5))]))
+    logits, after = model.step(params, cache, prompt(b, 5))
     assert logits.shape == (1, SHAPES["vocab_size"]) and len(after) == len(cache)
 
 
-@pytest.mark.parametrize("library", ["torch", "jax"], indirect=True)
+@pytest.mark.parametrize("library", [TorchBackend("cpu"), JaxBackend()], ids=["torch", "jax"])
 def test_bfloat16_computes_and_caches_in_bfloat16(plain, library):
     logits = []
     for dtype in ("float32", "bfloat16"):
@@ -259,7 +140,7 @@ def test_bfloat16_computes_and_caches_in_bfloat16(plain, library):
         cache = cache_of(model, dtype="float16")  # the model's own wish wins
         step = library.compile(model.step)
         with library.guard():
-            out, cache = step(model.params, cache, pack(library, [(0, 0, np.arange(9))]))
+            out, cache = step(model.params, cache, prompt(library, 9))
             keys = cache[0].keys if hasattr(cache[0], "keys") else cache[0][0]
             assert keys.dtype == library.dtype(dtype)
             logits.append(library.get(out)[0])
@@ -295,7 +176,7 @@ def test_numpy_computes_bfloat16_only_where_kernels_do_all_of_it(tmp_path):
 
 
 def test_biases_are_recognised_by_their_presence(tmp_path):
-    _, path = save("llama3 rope, biases", tmp_path)
+    path = save("biases", tmp_path)
     config = json.loads((path / "config.json").read_text())
     del config["attention_bias"], config["mlp_bias"]
     (path / "config.json").write_text(json.dumps(config))
@@ -303,7 +184,7 @@ def test_biases_are_recognised_by_their_presence(tmp_path):
 
 
 def test_biases_that_the_config_denies_are_refused(tmp_path):
-    _, path = save("llama3 rope, biases", tmp_path)
+    path = save("biases", tmp_path)
     config = json.loads((path / "config.json").read_text()) | {"mlp_bias": False}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidModelFiles, match=r"mlp\.down_proj\.bias .* not part of this architecture"):
