@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, ConfigError, OwnCache, SamplingParams
-from hibachi.engine.runners.owncache import step as ownstep
+from hibachi.engine.runners.owncache import trial
 
 LIST = Path(__file__).parents[2] / "docs" / "transformers_list.py"
 spec = importlib.util.spec_from_file_location("transformers_list", LIST)
@@ -141,7 +141,7 @@ def test_what_is_right_is_most():
 def test_rows_on_both_sides_of_longropes_border_are_those_of_their_own_loop(cache_tokens, most, caplog, monkeypatch):
     """Beyond it all angles of a call are others. With 96 positions in the cache requests are preempted. most: bytes of
     a past that is tried."""
-    monkeypatch.setattr(ownstep, "MOST_BYTES", most)
+    monkeypatch.setattr(trial, "MOST_BYTES", most)
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 6, long_factor=[4.0] * 6)
     sizes = dict(max_position_embeddings=128, original_max_position_embeddings=32, sliding_window=None)
     model = WithLengths(listing.tiny("phi3", **sizes, rope_parameters=rope), None)

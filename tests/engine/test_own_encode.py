@@ -97,8 +97,15 @@ def test_chunks_and_preemption_change_nothing(serve):
     assert engine.stats().preemptions > 0
 
 
-def test_bits_do_not_depend_on_the_company(serve):
-    engine = serve(Translator(), deterministic=None, max_num_seqs=4)
+class Exemplary(Translator):
+    """Sources of trials are of several lengths, and none of zeros."""
+
+    inputs = {"source": Input((None,), "int32", example=np.arange(1, 9))}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("model", [Translator, Exemplary])
+def test_bits_do_not_depend_on_the_company(serve, model):
+    engine = serve(model(), deterministic=None, max_num_seqs=4)
     assert engine.deterministic and engine.selfcheck() > 0
     assert answers(engine) == ALL
 

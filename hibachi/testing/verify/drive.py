@@ -66,11 +66,16 @@ class Driver:
         return self.tokens[row.partition("#")[0]]
 
     def beside(self, rows: Sequence[str]) -> ExtraInputs:
-        """What comes beside the tokens of these requests: seeds by the tokens, so that two with the same are alike."""
+        """What comes beside the tokens of these requests."""
         found = ExtraInputs(self.declared, len(rows))
-        for i, row in enumerate(rows):
-            found.set(i, PROMPT, zlib.crc32(row.partition("#")[0].encode()))
+        self.brought(found, rows)
         return found
+
+    def brought(self, extra: ExtraInputs, rows: Sequence[str]) -> HostArray:
+        """Set what requests bring; returns their places. Seeds are by the tokens: two with the same are alike."""
+        for i, row in enumerate(rows):
+            extra.set(i, PROMPT, zlib.crc32(row.partition("#")[0].encode()))
+        return np.arange(len(rows))
 
     def named(self, method: Callable[..., Any], rows: Sequence[str], lengths: HostArray, width: int) -> dict[str, Any]:
         """What a method takes beside tokens, lengths and past, for rows of a call."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, HostArray
 from hibachi.engine.runners.borders import borders_of
-from hibachi.engine.runners.owncache.step import AHEAD
+from hibachi.engine.runners.owncache.trial import AHEAD
 from hibachi.errors import InvalidRequest
 from hibachi.testing.verify.answers import Trouble, show
 from hibachi.testing.verify.drive import Found, Outputs

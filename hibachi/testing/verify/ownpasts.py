@@ -1,88 +1,73 @@
-"""Calls a model that keeps a cache of its own, with the past of each row put together by hand."""
+"""Calls a model that keeps a cache of its own, with the past of each row in memory of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from hibachi.backend.array_backend import ArrayBackend, HostArray
+from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.nested import arrays_in, with_arrays
-from hibachi.engine.kinds import takes_lengths
-from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, parameters_of
-from hibachi.engine.runners.owncache.encoder import Encoded
-from hibachi.engine.runners.owncache.layout import Layout, Past, layout_of
-from hibachi.engine.runners.runner import check_output
-from hibachi.testing.verify.drive import Driver, Found, Outputs, Span, logits_shape
+from hibachi.engine.runners.extra_inputs import ENCODED, ExtraInputs
+from hibachi.engine.runners.owncache.layout import Past
+from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
+from hibachi.engine.runners.tokentable import TokenKind
+from hibachi.testing.verify.drive import Driver, Found, Outputs, Span
 
 
 class OwnDriver(Driver):
-    """Between levels 1 and 2. vocab: size of the logits; None means tokens come out."""
+    """Between levels 1 and 2. vocab: size of the logits; None means tokens come out. rows: most in a call."""
 
     vocab: int | None
-    with_lengths: bool
+    extra: ExtraInputs
 
-    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None) -> None:
+    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, *, rows: int) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.step")
-        self.vocab, self.with_lengths = vocab, takes_lengths(model, ModelKind.OWN_CACHE)
-        self._keeps = vocab is not None and KEEP in parameters_of(model.step)
-        self._layout: Layout | None = None
-        self._encoded: Encoded | None = None
+        self.vocab, self.extra = vocab, ExtraInputs(self.declared, rows)
+        self.brought(self.extra, [""] * (rows + 1))
 
-    @property
-    def layout(self) -> Layout:
-        """Found with the first tokens of the rows."""
-        if self._layout is None:
-            ids = np.concatenate([*self.tokens.values()])
+    @cached_property
+    def step(self) -> OwnStep:
+        """Made with the first tokens of the rows."""
+        rows = [*self.tokens.values()]
+        kind = TokenKind(rows[0].shape[1:], rows[0].dtype)
+        with self.backend.guard():
+            return OwnStep(self.model, self.extra, self.backend, kind, self.vocab, rows, self._call)
 
-            def first(rows: int, tokens: int) -> Any:
-                batch = np.resize(ids, (rows, tokens, *ids.shape[1:]))
-                return self.step(batch, np.full(rows, tokens, np.int32), None, [""] * rows)[1]
+    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if method != self.model.step:
+            return method(*arguments, **named)
+        owns, shown = self.backend.owns, dict(zip(("tokens", "lengths"), arguments[:-1], strict=False))
+        if ENCODED in named:
+            places = [place for place, _ in arrays_in(named[ENCODED], owns)]
+            own = [self.backend.copy(array) for _, array in arrays_in(named[ENCODED], owns)]
+            named[ENCODED] = with_arrays(named[ENCODED], owns, own)
+            shown |= {f"encoded{place}": array for place, array in zip(places, own, strict=True)}
+        before = {name: self.host(array) for name, array in shown.items()}
+        found = method(*arguments, **named)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
+        for name, array in shown.items():
+            self.check_untouched(name, array, before[name])
+        return found
 
-            with self.backend.guard():
-                if callable(encode := getattr(self.model, "encode", None)):
-                    beside, name = self.beside([""]), type(self.model).__name__
-                    self._encoded = Encoded(encode, self.backend, beside, name, lambda f, **given: f(**given))
-                self._layout = layout_of(self.model.past, first, self.backend, self.name)
-        return self._layout
+    def encoded(self, rows: Sequence[str]) -> Any:
+        """What `encode` makes for these requests, as `step` gets it; None where it has none."""
+        names = [*self.tokens]
+        kept = self.step.encoded
+        return None if kept is None else kept.tried([names.index(row.partition("#")[0]) for row in rows])
 
     def fresh(self, **layout: Any) -> OwnSession:
         return OwnSession(self)
-
-    def step(self, tokens: HostArray, lengths: HostArray, past: Any, rows: Sequence[str]) -> tuple[HostArray, Any]:
-        """rows: names of requests."""
-        given = {"tokens": (self.put(tokens), tokens)}
-        if self.with_lengths:
-            given["lengths"] = (self.put(lengths), lengths)
-        named, kept = self.named(self.model.step, rows, lengths, tokens.shape[1]), dict[str, Any]()
-        if self._encoded is not None:
-            names = list(self.tokens)
-            which = [names.index(row.partition("#")[0]) if row else 0 for row in rows]
-            owns, tree = self.backend.owns, self._encoded.tried(which)
-            places = [place for place, _ in arrays_in(tree, owns)]
-            own = [self.backend.copy(array) for _, array in arrays_in(tree, owns)]
-            kept = {f"encoded{place}": (a, self.host(a)) for place, a in zip(places, own, strict=True)}
-            named[ENCODED] = with_arrays(tree, owns, own)
-        if self._keeps:
-            named[KEEP] = 1
-        found = self.model.step(*(native for native, _ in given.values()), past, **named)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
-        shape = (len(tokens), *logits_shape(self.vocab, tokens.shape[2:]))
-        kind = tokens.dtype.kind if self.vocab is None else "logits"
-        shown = (shape[0], 1, *shape[1:]) if self._keeps else shape
-        out = self.backend.xp.reshape(check_output(found[0], self.backend, shown, self.name, kind=kind), shape)
-        for name, (native, host) in (given | kept).items():
-            self.check_untouched(name, native, host)
-        return self.host(out), found[1]
 
     @property
     def floats(self) -> list[bool]:
         """Of which arrays of a past the values are real numbers, which can be NaN."""
         isdtype = self.backend.xp.isdtype
-        return [isdtype(leaf.dtype, "real floating") for leaf in self.layout.leaves]
+        return [isdtype(leaf.dtype, "real floating") for leaf in self.step.layout.leaves]
 
 
 class OwnSession:
@@ -95,31 +80,27 @@ class OwnSession:
     def call(self, pieces: Sequence[Span], **how: Any) -> Outputs:
         """The calls that an engine makes of this: rows with equally many new tokens share one."""
         d, groups = self._driver, dict[tuple[int, int], list[Span]]()
-        for p in pieces:
-            groups.setdefault((p.end - p.start, min(p.start, 1) if d.with_lengths else p.start), []).append(p)
-        out: Outputs = {}
         with d.backend.guard():
-            for group in groups.values():
-                out |= self._step(group)
-        return out
+            for p in pieces:
+                start = min(p.start, 1) if d.step.with_lengths else p.start
+                groups.setdefault((p.end - p.start, start), []).append(p)
+            return {key: out for group in groups.values() for key, out in self._step(group).items()}
 
     def spoil(self, row: str) -> None:
         """Fill the past of a request with NaN."""
-        past, layout = self._pasts[row], self._driver.layout
+        past, layout = self._pasts[row], self._driver.step.layout
         arrays = [a + float("nan") if real else a for a, real in zip(past.arrays, self._driver.floats, strict=True)]
         self._pasts[row] = layout.with_arrays(past, arrays)
 
     def _step(self, pieces: Sequence[Span]) -> Outputs:
-        d, layout = self._driver, self._driver.layout
-        ends = [p.end for p in pieces]
-        before: Past | None = None
+        d, layout, stepped = self._driver, self._driver.step.layout, SteppedRows(self._driver.step)
+        places, names = range(len(pieces)), [p.row for p in pieces]
         if pieces[0].start:
-            width = max(p.start for p in pieces)
-            before = layout.joined([layout.part(self._pasts[p.row], [0], width) for p in pieces])
-        tokens, rows = np.stack([d.of(p.row)[p.start : p.end] for p in pieces]), [p.row for p in pieces]
-        logits, tree = d.step(tokens, np.array(ends, np.int32), None if before is None else before.tree, rows)
-        after = layout.taken(tree, before, range(len(pieces)), ends, len(pieces), tokens.shape[1])
+            stepped.of = {i: replace(self._pasts[name].twin(), rows=[i]) for i, name in enumerate(names)}
+        tokens = np.stack([d.of(p.row)[p.start : p.end] for p in pieces])
+        whose, encoded = d.brought(d.extra, names), d.encoded(names)
+        out = stepped.advance(places, [p.start for p in pieces], tokens, whose, encoded)
         for i, p in enumerate(pieces):
-            mine = layout.part(after, [i], p.end)
+            mine = layout.part(stepped.of[i], [i], p.end)
             self._pasts[p.row] = layout.with_arrays(mine, [d.backend.copy(a) for a in mine.arrays])
-        return {(p.row, p.end): logits[i] for i, p in enumerate(pieces) if p.emit}
+        return {(p.row, p.end): row for p, row in zip(pieces, d.host(out), strict=True) if p.emit}

@@ -191,11 +191,11 @@ class Subject:
     def _driver(self) -> Driver:
         if not self.kind.has_tokens:
             return FeedforwardDriver(self.model, self.backend)
-        if self.kind is ModelKind.OWN_CACHE:
-            return OwnDriver(self.model, self.backend, self.vocab)
-        if self.kind is not ModelKind.PAGED:
+        if not self.kind.has_past:
             return WholeDriver(self.model, self.backend, self.vocab, self.kind)
         rows = max(*self.sizes, 3) + 1
+        if self.kind is ModelKind.OWN_CACHE:
+            return OwnDriver(self.model, self.backend, self.vocab, rows=rows)
         return CachedDriver(
             self.model, self.backend, self.vocab, longest=self.long + STEPS, rows=rows, dtype=self.dtype
         )

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.common.phases import phase
+from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.calls import drop_frames, is_signal
 from hibachi.engine.runners.extra_inputs import KNOWN, ExtraInputs
 from hibachi.engine.runners.groups import telling
@@ -24,8 +25,7 @@ from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.meters import Meeting, Tally
 from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.runners.owncache.prefixes import Prefixes
-from hibachi.engine.runners.owncache.rows import RowPasts
-from hibachi.engine.runners.owncache.step import OwnStep
+from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.engine.runners.owncache.trial import OwnCacheTrial
 from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate
 from hibachi.engine.runners.tokentable import Tables, TokenKind
@@ -75,21 +75,33 @@ class OwnCacheRunner(Runner):
         self._rows, self.head, self._kind = rows, head, kind
         self.name: str = head.name
         self._beside = beside
-        self._step = OwnStep(model, backend, beside, head, kind, self.tally, self.theirs, examples, longest)
+        vocab = None if self.sampler is None else self.sampler.shape[-1]
+        try:
+            with backend.guard():
+                self._step = OwnStep(model, beside, backend, kind, vocab, examples, self._call)
+                self._trial = OwnCacheTrial(self._step)
+                self._trial.cross(borders_of(model), longest)
+        except ConfigError:
+            raise
+        except Exception as e:
+            raise ConfigError(
+                f"{self.name} failed when it was tried on a few tokens, to see its past: {text_of(e).rstrip('.')}. The "
+                f"attribute `example_prompts` of a model names prompts of ids that it can be tried on."
+            ) from e
         self._encoded, self.layout = self._step.encoded, self._step.layout
-        self._pasts = RowPasts(self.layout, self.backend.shapes.length)
+        self._pasts = SteppedRows(self._step, backend.shapes.length)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self._meeting = Meeting(self.name)
         self.remarks: list[str] = [f"its past: {self.layout.said()}"]
         for what, why in (
-            ("prompts come whole, not in chunks", self._step.whole),
-            ("rows of one length only share calls", self._step.parted),
+            ("prompts come whole, not in chunks", self._trial.whole),
+            ("rows of one length only share calls", self._trial.parted),
         ):
             if why:
                 log.warning("%s: %s, as %s", self.name, what, why)
                 self.remarks.append(f"{what}, as {why}")
-        if not self._step.mixes and not self._step.parted:
+        if not self._trial.mixes and not self._trial.parted:
             self.remarks.append("rows of one length only share calls, as its step takes no lengths")
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
@@ -157,7 +169,7 @@ class OwnCacheRunner(Runner):
         if deterministic is False:
             return
         why, short = "", "who shares a call changes its bits"
-        if not self._step.mixes:
+        if not self._trial.mixes:
             why = short = "rows of one length only share calls, which is not tried"
         try:
             if not why:
@@ -180,10 +192,7 @@ class OwnCacheRunner(Runner):
 
     @override
     def selfcheck(self) -> int:
-        return self._trial().run(self._step.alike if self._step.comparable else float("inf"))
-
-    def _trial(self) -> OwnCacheTrial:
-        return OwnCacheTrial(self._step.called, self.layout, self._step.example, whole=bool(self._step.whole))
+        return self._trial.in_company()
 
     def try_copies(self) -> bool:
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
@@ -192,14 +201,13 @@ class OwnCacheRunner(Runner):
             why = f"the array {place} of its past is a state, or holds the newest positions only"
         elif self.apart:
             why = "each row is computed by itself"
-        elif self._step.whole:
+        elif self._trial.whole:
             why = "prompts come whole"
         elif of_each := self._step.names & {*KNOWN}:
             why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
         else:
-            far = self._step.alike if self._step.comparable else 0
             try:
-                self._template, why = self._trial().copied(far, bits=self.deterministic)
+                self._template, why = self._trial.copied(bits=self.deterministic)
             except Exception as e:
                 why = f"a trial of it raised {text_of(e)}"
                 drop_frames(e)
@@ -226,12 +234,12 @@ class OwnCacheRunner(Runner):
             return "it returns the logits of the last token only: its step has no parameter logits_to_keep", False
         if self.backend.shapes.compiled:
             return "it keeps a cache of its own, and its backend compiles each shape of a call", False
-        if self.apart or self._step.whole:
+        if self.apart or self._trial.whole:
             return "each row is computed by itself" if self.apart else "prompts come whole", False
         if place := self.layout.uncut:
             return f"the array {place} of its past is a state, or holds the newest positions only", False
         try:
-            return self._trial().shortened(self._step.alike)
+            return self._trial.shortened()
         except Exception as e:
             drop_frames(e)
             return f"a trial of it raised {text_of(e)}", False
@@ -266,15 +274,15 @@ class OwnCacheRunner(Runner):
         groups: dict[tuple[int, ...], list[int]] = {}
         tokens = plan.q if plan.draft is None else plan.q + plan.draft
         for i, (start, q) in enumerate(zip(plan.start.tolist(), tokens.tolist(), strict=True)):
-            if self._step.whole and q > 1:
+            if self._trial.whole and q > 1:
                 if not plan.emit[i]:
                     continue  # a prompt waits for its last chunk
                 start, q = 0, start + q
                 if q > plan.seqs[i].prompt_len:  # after a preemption
                     yield np.array([i])
                     continue
-            groups.setdefault((q, start if not self._step.mixes else min(start, 1)), []).append(i)
-        if not self._step.mixes and len(plan.rows) > 1:
+            groups.setdefault((q, start if not self._trial.mixes else min(start, 1)), []).append(i)
+        if not self._trial.mixes and len(plan.rows) > 1:
             self._meeting.step([len(group) for group in groups.values()])
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
@@ -294,7 +302,7 @@ class OwnCacheRunner(Runner):
         if plan.draft is not None and plan.draft[idx].any():
             return self._forward_ahead(plan, idx)
         first, prompt = int(idx[0]), plan.seqs[int(idx[0])].prompt_len
-        end, whole = int(plan.end[first]), self._step.whole and plan.q[first] > 1
+        end, whole = int(plan.end[first]), self._trial.whole and plan.q[first] > 1
         with self.backend.guard():
             if self.apart or (whole and end > prompt):
                 out = self._alone(int(rows[0]), prompt, end)
@@ -353,7 +361,7 @@ class OwnCacheRunner(Runner):
             past = self._pasts.of.get(row)
             if n and (past is None or past.counts[past.place(row)] != n):
                 self._forget([row])
-                if self._step.whole:
+                if self._trial.whole:
                     self._alone(row, min(n, self._seqs[row].prompt_len), n)
                     continue
                 for at in range(0, n, self._chunk):
@@ -362,23 +370,21 @@ class OwnCacheRunner(Runner):
     def _advance(self, rows: Any, start: Any, q: int) -> Array:
         """Compute q tokens of each row; returns the logits after them, [m >= n, vocab]."""
         out: Array = None
-        for piece in _pieces(q) if self.backend.shapes.compiled and not self._step.whole else [q]:
+        for piece in _pieces(q) if self.backend.shapes.compiled and not self._trial.whole else [q]:
             out = self._piece(rows, start, piece)
             start = start + piece
         return out
 
     def _piece(self, rows: Any, start: Any, q: int, ahead: Ahead | None = None, keep: int = 1) -> Array:
-        n, ends = len(rows), start + q
+        n = len(rows)
         size = self.backend.shapes.rows(n, self._rows)
-        before = self._pasts.gathered(rows.tolist(), start.tolist(), size) if int(start[0]) else None
-        self._forget(rows.tolist())  # until it has succeeded: the model may write into the past that it is given
         filled = np.pad(rows, (0, size - n), mode="edge")
-        lengths = np.pad(ends, (0, size - n), mode="edge").astype(np.int32)
         each = np.repeat(np.arange(size), q)
-        positions = np.repeat(lengths - q, q) + np.tile(np.arange(q), size)
+        begins = np.pad(start, (0, size - n), mode="edge").astype(np.int32)
+        positions = np.repeat(begins, q) + np.tile(np.arange(q), size)
         table = self.tables.at(rows[0])
         if ahead is None:
-            tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions)
+            tokens = table.packed(filled, begins, np.full(size, q), each, positions)
             tokens = tokens.reshape(size, q, *tokens.shape[1:])
         else:
             own, _, _, proposals = ahead.piece(np.arange(n), start, np.full(n, q))
@@ -387,19 +393,15 @@ class OwnCacheRunner(Runner):
             tokens = np.empty((n, q), np.int32)
             tokens[known] = table.packed(rows, start, own, of, positions[known.reshape(-1)])
             tokens[~known] = proposals
-        wide = 0 if before is None else before.width
-        self.tally.call(size * q, n * q, (size, q, wide) if self.backend.shapes.compiled else None)
+        shapes = self.backend.shapes
+        wide = shapes.length(int(start.max())) if int(start[0]) else 0
+        self.tally.call(size * q, n * q, (size, q, wide) if shapes.compiled else None)
         encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
-        out, past = self._step.called(
-            tokens, lengths, None if before is None else before.tree, filled, encoded, keep=keep
-        )
-        out = self._step.checked(out, size, keep)
-        after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
-        del past, before  # what they hold on to goes array by array
-        after = self.layout.widened(after, self.backend.shapes.length(int(ends.max())))
-        for row in rows.tolist():
-            self._pasts.of[row] = after
-        return out
+        return self._pasts.advance(rows.tolist(), start.tolist(), tokens, filled, encoded, keep)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        with self.tally, self.theirs:
+            return method(*arguments, **named)
 
 
 def _pieces(n: int) -> list[int]:
