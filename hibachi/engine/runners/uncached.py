@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,39 @@ from hibachi.errors import text_of
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
+class WholeStep:
+    """Calls `logits` or `forward` with whole sequences, and with what else it takes.
+
+    call: calls a method of the model, and awaits it if need be.
+    """
+
+    def __init__(
+        self, model: Any, beside: ExtraInputs, backend: ArrayBackend, kind: ModelKind, call: Callable[..., Any]
+    ) -> None:
+        self.sampled: bool = kind is ModelKind.LOGITS
+        self._method: Any = model.logits if self.sampled else model.forward
+        self.name: str = f"{type(model).__name__}.{'logits' if self.sampled else 'forward'}"
+        self.takes_lengths: bool = takes_lengths(model, kind)
+        self._arguments, self._backend, self._call = Arguments(self._method, beside), backend, call
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What it takes beside tokens and lengths."""
+        return self._arguments.names
+
+    def beside(self, rows: Any, lengths: Any, width: int) -> dict[str, Array]:
+        """What it takes beside these, for rows of a call."""
+        return {name: self._backend.put(array) for name, array in self._arguments.of(rows, lengths, width).items()}
+
+    def called(self, tokens: Array, lengths: Any, beside: dict[str, Array]) -> Any:
+        if not self.takes_lengths:
+            return self._call(self._method, tokens, **beside)
+        put = self._backend.put(lengths.copy())  # the model's own: it may write into it
+        if self.sampled:
+            return self._call(self._method, tokens, put, **beside)
+        return self._call(self._method, tokens, lengths=put, **beside)
+
+
 class WholeRunner(AwaitingRunner):
     """Feeds the whole sequence of every row in every step.
 
@@ -71,10 +104,15 @@ class WholeRunner(AwaitingRunner):
         super().__init__(backend, tables)
         self._rows, self.sampler, self.grouping = rows, sampler, grouping
         self._asked, self._tried = bool(deterministic), deterministic is False
-        self.forward: Any = model.logits if sampler else model.forward
-        self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
-        self.takes_lengths: bool = takes_lengths(model, ModelKind.LOGITS if sampler else ModelKind.FORWARD)
-        self._beside, self._arguments = beside, Arguments(self.forward, beside)
+        kind = ModelKind.LOGITS if sampler else ModelKind.FORWARD
+        wait = self.wait
+
+        def call(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            return wait(method(*arguments, **named))
+
+        self._step = WholeStep(model, beside, backend, kind, call)
+        self.name: str = self._step.name
+        self._beside = beside
         self._grown = Grown(backend, useful=sampler is None)
         self._rooms = Rooms(backend, self.name, useful=sampler is None)
         if deterministic:
@@ -82,7 +120,7 @@ class WholeRunner(AwaitingRunner):
 
     @property
     def _alone(self) -> Grouping:
-        return replace(self.grouping, known=Alone(), padded=self.grouping.padded and self.takes_lengths)
+        return replace(self.grouping, known=Alone(), padded=self.grouping.padded and self._step.takes_lengths)
 
     @override
     def adopt(self, scheduler: Scheduler) -> None:
@@ -97,7 +135,7 @@ class WholeRunner(AwaitingRunner):
     @override
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
-        if self._arguments.names:
+        if self._step.names:
             self._beside.admit(seq.owner)
         if self.sampler:
             self.sampler.admit(seq.owner)
@@ -152,7 +190,8 @@ class WholeRunner(AwaitingRunner):
             if n < width:
                 batch[i, : width - n] = padding
         with self.backend.guard(), self.theirs:
-            out = self.wait(self._call(self.backend.put(batch), self._beside.nobody(rows), lengths))
+            examples = self._step.beside(self._beside.nobody(rows), lengths, width)
+            out = self._step.called(self.backend.put(batch), lengths, examples)
             shape = (rows, *(self.sampler.shape if self.sampler else prompts[0].shape[1:]))
             out = check_output(out, self.backend, shape, self.name, kind="logits" if self.sampler else None)
             return self.backend.get(self.backend.copy(out))[: len(prompts)]
@@ -247,19 +286,7 @@ class WholeRunner(AwaitingRunner):
 
     def _answer(self, tokens: Array, rows: Any, lengths: Any) -> Any:
         with self.tally, self.theirs:
-            return self.wait(self._call(tokens, rows, lengths))
-
-    def _call(self, tokens: Array, rows: Any, lengths: Any) -> Any:
-        named = self._arguments.of(rows, lengths, tokens.shape[1]) if self._arguments.names else {}
-        if not self.takes_lengths:
-            return self.forward(tokens, **self._put(named))
-        put = self.backend.put(lengths.copy())  # the model's own: it may write into it
-        if self.sampler:
-            return self.forward(tokens, put, **self._put(named))
-        return self.forward(tokens, lengths=put, **self._put(named))
-
-    def _put(self, named: dict[str, HostArray]) -> dict[str, Array]:
-        return {name: self.backend.put(array) for name, array in named.items()}
+            return self._step.called(tokens, lengths, self._step.beside(rows, lengths, tokens.shape[1]))
 
     def _shape(self, rows: Any, lengths: Any, call: Call) -> tuple[Any, Any, int]:
         """The inputs of a call: the rows as they are, or, where every new shape would be compiled, padded to few
@@ -270,7 +297,7 @@ class WholeRunner(AwaitingRunner):
         width, size = int(lengths.max()), len(rows)
         if self.grouping.known is not None:
             width, size = call.width, call.rows
-        elif self.backend.shapes.compiled and self.grouping.padded and self.takes_lengths:
+        elif self.backend.shapes.compiled and self.grouping.padded and self._step.takes_lengths:
             width, size = self.backend.shapes.length(width), self.backend.shapes.rows(size, self._rows)
         if extra := size - len(rows):
             rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")

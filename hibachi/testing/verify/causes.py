@@ -487,7 +487,7 @@ def _padding(s: Subject, bad: set[str]) -> Cause:
     assert isinstance(d, WholeDriver)
     calls = [Span(row, 0, n) for row in s.names[:2] for n in (s.main, s.short)]
     fills = [*d.fills, d.of("a")[:1], d.of(s.names[1])[1:2]]  # the latter also where only one is given
-    if d.takes_lengths and all(
+    if d.step.takes_lengths and all(
         _works(s, partial(s.call, call, extra=3, fill=fill, right=True)) for call in calls for fill in fills
     ):
         return RIGHT
@@ -499,5 +499,5 @@ def _padding(s: Subject, bad: set[str]) -> Cause:
 
     if all(same({"fill": fills[0]}, {"fill": fill}) for fill in fills[1:]):
         return COUNTS if "padding" in bad else PAD
-    ignored = d.takes_lengths and all(same({"fill": fill}, {"fill": fill, "full": True}) for fill in fills)
+    ignored = d.step.takes_lengths and all(same({"fill": fill}, {"fill": fill, "full": True}) for fill in fills)
     return _saw(LEAKS, "It ignores `lengths`: if others are given, the output is the same." if ignored else "")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from hibachi.backend.array_backend import ArrayBackend, HostArray
-from hibachi.backend.layout import Paged, State, StepInputs
+from hibachi.backend.layout import Paged, StepInputs
 from hibachi.common.shapes import CallShapes, fixed
-from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.calls import Awaiter
-from hibachi.engine.runners.extra_inputs import Arguments, ExtraInputs, declared_by
+from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
+from hibachi.engine.runners.memory import Memory
 from hibachi.engine.runners.runner import check_output
+from hibachi.engine.runners.uncached import WholeStep
 from hibachi.engine.scheduler.lower import Packed, lower, pad
+from hibachi.engine.scheduler.step import Limits
 from hibachi.testing.verify.spy import one_array
 
 PROMPT = 8  # tokens of each prompt, as models are told that ask
@@ -48,53 +51,48 @@ class Span(NamedTuple):
 class Driver:
     """What all drivers share. tokens: of each row, on the host.
 
-    touched: names of inputs that a call has changed.
+    rows: most in a call. beside: what comes beside their tokens. touched: names of inputs that a call has changed.
     """
 
     model: Any
     backend: ArrayBackend
     name: str
+    rows: int
 
-    def __init__(self, model: Any, backend: ArrayBackend, name: str) -> None:
-        self.model, self.backend, self.name = model, backend, name
+    def __init__(self, model: Any, backend: ArrayBackend, method: str, rows: int) -> None:
+        self.model, self.backend, self.name, self.rows = model, backend, f"{type(model).__name__}.{method}", rows
         self.tokens: dict[str, HostArray] = {}
         self.touched: dict[str, None] = {}
-        self.declared = declared_by(model)
-        self._wait = Awaiter(backend.owns)
+        self.beside: ExtraInputs = ExtraInputs(declared_by(model), rows)
+        self.wait: Awaiter = Awaiter(backend.owns)
 
     def of(self, row: str) -> HostArray:
         return self.tokens[row.partition("#")[0]]
 
-    def beside(self, rows: Sequence[str]) -> ExtraInputs:
-        """What comes beside the tokens of these requests."""
-        found = ExtraInputs(self.declared, len(rows))
-        self.brought(found, rows)
-        return found
-
-    def brought(self, extra: ExtraInputs, rows: Sequence[str]) -> HostArray:
-        """Set what requests bring; returns their places. Seeds are by the tokens: two with the same are alike."""
+    def brought(self, rows: Sequence[str]) -> HostArray:
+        """Set what these requests bring; returns their places. Seeds are by the tokens: two with the same are alike."""
         for i, row in enumerate(rows):
-            extra.set(i, PROMPT, zlib.crc32(row.partition("#")[0].encode()))
+            self.beside.set(i, PROMPT, zlib.crc32(row.partition("#")[0].encode()))
         return np.arange(len(rows))
-
-    def named(self, method: Callable[..., Any], rows: Sequence[str], lengths: HostArray, width: int) -> dict[str, Any]:
-        """What a method takes beside tokens, lengths and past, for rows of a call."""
-        found = Arguments(method, self.beside(rows)).of(np.arange(len(rows)), lengths, width)
-        return {name: self.put(array) for name, array in found.items()}
 
     def fresh(self, **layout: Any) -> Any:
         """Something with `call(pieces)`, with an empty cache if the model has one."""
         return self
 
     def close(self) -> None:
-        self._wait.close()
+        self.wait.close()
 
     def put(self, host: HostArray) -> Any:
         return self.backend.put(host.copy())  # a copy: some libraries share memory with the host
 
-    def check_untouched(self, name: str, native: Any, host: HostArray) -> None:
-        if not np.array_equal(self.backend.get(native), host, equal_nan=host.dtype.kind == "f"):
-            self.touched[name] = None
+    @contextmanager
+    def watching(self, shown: dict[str, Any]) -> Iterator[None]:
+        """Around a call that is shown these arrays: notes which of them it has written into."""
+        before = {name: self.host(array) for name, array in shown.items()}
+        yield
+        for name, array in shown.items():
+            if not np.array_equal(self.host(array), before[name], equal_nan=before[name].dtype.kind == "f"):
+                self.touched[name] = None
 
     def host(self, out: Any) -> HostArray:
         host = np.array(self.backend.get(out))
@@ -108,12 +106,10 @@ class WholeDriver(Driver):
     """
 
     vocab: int | None
-    sampled: bool
 
-    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, kind: ModelKind) -> None:
-        self.vocab, self.sampled = vocab, kind is ModelKind.LOGITS
-        super().__init__(model, backend, f"{type(model).__name__}.{'logits' if self.sampled else 'forward'}")
-        self.takes_lengths: bool = takes_lengths(model, kind)
+    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, kind: ModelKind, *, rows: int) -> None:
+        super().__init__(model, backend, "logits" if kind is ModelKind.LOGITS else "forward", rows)
+        self.vocab, self.step = vocab, WholeStep(model, self.beside, backend, kind, self._call)
         self.fills: list[HostArray] = []
 
     def call(
@@ -141,28 +137,21 @@ class WholeDriver(Driver):
         for i, p in enumerate(pieces):
             place = slice(0, p.end) if right else slice(width - p.end, width)
             batch[i, place] = self.of(p.row)[: p.end]
-        named = self.named(
-            self.model.logits if self.sampled else self.model.forward, [p.row for p in pieces], lengths, width
-        )
-        out = self._forward(batch, np.full_like(lengths, width) if full else lengths, named)
+        told = np.full_like(lengths, width) if full else lengths
+        with self.backend.guard():
+            beside = self.step.beside(self.brought([p.row for p in pieces]), lengths, width)
+            out = self.step.called(self.put(batch), told, beside)
+            row = logits_shape(self.vocab, batch.shape[2:]) if self.step.sampled else batch.shape[2:]
+            kind = "logits" if self.step.sampled else batch.dtype.kind
+            out = self.host(check_output(out, self.backend, (len(batch), *row), self.name, kind=kind))
         return {(p.row, p.end): row for p, row in zip(pieces, out, strict=True)}
 
-    def _forward(self, batch: HostArray, lengths: HostArray, named: dict[str, Any]) -> HostArray:
-        with self.backend.guard():
-            given = {"tokens": (self.put(batch), batch)}
-            if self.takes_lengths:
-                given["lengths"] = (self.put(lengths), lengths)
-            tokens, *rest = (native for native, _ in given.values())
-            if self.sampled:
-                out = self._wait(self.model.logits(tokens, *rest, **named))
-            else:
-                out = self._wait(self.model.forward(tokens, **dict(zip(["lengths"], rest, strict=False)), **named))
-            row = logits_shape(self.vocab, batch.shape[2:]) if self.sampled else batch.shape[2:]
-            kind = "logits" if self.sampled else batch.dtype.kind
-            check_output(out, self.backend, (len(batch), *row), self.name, kind=kind)
-            for name, (native, host) in given.items():
-                self.check_untouched(name, native, host)
-            return self.host(out)
+    def _call(self, method: Callable[..., Any], tokens: Any, *lengths: Any, **named: Any) -> Any:
+        shown = {"tokens": tokens, **dict(zip(["lengths"], lengths, strict=False))}
+        if "lengths" in named:
+            shown["lengths"] = named["lengths"]
+        with self.watching(shown):
+            return self.wait(method(tokens, *lengths, **named))
 
 
 def logits_shape(vocab: int | None, token: tuple[int, ...]) -> tuple[int, ...]:
@@ -174,40 +163,37 @@ class FeedforwardDriver(Driver):
     """One input, one output: a row is an input, and its key is (name, 0)."""
 
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
-        super().__init__(model, backend, f"{type(model).__name__}.forward")
+        super().__init__(model, backend, "forward", 0)
 
     def call(self, pieces: Sequence[Span]) -> Outputs:
-        batch = np.stack([self.of(p.row) for p in pieces])
         with self.backend.guard():
-            native = self.put(batch)
-            out = one_array(self.backend, self._wait(self.model.forward(native)))
+            x = self.put(np.stack([self.of(p.row) for p in pieces]))
+            with self.watching({"x": x}):
+                out = one_array(self.backend, self.wait(self.model.forward(x)))
             shape = (None,) * max(getattr(out, "ndim", 1) - 1, 0)
-            check_output(out, self.backend, (len(batch), *shape), self.name)
-            self.check_untouched("x", native, batch)
-            host = self.host(out)
+            host = self.host(check_output(out, self.backend, (len(pieces), *shape), self.name))
         return {(p.row, 0): row for p, row in zip(pieces, host, strict=True)}
 
 
 class CachedDriver(Driver):
-    """Level 2. longest: tokens of the longest row; rows: most in a call.
+    """Level 2. longest: tokens of the longest row.
 
     stray: places of the cache that a call has written to though they are not its own. moved: layers with a state that
     some call has changed.
     """
 
     vocab: int | None
-    rows: int
-    dtype: str
 
     def __init__(
         self, model: Any, backend: ArrayBackend, vocab: int | None, *, longest: int, rows: int, dtype: str
     ) -> None:
-        super().__init__(model, backend, f"{type(model).__name__}.step")
-        self.vocab, self.rows, self.dtype = vocab, rows, dtype
-        self.spec: list[Any] = list(model.cache_spec())
-        self.states: list[int] = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
+        super().__init__(model, backend, "step", rows)
+        self.vocab, self.spec = vocab, list[Any](model.cache_spec())
         self.paged: list[int] = [i for i, layer in enumerate(self.spec) if isinstance(layer, Paged)]
         self.width: int = -(-longest // BLOCK) if self.paged else 0
+        limits = Limits(rows, longest, longest, longest, rows * self.width + 1, BLOCK)
+        self.memory: Memory = Memory(self.spec, backend, limits, dtype)
+        self.states: list[int] = self.memory.states
         self.step: Callable[..., Any] = backend.compile(model.step)
         self.shapes: CallShapes = backend.shapes
         self.stray: dict[str, None] = {}
@@ -232,10 +218,8 @@ class CacheSession:
         d = self.driver = driver
         self.table, self.shift = table, shift
         self.place: dict[str, int] = {}
-        self.cache: list[Any] = [
-            d.backend.make_cache(s, blocks=table.size + 1, block_size=BLOCK, rows=d.rows + 1, dtype=d.dtype)
-            for s in d.spec
-        ]
+        d.memory.make()
+        self.cache: list[Any] = d.memory.cache
 
     def call(self, pieces: Sequence[Span], *, times: int = 1, slack: bool = False) -> Outputs:
         """times: make each call so often. slack: with padding tokens and rows."""
@@ -280,34 +264,33 @@ class CacheSession:
             rest = np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)
             tokens = np.concatenate([tokens, rest])
         host = {"tok": tokens, **{f.name: getattr(packed, f.name) for f in fields(Packed)}}
-        host |= (beside := self._beside(packed)).fields(packed)
-        inputs = {name: d.put(a) for name, a in beside.inputs(packed.row, packed.row[packed.seg], packed.pos).items()}
+        names = {row: name for name, row in self.place.items()}
+        d.brought([names.get(row, "") for row in range(d.rows)])
+        host |= d.beside.fields(packed)
+        inputs = {name: d.put(a) for name, a in d.beside.inputs(packed.row, packed.row[packed.seg], packed.pos).items()}
         with d.backend.guard():
             x = StepInputs(**{name: d.put(a) for name, a in host.items()}, inputs=inputs or None)
             states = self._gathered(packed)
-            for _ in range(times):
-                given = [states.get(i, c) for i, c in enumerate(self.cache)]
-                out, new = d.step(d.model.params, given, x)
-                row = logits_shape(d.vocab, tokens.shape[1:])
-                kind = "logits" if d.vocab is not None else tokens.dtype.kind
-                check_output(out, d.backend, (len(packed.last), *row), d.name, kind=kind)
-                if not isinstance(new, (list, tuple)) or len(new) != len(d.spec):
-                    got = f"{len(new)} of them" if isinstance(new, (list, tuple)) else type(new).__name__
-                    raise Found(f"{d.name} must return the new cache of all {len(d.spec)} layers in a list; got {got}.")
-                self.cache = [old if i in states else new[i] for i, old in enumerate(self.cache)]
-            self._scattered(packed, states, new, n)
-            for name, a in host.items():
-                d.check_untouched(f"x.{name}", getattr(x, name), a)
+            shown = {f"x.{name}": getattr(x, name) for name in host}
+            with d.watching(shown):
+                for _ in range(times):
+                    given = [states.get(i, c) for i, c in enumerate(self.cache)]
+                    out, new = d.step(d.model.params, given, x)
+                    row = logits_shape(d.vocab, tokens.shape[1:])
+                    kind = "logits" if d.vocab is not None else tokens.dtype.kind
+                    check_output(out, d.backend, (len(packed.last), *row), d.name, kind=kind)
+                    if not isinstance(new, (list, tuple)) or len(new) != len(d.spec):
+                        got = f"{len(new)} of them" if isinstance(new, (list, tuple)) else type(new).__name__
+                        many = f"all {len(d.spec)} layers"
+                        raise Found(f"{d.name} must return the new cache of {many} in a list; got {got}.")
+                    self.cache = [old if i in states else new[i] for i, old in enumerate(self.cache)]
+                self._scattered(packed, states, new, n)
             outputs = d.host(out)
         emitting = [p for p in pieces if p.emit]
         return {
             (p.row, (p.end if p.at is None else p.at + 1)): outputs[i].reshape(outputs.shape[1:])
             for i, p in enumerate(emitting)
         }
-
-    def _beside(self, packed: Packed) -> ExtraInputs:
-        names = {row: name for name, row in self.place.items()}
-        return self.driver.beside([names.get(row, "") for row in range(self.driver.rows)])
 
     def _packed(self, pieces: Sequence[Span]) -> Packed:
         given = [(self.place[p.row], p.start, p.end, p.end - 1 if p.at is None else p.at) for p in pieces]
@@ -333,13 +316,11 @@ class CacheSession:
 
     def _gathered(self, packed: Packed) -> dict[int, Any]:
         """The states of this call's rows by layer, zeros for rows that start."""
-        b, out = self.driver.backend, {}
-        if self.driver.states:
-            held, started = b.put(packed.row.copy()), b.put(packed.start > 0)
-            for i in self.driver.states:
-                rows = b.take(self.cache[i], held)
-                out[i] = b.xp.where(b.xp.reshape(started, (-1, *(1,) * (rows.ndim - 1))), rows, b.xp.zeros_like(rows))
-        return out
+        d, states = self.driver, [self.cache[i] for i in self.driver.states]
+        if not states:
+            return {}
+        held, started = d.backend.put(packed.row.copy()), d.backend.put(packed.start > 0)
+        return dict(zip(d.states, d.memory.gather(states, held, started), strict=True))
 
     def _scattered(self, packed: Packed, given: dict[int, Any], new: Any, n: int) -> None:
         d, b = self.driver, self.driver.backend

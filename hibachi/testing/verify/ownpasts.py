@@ -11,7 +11,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.nested import arrays_in, with_arrays
-from hibachi.engine.runners.extra_inputs import ENCODED, ExtraInputs
+from hibachi.engine.runners.extra_inputs import ENCODED
 from hibachi.engine.runners.owncache.layout import Past
 from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.engine.runners.tokentable import TokenKind
@@ -19,15 +19,14 @@ from hibachi.testing.verify.drive import Driver, Found, Outputs, Span
 
 
 class OwnDriver(Driver):
-    """Between levels 1 and 2. vocab: size of the logits; None means tokens come out. rows: most in a call."""
+    """Between levels 1 and 2. vocab: size of the logits; None means tokens come out."""
 
     vocab: int | None
-    extra: ExtraInputs
 
     def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, *, rows: int) -> None:
-        super().__init__(model, backend, f"{type(model).__name__}.step")
-        self.vocab, self.extra = vocab, ExtraInputs(self.declared, rows)
-        self.brought(self.extra, [""] * (rows + 1))
+        super().__init__(model, backend, "step", rows)
+        self.vocab = vocab
+        self.brought([""] * (rows + 1))  # of nobody, too
 
     @cached_property
     def step(self) -> OwnStep:
@@ -35,7 +34,7 @@ class OwnDriver(Driver):
         rows = [*self.tokens.values()]
         kind = TokenKind(rows[0].shape[1:], rows[0].dtype)
         with self.backend.guard():
-            return OwnStep(self.model, self.extra, self.backend, kind, self.vocab, rows, self._call)
+            return OwnStep(self.model, self.beside, self.backend, kind, self.vocab, rows, self._call)
 
     def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if method != self.model.step:
@@ -46,12 +45,10 @@ class OwnDriver(Driver):
             own = [self.backend.copy(array) for _, array in arrays_in(named[ENCODED], owns)]
             named[ENCODED] = with_arrays(named[ENCODED], owns, own)
             shown |= {f"encoded{place}": array for place, array in zip(places, own, strict=True)}
-        before = {name: self.host(array) for name, array in shown.items()}
-        found = method(*arguments, **named)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
-        for name, array in shown.items():
-            self.check_untouched(name, array, before[name])
+        with self.watching(shown):
+            found = method(*arguments, **named)
+            if not isinstance(found, (tuple, list)) or len(found) != 2:
+                raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
         return found
 
     def encoded(self, rows: Sequence[str]) -> Any:
@@ -98,7 +95,7 @@ class OwnSession:
         if pieces[0].start:
             stepped.of = {i: replace(self._pasts[name].twin(), rows=[i]) for i, name in enumerate(names)}
         tokens = np.stack([d.of(p.row)[p.start : p.end] for p in pieces])
-        whose, encoded = d.brought(d.extra, names), d.encoded(names)
+        whose, encoded = d.brought(names), d.encoded(names)
         out = stepped.advance(places, [p.start for p in pieces], tokens, whose, encoded)
         for i, p in enumerate(pieces):
             mine = layout.part(stepped.of[i], [i], p.end)

@@ -191,9 +191,9 @@ class Subject:
     def _driver(self) -> Driver:
         if not self.kind.has_tokens:
             return FeedforwardDriver(self.model, self.backend)
-        if not self.kind.has_past:
-            return WholeDriver(self.model, self.backend, self.vocab, self.kind)
         rows = max(*self.sizes, 3) + 1
+        if not self.kind.has_past:
+            return WholeDriver(self.model, self.backend, self.vocab, self.kind, rows=rows)
         if self.kind is ModelKind.OWN_CACHE:
             return OwnDriver(self.model, self.backend, self.vocab, rows=rows)
         return CachedDriver(
@@ -280,7 +280,7 @@ class Subject:
                 return [as_token(token, first.shape[1:], first.dtype, "padding token")[None]]
             except InvalidRequest as e:
                 raise ConfigError(str(e)) from None
-        if not isinstance(driver, WholeDriver) or not driver.takes_lengths:
+        if not isinstance(driver, WholeDriver) or not driver.step.takes_lengths:
             return []
         seen = np.concatenate([driver.tokens[name] for name in self.names])
         fills = [np.zeros_like(first[:1])]

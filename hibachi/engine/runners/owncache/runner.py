@@ -76,9 +76,15 @@ class OwnCacheRunner(Runner):
         self.name: str = head.name
         self._beside = beside
         vocab = None if self.sampler is None else self.sampler.shape[-1]
+        theirs = self.theirs
+
+        def call(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            with tally, theirs:
+                return method(*arguments, **named)
+
         try:
             with backend.guard():
-                self._step = OwnStep(model, beside, backend, kind, vocab, examples, self._call)
+                self._step = OwnStep(model, beside, backend, kind, vocab, examples, call)
                 self._trial = OwnCacheTrial(self._step)
                 self._trial.cross(borders_of(model), longest)
         except ConfigError:
@@ -398,10 +404,6 @@ class OwnCacheRunner(Runner):
         self.tally.call(size * q, n * q, (size, q, wide) if shapes.compiled else None)
         encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
         return self._pasts.advance(rows.tolist(), start.tolist(), tokens, filled, encoded, keep)
-
-    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        with self.tally, self.theirs:
-            return method(*arguments, **named)
 
 
 def _pieces(n: int) -> list[int]:
