@@ -68,7 +68,7 @@ async def model(served: Served, x: Exchange) -> None:
 
 def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
     keeps = served.responses.tag if served.responses.keeps else None
-    return served.created, served.max_model_len, served.root, served.numerics, keeps
+    return served.created, served.max_model_len, served.settings.model, served.numerics, keeps
 
 
 def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:

@@ -48,7 +48,7 @@ def serve(settings: ServeSettings, remarks: Sequence[str] = ()) -> int:
             from hibachi.server.server import server_of
 
             hosts = hosts_for(settings, origins, public)
-            server = server_of(served, settings, certificate, origins, hosts, root_path)
+            server = server_of(served, certificate, origins, hosts, root_path)
             server.tidings = f"serving {', '.join(served.names)} on {url} ({about(served.what)})"
             try:
                 server.run(listeners)

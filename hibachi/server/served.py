@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
 from hibachi.engine.streams.stream import Item, ItemStream
 from hibachi.errors import EngineClosed, InvalidRequest
-from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.errors import SERVER, Refused, unsupported
 from hibachi.llm.dialects.forms import OURS, refused
 from hibachi.llm.dialects.json_limits import LIGHT, check_packed_weight, check_weight, may_be_deep
@@ -29,13 +28,17 @@ from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.dialects.tgi.writing import TgiTokens
 from hibachi.llm.dialects.tokens.parse import AskedTokens
+from hibachi.llm.remote.identity import name_of, system_fingerprint
+from hibachi.llm.remote.settings import parsers_of
 from hibachi.llm.texts import Texts
 from hibachi.llm.textstream import TextStream
 from hibachi.llm.tokens import Tokens
 from hibachi.request import Request, SamplingParams, Terms
 from hibachi.server.gate import Gate
 from hibachi.server.record import Meter, NoMeter, Record
+from hibachi.server.settings import ServeSettings
 from hibachi.server.tenant_pool import TenantPool
+from hibachi.server.tgi_settings import NAME, NAMELESS
 from hibachi.server.tokenizing import Tokenizing
 from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.tenants import Tenants, salt_of
@@ -51,40 +54,50 @@ def smaller(a: float | None, b: float | None) -> float | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
 
-@dataclass(eq=False)
+def names_of(settings: ServeSettings) -> tuple[str, ...]:
+    """Names by which requests may call the model."""
+    own = name_of(settings.model)
+    return settings.served_model_name or ((own,) if settings.tgi is None else tuple(dict.fromkeys((NAME, own))))
+
+
+def bounds_of(settings: ServeSettings, rows: int) -> Bounds:
+    """The bounds of requests. rows: of the batch."""
+    found = Bounds(
+        n=settings.max_n,
+        logprobs=settings.max_logprobs,
+        rows=rows + settings.max_num_queued_reqs,
+        new=settings.max_tokens,
+    )
+    return found if settings.tgi is None else replace(found, prompts=settings.tgi.max_client_batch_size)
+
+
 class Served:
     """A model being served: text, or tokens of any other kind.
 
-    names: model names that requests may use. max_model_len: most tokens of a request. max_body: most bytes of one.
-    chat_template: the name of one of the model's, or Jinja source; None means the model's own. timeout, queue_timeout:
-    most seconds of a request. arrival: seconds for a body to come. tgi: limits of requests in TGI's dialect; None means
-    those of `bounds`. nameless: names that clients send if they were given none; they are listed nowhere. fingerprint:
-    equal where the same bits are computed, see `system_fingerprint`. parsers: how the format of tool calls and
-    reasoning is chosen. responses: that are kept.
+    chat_template: the name of one of the model's, or Jinja source; None means the model's own. max_model_len: most
+    tokens of a request. fingerprint: equal where the same bits are computed, see `system_fingerprint`. responses: that
+    are kept.
     """
 
-    what: Texts | Tokens
-    names: Sequence[str]
-    root: str
-    max_model_len: int
-    bounds: Bounds = field(default_factory=Bounds)
-    max_body: int = 16 << 20
-    chat_template: str | None = None
-    tenants: Tenants = field(default_factory=Tenants)
-    timeout: float | None = None
-    queue_timeout: float | None = None
-    arrival: float | None = None
-    tgi: TgiLimits | None = None
-    nameless: frozenset[str] = frozenset()
-    fingerprint: str | None = None
-    parsers: Parsers = field(default_factory=Parsers)
-    responses: Stores = field(default_factory=Stores)
-    meter: Meter = field(default_factory=NoMeter)
-    created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
-
-    def __post_init__(self) -> None:
-        self.gate = Gate(None if self.tgi is None else self.tgi.max_concurrent_requests)
+    def __init__(
+        self,
+        what: Texts | Tokens,
+        settings: ServeSettings,
+        chat_template: str | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
+        facts = what.engine.facts
+        self.what, self.settings, self.chat_template = what, settings, chat_template
+        self.tenants = Tenants() if tenants is None else tenants
+        self.names: tuple[str, ...] = names_of(settings)
+        self.max_model_len: int = facts.limits.max_model_len
+        self.bounds = bounds_of(settings, facts.limits.rows)
+        self.fingerprint: str = system_fingerprint(facts, settings.model)
+        self.responses = Stores(settings.responses_store)
+        self.meter: Meter = NoMeter()
+        self.created = int(time.time())
+        self.draining = False
+        self.gate = Gate(None if settings.tgi is None else settings.tgi.max_concurrent_requests)
         self._model = self._of_texts(self.what) if isinstance(self.what, Texts) else None
         self._texts = Tokenizing()
         self._arriving: set[asyncio.Timeout] = set()
@@ -108,17 +121,18 @@ class Served:
         Raises Refused, Gone, and EngineClosed if the server shuts down before the body is complete.
         """
         self.check_open()
+        seconds = self.settings.arrival_timeout or None
         try:
-            async with asyncio.timeout(self.arrival) as limit:
+            async with asyncio.timeout(seconds) as limit:
                 self._arriving.add(limit)
                 try:
-                    found = await x.body(self.max_body, json=json)
+                    found = await x.body(self.settings.max_body_size, json=json)
                 finally:
                     self._arriving.discard(limit)
         except TimeoutError:
             self.check_open()
             raise Refused(
-                f"The body did not come within {self.arrival:g} seconds. Send it faster, or less of it.",
+                f"The body did not come within {seconds:g} seconds. Send it faster, or less of it.",
                 status=408,
                 kind="timeout_error",
                 code="arrival_timeout",
@@ -158,9 +172,8 @@ class Served:
 
     def check_name(self, name: str | None) -> str:
         """The model name to put in the answer. Raises Refused for an unknown one."""
-        if name is None or (name in self.nameless and name not in self.names):
-            return self.names[0]
-        return self.named(name)
+        nameless = name is None or (self.settings.tgi is not None and name in NAMELESS and name not in self.names)
+        return self.names[0] if name is None or nameless else self.named(name)
 
     def named(self, name: str) -> str:
         """One of the names. Raises Refused for another."""
@@ -193,7 +206,7 @@ class Served:
         """
         if params is None or params.structured_outputs is None:
             return
-        if self.tgi is not None and self.tgi.disable_grammar_support:
+        if self.tgi.disable_grammar_support:
             raise unsupported(said or OURS, "The server was started with --disable-grammar-support")
         if self.what.knows_form(params):
             return
@@ -212,8 +225,8 @@ class Served:
 
     def _of_texts(self, texts: Texts) -> TextModel:
         decode = partial(texts.tokenizer.decode, skip_special_tokens=False)
-        longest = None if self.tgi is None else self.tgi.max_input_tokens
-        reading = Reading(texts.prompts, texts.vocab_size, self.chat_template, longest, self.parsers)
+        longest, parsers = self.tgi.max_input_tokens, parsers_of(self.settings)
+        reading = Reading(texts.prompts, texts.vocab_size, self.chat_template, longest, parsers)
         return TextModel(texts, reading, TokenTexts(texts.tokenizer.token_bytes, decode), self.bounds)
 
     @property
@@ -339,7 +352,7 @@ class Served:
 
         part: of the tenant; it shares prefixes with no other.
         """
-        priority = given.priority
+        settings, priority = self.settings, given.priority
         if tenant:  # a request may not improve its place among tenants
             priority = max(self.tenants.of(tenant).priority, given.priority)
         salt = given.cache_salt
@@ -349,14 +362,19 @@ class Served:
             given,
             tenant=tenant,
             priority=priority,
-            timeout=smaller(given.timeout, self.timeout),
-            queue_timeout=smaller(given.queue_timeout, self.queue_timeout),
+            timeout=smaller(given.timeout, settings.request_timeout or None),
+            queue_timeout=smaller(given.queue_timeout, settings.queue_timeout or None),
             cache_salt=salt,
         )
 
     def record(self, x: Exchange, params: SamplingParams, ids: Sequence[Sequence[int]]) -> Record:
         x.record = record = Record(params, sum(map(len, ids)), self.meter, x.tenant, arrival=x.came)
         return record
+
+    @cached_property
+    def tgi(self) -> TgiLimits:
+        """Limits of requests in TGI's dialect: its launcher's, or those of `bounds`."""
+        return self.settings.tgi or TgiLimits.of(self.bounds)
 
     @property
     def numerics(self) -> str | None:

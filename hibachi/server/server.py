@@ -16,7 +16,6 @@ from hibachi.errors import ConfigError
 from hibachi.server.app import application, dialect_at, tells
 from hibachi.server.metrics import metrics_for
 from hibachi.server.served import Served
-from hibachi.server.settings import ServeSettings
 from hibachi.server.web.certificate import Certificate
 from hibachi.server.web.cors import Cors
 from hibachi.server.web.deadlines import Tell
@@ -30,7 +29,6 @@ CLOSING = 1.0  # seconds at least for the engine to end, after the time of the r
 
 def server_of(
     served: Served,
-    settings: ServeSettings,
     certificate: Certificate | None,
     origins: frozenset[str],
     hosts: frozenset[str] | None,
@@ -41,10 +39,9 @@ def server_of(
     origins: of web pages that may send requests. hosts: names that the server answers to besides those of loopback;
     None means any. Raises ConfigError for a root_path with which our own routes begin.
     """
-    _, routes = metrics_for(served, settings.metric_names)
+    _, routes = metrics_for(served, served.settings.metric_names)
     app = surrounded(application(served, more=routes), tells(served), origins, hosts, root_path)
-    config = config_of(app, served.arrival, tells(served), certificate)
-    return Server(config, served, settings.drain_timeout, settings.exit_on_failure)
+    return Server(config_of(app, served.settings.arrival_timeout or None, tells(served), certificate), served)
 
 
 def surrounded(
@@ -65,9 +62,10 @@ def surrounded(
 class Server(Orderly):
     """Ends when all requests have ended, and ends the engine."""
 
-    def __init__(self, config: Config, served: Served, patience: float, exit_on_failure: bool = False) -> None:
-        super().__init__(config, patience, served.arrival)
-        self._served, self._exits = served, exit_on_failure
+    def __init__(self, config: Config, served: Served) -> None:
+        settings = served.settings
+        super().__init__(config, settings.drain_timeout, settings.arrival_timeout or None)
+        self._served, self._exits = served, settings.exit_on_failure
 
     def open_requests(self) -> int:
         return self._served.open_requests

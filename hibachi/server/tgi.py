@@ -22,7 +22,6 @@ from hibachi.llm.dialects.tgi.answers import (
     simple_tokens,
 )
 from hibachi.llm.dialects.tgi.bodies import ChatTokenizeBody, GenerateBody, fields_of
-from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.dialects.tgi.parse import fit, generation
 from hibachi.llm.dialects.tgi.writing import GenerateWriter
 from hibachi.request import MOST_INT
@@ -98,12 +97,12 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
 
 async def info(served: Served, x: Exchange) -> None:
     """The model's name, and the most that a request may ask for."""
-    limits, context = _limits(served), served.reading.prompts.context
+    limits, context = served.tgi, served.reading.prompts.context
     engine = served.what.engine.facts.limits
     room = MOST_INT if engine.max_num_queued_reqs is None else engine.rows + engine.max_num_queued_reqs
     most = limits.max_concurrent_requests
     told = Info(
-        model_id=served.root,
+        model_id=served.settings.model,
         model_sha=None,
         model_pipeline_tag="text-generation",
         max_concurrent_requests=room if most is None else most,
@@ -146,7 +145,7 @@ async def _generate(served: Served, x: Exchange, body: GenerateBody, *, stream: 
             param="stream",
             code="invalid_value",
         )
-    limits, prompts = _limits(served), served.reading.prompts
+    limits, prompts = served.tgi, served.reading.prompts
     given = generation(body, limits, served.bounds, prompts.context, stream=stream, full_text=compatible)
     (prompts.check_text if given.truncate is None else prompts.check_size)(given.inputs)
     [ids] = await served.read(x, served.reading.tokens([given.inputs], True))
@@ -157,10 +156,6 @@ async def _generate(served: Served, x: Exchange, body: GenerateBody, *, stream: 
         return _headers(served, writer, record)
 
     await answer_text(served, x, writer, [ids], headers=headers)
-
-
-def _limits(served: Served) -> TgiLimits:
-    return served.tgi or TgiLimits.of(served.bounds)
 
 
 def _headers(served: Served, writer: GenerateWriter, record: Record) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 from hibachi.common.settings.kinds import SWITCH, ValueKind, choice, integer, seconds, size, text
 from hibachi.engine.speculation.config import MOST
 from hibachi.errors import ConfigError
+from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.model.hub import parse_name
 
 COMPAT = "tgi"
@@ -33,38 +34,15 @@ RATIO, PATIENCE = 0.3, 20  # of --waiting-served-ratio and --max-waiting-tokens,
 
 
 @dataclass(frozen=True, slots=True)
-class TgiAsked:
+class TgiAsked(TgiLimits):
     """What TGI's flags ask for besides settings of ours, by the launcher's names; None means as the model or ours
     say.
     """
 
-    max_concurrent_requests: int = 128
-    max_best_of: int = 2
-    max_stop_sequences: int = 4
-    max_top_n_tokens: int = 5
-    max_client_batch_size: int = 4
-    max_input_tokens: int | None = None
-    max_total_tokens: int | None = None
-    disable_grammar_support: bool = False
     max_batch_total_tokens: int | None = None
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int | None = None
     huggingface_hub_cache: str | None = None
-
-    LIMITS = (
-        "max_concurrent_requests",
-        "max_best_of",
-        "max_stop_sequences",
-        "max_top_n_tokens",
-        "max_client_batch_size",
-        "max_input_tokens",
-        "max_total_tokens",
-        "disable_grammar_support",
-    )
-
-    def limits(self) -> dict[str, Any]:
-        """The limits, as `TgiLimits` takes them."""
-        return {name: getattr(self, name) for name in self.LIMITS}
 
     def gate(self) -> tuple[float, int] | None:
         """Ratio and patience of the policy waiting-served; None means neither was given, and prompts need not wait."""

@@ -384,10 +384,11 @@ def served():
     from hibachi.llm.own import open_texts
     from hibachi.server.app import application
     from hibachi.server.served import Served
+    from hibachi.server.settings import ServeSettings
 
     with open_texts("tiny", max_num_seqs=8) as texts:
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        app = application(Served(texts, ["tiny"], "tiny", 512, chat_template=template))
+        app = application(Served(texts, ServeSettings(), template))
         config = uvicorn.Config(app, port=0, log_level="warning")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run)

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("msgspec")
 
 from hibachi.errors import InvalidRequest
-from hibachi.llm.remote.identity import system_fingerprint
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.duplicates import Seen
 from hibachi.offline.tasks.lines import BatchLines, are_lines
@@ -82,8 +81,8 @@ async def served(texts, bodies):
     """What `hibachi serve` answers: (status, body)."""
     httpx = pytest.importorskip("httpx")
     app, state = pytest.importorskip("hibachi.server.app"), pytest.importorskip("hibachi.server.served")
-    fingerprint = system_fingerprint(texts.engine.facts, "tiny")
-    of = state.Served(texts, ["tiny"], "tiny", 256, chat_template=TEMPLATE, fingerprint=fingerprint)
+    settings = pytest.importorskip("hibachi.server.settings")
+    of = state.Served(texts, settings.ServeSettings(), TEMPLATE)
     transport = httpx.ASGITransport(app.application(of, []))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         answers = [await client.post(url, json=body) for url, body in bodies]

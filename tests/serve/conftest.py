@@ -26,6 +26,7 @@ from hibachi.server.app import application, tells  # noqa: E402
 from hibachi.server.metrics import metrics_for  # noqa: E402
 from hibachi.server.served import Served  # noqa: E402
 from hibachi.server.server import surrounded  # noqa: E402
+from hibachi.server.settings import ServeSettings  # noqa: E402
 from hibachi.server.web.cors import Cors, origins_of  # noqa: E402
 from hibachi.server.web.deadlines import Arriving  # noqa: E402
 
@@ -126,11 +127,12 @@ class Site:
 
 @contextmanager
 def site(texts: Texts, **settings: Any) -> Iterator[Site]:
-    metric_names = settings.pop("metric_names", "hibachi")
-    origins = origins_of(settings.pop("allowed_origins", ()), "--allowed-origins")
-    hosts, root_path = settings.pop("hosts", None), settings.pop("root_path", "")
-    served = Served(texts, settings.pop("names", ["tiny"]), "tiny", settings.pop("max_model_len", 512), **settings)
-    _, routes = metrics_for(served, metric_names)
+    """settings: of `hibachi serve`, and what is made of others."""
+    template, tenants, hosts = (settings.pop(name, None) for name in ("chat_template", "tenants", "hosts"))
+    served = Served(texts, ServeSettings(**settings), template, tenants)
+    origins = origins_of(served.settings.allowed_origins, "--allowed-origins")
+    root_path = served.settings.root_path or ""
+    _, routes = metrics_for(served, served.settings.metric_names)
     app = surrounded(application(served, routes), tells(served), origins, hosts, root_path)
     config = uvicorn.Config(
         app,
@@ -139,7 +141,10 @@ def site(texts: Texts, **settings: Any) -> Iterator[Site]:
         log_level="warning",
         lifespan="off",
         http=partial(
-            Arriving, seconds=served.arrival, tell=tells(served), dress=app.marked if isinstance(app, Cors) else None
+            Arriving,
+            seconds=served.settings.arrival_timeout,
+            tell=tells(served),
+            dress=app.marked if isinstance(app, Cors) else None,
         ),
     )
     server = uvicorn.Server(config)

@@ -67,6 +67,6 @@ def saying(folder: Path, template: str = THINKS, **settings: Any) -> Iterator[Si
     file.write_text(SAYS)
     with (
         open_texts(f"{file}:Says", max_num_seqs=8, max_num_batched_tokens=8192) as texts,
-        site(texts, chat_template=template, max_model_len=4096, **settings) as here,
+        site(texts, chat_template=template, **settings) as here,
     ):
         yield here

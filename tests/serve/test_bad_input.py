@@ -144,17 +144,13 @@ def test_too_long(server):
 
 
 def test_too_large(server):
-    small = server.served.max_body
-    server.served.max_body = 1000
-    try:
-        assert server.post("/v1/completions", {"prompt": "a" * 2000}).status_code == 413
+    with site(server.texts, max_body_size=1000) as small:
+        assert small.post("/v1/completions", {"prompt": "a" * 2000}).status_code == 413
         chunks = (b'{"prompt": "', *[b"a" * 100] * 20, b'"}')
-        answer = server.client.post(
+        answer = small.client.post(
             "/v1/completions", content=iter(chunks), headers={"Content-Type": "application/json"}
         )
         assert answer.status_code == 413
-    finally:
-        server.served.max_body = small
     many = server.post("/v1/completions", {"prompt": ["a"] * 2000})
     assert many.status_code == 400 and many.json()["error"]["param"] == "prompt"
 

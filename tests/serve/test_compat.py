@@ -23,7 +23,6 @@ from hibachi.cli.main import main
 from hibachi.engine.scheduler.policy import Fair, Priority, WaitingServed
 from hibachi.errors import ConfigError
 from hibachi.llm.dialects.openai.bodies import Bounds
-from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.model.files import TINY
 from hibachi.llm.own import open_texts
 from hibachi.llm.remote import identity
@@ -31,6 +30,7 @@ from hibachi.llm.remote.identity import name_of, system_fingerprint
 from hibachi.offline.tasks.choose import names_of as names_of_lines
 from hibachi.server import load_model
 from hibachi.server.metrics import is_work
+from hibachi.server.served import bounds_of, names_of
 from hibachi.server.settings import SETTINGS, settle
 from hibachi.server.tgi_settings import BY_KEY, FLAGS, NAMELESS, TgiAsked, table
 from hibachi.server.web.keys import tenants_of
@@ -257,8 +257,8 @@ def test_defaults_are_the_launchers():
     found = tgi()
     assert (found.host, found.port, found.metric_names, found.drain_timeout) == ("0.0.0.0", 3000, "tgi", 90.0)
     assert (found.max_body_size, found.allowed_origins) == (2_000_000, ("*",))
-    limits = TgiLimits(**found.tgi.limits())
-    assert limits == TgiLimits() and limits.max_concurrent_requests == 128 and limits.max_client_batch_size == 4
+    limits = found.tgi
+    assert limits == TgiAsked() and limits.max_concurrent_requests == 128 and limits.max_client_batch_size == 4
     assert (limits.max_best_of, limits.max_stop_sequences, limits.max_top_n_tokens) == (2, 4, 5)
     assert tgi(metric_names="vllm").metric_names == "vllm"
     plain = settle({}, {})
@@ -391,7 +391,7 @@ def test_tokens_of_the_batch_are_what_the_cache_holds():
 
 
 def test_of_openais_limits_only_the_number_of_prompts_changes():
-    assert load_model.bounds_of(tgi(), 64) == replace(load_model.bounds_of(settle({}, {}), 64), prompts=4)
+    assert bounds_of(tgi(), 64) == replace(bounds_of(settle({}, {}), 64), prompts=4)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -414,8 +414,8 @@ def test_a_model_is_called_by_the_last_part_of_its_path(tmp_path, monkeypatch):
 
 
 def test_with_compat_any_model_is_called_tgi_too():
-    assert load_model.names_of(tgi({"model_id": "org/name"})) == ("tgi", "org/name")
-    assert load_model.names_of(settle({"model": "org/name"}, {})) == ("org/name",)
+    assert names_of(tgi({"model_id": "org/name"})) == ("tgi", "org/name")
+    assert names_of(settle({"model": "org/name"}, {})) == ("org/name",)
 
 
 # ---- the fingerprint -------------------------------------------------------------------------------------------------
@@ -483,17 +483,7 @@ def test_the_engine_in_another_process_gives_the_same(texts):
 
 @pytest.fixture(scope="module")
 def compat(texts):
-    settings = tgi()
-    limits = TgiLimits(**settings.tgi.limits())
-    with site(
-        texts,
-        names=load_model.names_of(settings),
-        metric_names=settings.metric_names,
-        bounds=load_model.bounds_of(settings, 16),
-        tgi=replace(limits, max_input_tokens=20, max_total_tokens=40),
-        fingerprint="fp_0123456789ab",
-        nameless=NAMELESS,
-    ) as here:
+    with site(texts, metric_names="tgi", tgi=TgiAsked(max_input_tokens=20, max_total_tokens=40)) as here:
         yield here
 
 
@@ -507,9 +497,10 @@ def refusal(answer, status, code=None):
 def test_a_request_may_call_the_model_tgi_or_by_its_name(compat):
     assert compat.complete("Emma")["model"] == "tgi"
     assert compat.complete("Emma", model="tiny")["model"] == "tiny"
-    assert compat.complete("Emma", model="tgi")["system_fingerprint"] == "fp_0123456789ab"
+    fingerprint = system_fingerprint(compat.texts.engine.facts, "tiny")
+    assert compat.complete("Emma", model="tgi")["system_fingerprint"] == fingerprint
     body = {"prompt": "Emma", "max_tokens": 2, "stream": True}
-    assert '"system_fingerprint":"fp_0123456789ab"' in compat.post("/v1/completions", body).text
+    assert f'"system_fingerprint":"{fingerprint}"' in compat.post("/v1/completions", body).text
 
 
 @pytest.mark.parametrize("name", sorted(NAMELESS))
@@ -519,7 +510,7 @@ def test_a_client_that_was_told_no_name(compat, server, name):
     assert [m["id"] for m in compat.client.get("/v1/models").json()["data"]] == ["tgi", "tiny"]
     if name:
         refusal(compat.client.get(f"/v1/models/{name}"), 404, "model_not_found")
-        with site(compat.texts, names=["tiny", name], nameless=NAMELESS) as here:
+        with site(compat.texts, served_model_name=("tiny", name), tgi=TgiAsked()) as here:
             assert here.complete("Emma", model=name)["model"] == name
     # Without --compat tgi:
     refusal(server.post("/v1/completions", {"prompt": "a", "model": name}), 404, "model_not_found")
@@ -551,7 +542,7 @@ def test_the_longest_prompt_is_that_of_every_route(compat):
 
 def test_t35_figures_count_what_became_of_requests(texts):
     """T-35: one good request and one bad one; the bad stream has the status 200, and counts as a failure."""
-    with site(texts, metric_names="tgi", tgi=TgiLimits()) as here:
+    with site(texts, metric_names="tgi", tgi=TgiAsked()) as here:
         assert here.post("/generate", {"inputs": "Emma", "parameters": {"max_new_tokens": 2}}).status_code == 200
         bad = here.post("/generate_stream", {"inputs": "", "parameters": {}})
         assert bad.status_code == 200 and '"error_type":"validation"' in bad.text
@@ -575,7 +566,7 @@ def test_t35_figures_count_what_became_of_requests(texts):
 def full(tmp_path):
     """A server for two requests at once, and the gate of its model."""
     gate = Gate(tmp_path)
-    limits = TgiLimits(max_concurrent_requests=2)
+    limits = TgiAsked(max_concurrent_requests=2)
     with open_texts(gate.model, max_num_seqs=4, max_model_len=64) as texts, site(texts, tgi=limits) as here:
         yield gate, here
         gate.open()
@@ -629,7 +620,7 @@ def test_who_has_the_whole_answer_may_ask_again_at_once(stream):
     keys = Tenants((("key-1", "one"),), {"one": Tenant(max_requests=1)})
     body = json.dumps({**BYTES, "stream": stream})
     headers = {"Authorization": "Bearer key-1", "Content-Type": "application/json"}
-    limits, options = TgiLimits(max_concurrent_requests=1), {"max_num_seqs": 4, "max_model_len": 64}
+    limits, options = TgiAsked(max_concurrent_requests=1), {"max_num_seqs": 4, "max_model_len": 64}
     with open_texts("tiny", **options) as texts, site(texts, tgi=limits, tenants=keys) as here:
         lines = [http.client.HTTPConnection("127.0.0.1", here.port) for _ in range(2)]
         for i in range(120):
@@ -675,7 +666,7 @@ def test_a_place_is_free_again_however_a_request_ends(compat, path, sent, monkey
 
 
 def test_without_compat_there_is_no_such_limit(server):
-    assert server.served.gate.most is None and server.served.tgi is None
+    assert server.served.gate.most is None and server.served.tgi.max_concurrent_requests is None
     assert len(server.complete(["a"] * 5, max_tokens=1)["choices"]) == 5
 
 
@@ -685,10 +676,10 @@ def test_what_is_opened_has_it_all(monkeypatch):
     served = load_model.opened(settings)
     try:
         assert list(served.names) == ["tgi", "tiny"] and served.max_model_len == 200
-        assert served.tgi == TgiLimits(max_best_of=3, max_input_tokens=100, max_total_tokens=200)
-        assert served.reading.longest == 100 and served.gate.most == 128 and served.nameless == NAMELESS
+        assert served.tgi == settings.tgi == TgiAsked(max_best_of=3, max_input_tokens=100, max_total_tokens=200)
+        assert served.reading.longest == 100 and served.gate.most == 128 and served.check_name("dummy") == "tgi"
         assert served.fingerprint == system_fingerprint(served.what.engine.facts, "tiny")
-        assert served.bounds.prompts == 4 and served.bounds.n == Bounds().n and served.max_body == 2_000_000
+        assert served.bounds.prompts == 4 and served.bounds.n == Bounds().n
     finally:
         served.what.close()
         logging.getLogger("hibachi").setLevel(before)

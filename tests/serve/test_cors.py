@@ -32,7 +32,7 @@ def model():
 @pytest.fixture(scope="module")
 def here(model):
     """A server with a key, for pages of two origins."""
-    with site(model, allowed_origins=(PAGE, LOCAL), tenants=Tenants((("k", "k"),)), max_body=2000) as found:
+    with site(model, allowed_origins=(PAGE, LOCAL), tenants=Tenants((("k", "k"),)), max_body_size=2000) as found:
         yield found
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from hibachi.errors import InvalidRequest, QueueFull
-from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.own import open_texts
 from hibachi.llm.texts import Texts
 from hibachi.request import SamplingParams
 from hibachi.server import tenant_pool as aside
-from hibachi.server.served import LARGE_FORM
+from hibachi.server.served import LARGE_FORM, Served
+from hibachi.server.settings import ServeSettings
+from hibachi.server.tgi_settings import TgiAsked
 from hibachi.structured import StructuredOutputs
 
 from .conftest import CHATML, site
@@ -188,7 +189,7 @@ def test_slow_checks_of_a_tenant_are_in_nobody_s_way(here, texts, monkeypatch):
         await asyncio.gather(*theirs)
         await served.check_form(other, "emma")
 
-    asyncio.run(ask(type(here.served)(texts, ["tiny"], "tiny", 512)))
+    asyncio.run(ask(Served(texts, ServeSettings())))
     assert running == [True] * 9
 
 
@@ -214,12 +215,12 @@ def test_large_forms_wait_for_each_other_and_small_ones_do_not(here, texts, monk
         let.set()
         await asyncio.gather(*theirs)
 
-    asyncio.run(ask(type(here.served)(texts, ["tiny"], "tiny", 512)))
+    asyncio.run(ask(Served(texts, ServeSettings())))
     assert len(running) == 3
 
 
 def test_tgis_flag_turns_forms_off(texts, checked):
-    with site(texts, chat_template=CHATML, tgi=TgiLimits(disable_grammar_support=True)) as off:
+    with site(texts, chat_template=CHATML, tgi=TgiAsked(disable_grammar_support=True)) as off:
         for path, body, field, _ in WAYS:
             error = off.post(path, body).json()["error"]
             name = field or "structured_outputs"

@@ -41,7 +41,7 @@ def opened(name, engine="own", tenants=None, **options):
 
 class Opened:
     def __init__(self, model, options):
-        self._model, self._site = model, site(model, names=["m"], max_model_len=1 << 20, **options)
+        self._model, self._site = model, site(model, served_model_name=("m",), **options)
 
     def __enter__(self):
         self._model.__enter__()

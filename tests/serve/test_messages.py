@@ -284,7 +284,7 @@ def test_a_stream_that_waits_pings(waiting):
 def test_an_error_in_a_stream_is_an_event(slow_model, monkeypatch):
     """Another request runs, so that these wait for longer than they may."""
     monkeypatch.setattr(comments, "EVERY", 0.05)
-    with open_texts(slow_model, max_num_seqs=1) as texts, site(texts, chat_template="a", timeout=0.3) as here:
+    with open_texts(slow_model, max_num_seqs=1) as texts, site(texts, chat_template="a", request_timeout=0.3) as here:
         running = texts.stream("a", SamplingParams(max_tokens=400))
         answer = here.post(PATH, {**BODY, "stream": True})
         assert answer.status_code == 200

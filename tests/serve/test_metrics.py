@@ -354,7 +354,7 @@ def pages():
     """After one request that is fine and one that is not, under each project's names; the model has an odd one."""
     found = {}
     for names in NAMES:
-        settings = dict(names=[ODD], metric_names=names)
+        settings = dict(served_model_name=(ODD,), metric_names=names)
         with open_texts("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
             here.complete("Emma", **GREEDY)
             assert here.post("/v1/completions", {"prompt": "Emma", "max_tokens": -1}).status_code == 400

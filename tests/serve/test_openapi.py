@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shlex
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import pytest
 
 from hibachi.errors import EngineFailed, ModelError, QueueFull
 from hibachi.llm.dialects.openai.answers import encode
-from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.llm.dialects.responses.answers import Response, ResponseReasoning, ResponseText
 from hibachi.llm.dialects.responses.items import Message
 from hibachi.llm.dialects.responses.store import KnownItems
@@ -26,6 +26,7 @@ from hibachi.server.docspage import curl
 from hibachi.server.metrics import is_work, metrics_for
 from hibachi.server.served import Served
 from hibachi.server.server import surrounded
+from hibachi.server.settings import ServeSettings
 from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.tenants import Tenant, Tenants
 
@@ -54,10 +55,10 @@ NOTHING = dict.fromkeys(("instructions", "max_output_tokens", "previous_response
 class Site:
     """An application without a network. Every answer must be as its own description says. Texts are short."""
 
-    def __init__(self, what, root_path="", names=("tiny",), **settings):
+    def __init__(self, what, root_path="", names=("tiny",), tenants=None):
         template = CHATML if hasattr(what, "tokenizer") else None
-        bounds = Bounds(new=4)
-        self.served = Served(what, names, "tiny", 64, bounds=bounds, chat_template=template, **settings)
+        settings = ServeSettings(served_model_name=names, max_tokens=4)
+        self.served = Served(what, settings, template, tenants)
         _, self.more = metrics_for(self.served)
         inner = application(self.served, self.more)
         self.paths = {(min(r.methods - {"HEAD"}), re.sub(r":\w+}", "}", r.path)) for r in inner.routes}
@@ -252,8 +253,9 @@ def test_the_statuses_are_those_that_are_given(tiny, monkeypatch):
         tried(*told, json=None, content=b"{", headers={"Content-Type": "application/json"})
         tried(*told, json=example(operation) | {"there_is_none": 1})
         tried(*told, json=example(operation) | {"model": "nope"})  # where there is no such field, it is a wrong one
-        broken(served, "max_body", 1, *told)
-        broken(served, "arrival", 0.001, *told, json=None, content=slow())
+        broken(served, "settings", replace(served.settings, max_body_size=1), *told)
+        late = replace(served.settings, arrival_timeout=0.001)
+        broken(served, "settings", late, *told, json=None, content=slow())
         broken(served, "draining", True, *told)
         if work:
             broken(served.gate, "most", 0, *told)

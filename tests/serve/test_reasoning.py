@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from hibachi.llm.chatformat.templates.choosing import Parsers
-
 from .saying import CALL, OTHER, THOUGHT, saying, told
 
 LOOK = {
@@ -148,21 +146,24 @@ def test_calls_go_back_as_the_template_writes_them(here):
 
 
 FIELDS = [
-    (Parsers(fields=("reasoning",)), {"reasoning": "Let me see.", "content": "It."}),
-    (Parsers(fields=("reasoning_content", "reasoning")), {"reasoning": "Let me see.", "content": "It."}),
-    (Parsers(reasoning="none"), {"content": THOUGHT + "It."}),
-    (Parsers("hermes", "deepseek_r1"), {"reasoning_content": "Let me see.", "content": "It."}),
+    ({"reasoning_field": "reasoning"}, {"reasoning": "Let me see.", "content": "It."}),
+    ({"reasoning_field": "both"}, {"reasoning": "Let me see.", "reasoning_content": "Let me see.", "content": "It."}),
+    ({"reasoning_parser": "none"}, {"content": THOUGHT + "It."}),
+    (
+        {"tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"},
+        {"reasoning_content": "Let me see.", "content": "It."},
+    ),
 ]
 
 
-@pytest.mark.parametrize("parsers, expected", FIELDS, ids=["other name", "both names", "none", "named"])
-def test_what_the_operator_says(tmp_path, parsers, expected):
-    with saying(tmp_path, parsers=parsers) as here:
+@pytest.mark.parametrize("settings, expected", FIELDS, ids=["other name", "both names", "none", "named"])
+def test_what_the_operator_says(tmp_path, settings, expected):
+    with saying(tmp_path, **settings) as here:
         body = {"messages": told(THOUGHT + "It."), "temperature": 0, "max_tokens": 100}
         message = here.post("/v1/chat/completions", body).json()["choices"][0]["message"]
     assert {name: message[name] for name in expected} == expected
     named = {name for name in ("reasoning", "reasoning_content") if name in message}
-    assert named == (set() if parsers.reasoning == "none" else set(parsers.fields))
+    assert named == expected.keys() - {"content"}
 
 
 def test_a_template_that_shows_no_calls(tmp_path):

@@ -8,9 +8,7 @@ import threading
 import httpx
 import pytest
 
-from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.dialects.responses import answers
-from hibachi.llm.dialects.responses.store import Stores
 from hibachi.server.web.tenants import Tenants
 
 from .conftest import CHATML, ENGINES, Gate, site
@@ -163,7 +161,7 @@ def test_json_that_keeps_to_a_schema(server):
 @pytest.fixture(scope="module")
 def tools(texts):
     """A server that describes tools to its model, whose template has no word for them."""
-    with site(texts, chat_template=CHATML, parsers=Parsers(tools="generic")) as here:
+    with site(texts, chat_template=CHATML, tool_call_parser="generic") as here:
         yield here
 
 
@@ -341,7 +339,7 @@ def test_store_false_keeps_nothing(server):
 def others():
     """A server with two tenants, whose stores hold little."""
     tenants = Tenants((("k1", "one"), ("k2", "two")))
-    settings = {"chat_template": CHATML, "tenants": tenants, "responses": Stores(20_000)}
+    settings = {"chat_template": CHATML, "tenants": tenants, "responses_store": 20_000}
     with ENGINES["own"]("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
         yield here
 
@@ -381,7 +379,7 @@ def test_what_is_driven_out_is_not_found(others):
 
 
 def test_a_server_that_keeps_nothing():
-    settings = {"chat_template": CHATML, "responses": Stores(0)}
+    settings = {"chat_template": CHATML, "responses_store": 0}
     with ENGINES["own"]("tiny", max_num_seqs=2) as texts, site(texts, **settings) as here:
         told = respond(here, "One?", store=True)
         assert told["store"] is False

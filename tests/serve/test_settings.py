@@ -14,7 +14,7 @@ from hibachi.cli.main import parser
 from hibachi.common.settings.kinds import SWITCH
 from hibachi.errors import ConfigError
 from hibachi.llm.remote.opening import engine_options
-from hibachi.request import SamplingParams
+from hibachi.request import SamplingParams, Terms
 from hibachi.server import load_model as opening
 from hibachi.server.settings import GROUPS, SETTINGS, misspelled, settle
 from hibachi.server.web.keys import tenants_of
@@ -369,8 +369,9 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
         max_num_queued_reqs="9",
         enable_prefix_caching="off",
     )
-    assert served.names == ("a", "b") and served.root == "tiny" and served.max_model_len == 77
-    assert (served.timeout, served.queue_timeout, served.max_body) == (8.0, 7.0, 2048)
+    assert served.names == ("a", "b") and served.settings.model == "tiny" and served.max_model_len == 77
+    terms = served.terms(Terms(), "")
+    assert (terms.timeout, terms.queue_timeout, served.settings.max_body_size) == (8.0, 7.0, 2048)
     assert served.responses.limit == 3072
     assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
     assert served.tenants.admit(b"Bearer k") == "key1"

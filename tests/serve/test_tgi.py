@@ -8,8 +8,8 @@ from importlib.metadata import version
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.own import open_texts
+from hibachi.server.tgi_settings import TgiAsked
 from hibachi.server.web.tenants import Tenants
 
 from .conftest import CHATML, ENGINES, site
@@ -163,7 +163,7 @@ def ends(request, tmp_path_factory):
     """A server of a model that says the alphabet; it goes on for ever behind "#", and fails at "!"."""
     file = tmp_path_factory.mktemp("ends") / "ends.py"
     file.write_text(ENDS)
-    with ENGINES[request.param](f"{file}:Ends", max_num_seqs=4) as texts, site(texts, max_model_len=4096) as here:
+    with ENGINES[request.param](f"{file}:Ends", max_num_seqs=4) as texts, site(texts) as here:
         yield here
 
 
@@ -231,13 +231,13 @@ def test_what_is_refused_is_an_event_of_a_stream(server):
     kind = {"content-type": "application/json"}
     assert "JSON" in refused(post("/generate_stream", content=b"{", headers=kind))
     refused(post("/generate_stream", content=b"{}", headers={"content-type": "text/plain"}), 415)
-    with site(server.texts, max_body=100) as small:
+    with site(server.texts, max_body_size=100) as small:
         refused(small.post("/generate_stream", {"inputs": "x" * 200}), 413)
 
 
 def test_facts_of_validation_over_http(server):
     """T-25, with TGI's own limits; T-26 to T-30 are in tests/api."""
-    limits = TgiLimits(2, 3, 4, 5, 6)
+    limits = TgiAsked(2, 3, 4, 5, 6)
     with site(server.texts, tgi=limits) as like:
         for inputs, parameters, words in (
             ("It", {"max_new_tokens": 10}, "must be <= 6. Given: 1 `inputs` tokens and 10"),

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.own import open_texts
 
 from .conftest import CHATML, site
@@ -38,7 +37,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def here(texts):
-    with site(texts, chat_template=CHATML, parsers=Parsers("generic")) as found:
+    with site(texts, chat_template=CHATML, tool_call_parser="generic") as found:
         yield found
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from hibachi.errors import PromptTooLong
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.server import streaming, tokenizing
 from hibachi.server.tokenizing import Tokenizing
 from hibachi.server.web.deadlines import MOST_BYTES
@@ -134,7 +133,7 @@ def test_19_no_redirect_names_the_host_of_the_client(small):
 def test_3_rows_are_counted_before_anything_is_made_of_them(which, more, monkeypatch):
     with (
         ENGINES[which]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts,
-        site(texts, bounds=Bounds(rows=8)) as here,
+        site(texts, max_num_queued_reqs=4) as here,
     ):
         monkeypatch.setattr(texts.engine, "check", None)
         answer = here.post("/v1/completions", {"prompt": ["a"] * 1024, **more})
@@ -155,7 +154,7 @@ def test_3_a_queue_without_room_is_found_before_anything_is_made(which, monkeypa
 
 
 def test_16_most_new_tokens_are_the_operators(small):
-    with site(small.served.what, bounds=Bounds(new=5)) as here:
+    with site(small.served.what, max_tokens=5) as here:
         for asked in (None, 3, 5, 100):
             body = {} if asked is None else {"max_tokens": asked}
             used = here.post("/v1/completions", {"prompt": "a", "ignore_eos": True} | body).json()["usage"]
@@ -207,7 +206,7 @@ class Sleepy:
 def sleepy(tmp_path):
     file = tmp_path / "sleepy.py"
     file.write_text(SLEEPY)
-    with ENGINES["own"](f"{file}:Sleepy", max_num_seqs=4) as texts, site(texts, max_model_len=100_000) as here:
+    with ENGINES["own"](f"{file}:Sleepy", max_num_seqs=4) as texts, site(texts) as here:
         yield here
 
 
@@ -377,7 +376,7 @@ def test_7_vectors_are_counted_cancelled_and_measured_as_texts_are(which):
 
 
 def test_7_vectors_have_a_deadline():
-    with ENGINES["own"]("tiny", max_num_seqs=1) as texts, site(texts, timeout=1e-4) as here:
+    with ENGINES["own"]("tiny", max_num_seqs=1) as texts, site(texts, request_timeout=1e-4) as here:
         answer = here.post("/v1/embeddings", {"input": ["hello world " * 40] * 30})
         assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline_exceeded"
 

@@ -87,7 +87,7 @@ def send(server, prompt):
     "own, asked, holds", [(None, None, None), (3.0, None, 3.0), (None, 5.0, 5.0), (3.0, 5.0, 3.0), (5.0, 3.0, 3.0)]
 )
 def test_16_the_smaller_limit_counts(own, asked, holds):
-    with ENGINES["own"]("tiny") as texts, site(texts, timeout=own, queue_timeout=own) as here:
+    with ENGINES["own"]("tiny") as texts, site(texts, request_timeout=own or 0.0, queue_timeout=own or 0.0) as here:
         found = here.served.terms(Terms(timeout=asked, queue_timeout=asked), "")
         assert (found.timeout, found.queue_timeout) == (holds, holds)
 
@@ -95,7 +95,7 @@ def test_16_the_smaller_limit_counts(own, asked, holds):
 def test_16_a_body_does_not_lift_the_servers_timeout(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
-    with ENGINES["own"](f"{file}:Slow") as texts, site(texts, timeout=0.3) as here:
+    with ENGINES["own"](f"{file}:Slow") as texts, site(texts, request_timeout=0.3) as here:
         answer = here.post("/v1/completions", {"prompt": "a", "max_tokens": 100, "timeout": 100})
         assert answer.status_code == 408
 
