@@ -11,6 +11,8 @@ from hibachi.llm.chatformat.messages import plain_messages
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
+from hibachi.llm.dialects.chat import Conversation, FormChecks, ReadChat, read_chat
+from hibachi.llm.dialects.steps import run
 from hibachi.llm.textstream import Choice, Completion, cut_off
 from hibachi.llm.tokenizers.prompts import TextPrompts
 from hibachi.request import SamplingParams
@@ -28,20 +30,15 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation that is ready to be answered. reader: None means that the answer is all text."""
-
-    prompt: str
-    reader: AnswerReader | None
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
-    """Chats that may be queued. ids: of each prompt."""
+    """Chats that may be queued."""
 
-    chats: list[Chat]
-    ids: list[list[int]]
+    chats: list[ReadChat]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Of each prompt."""
+        return [chat.ids for chat in self.chats]
 
     @property
     def prompts(self) -> list[str]:
@@ -68,7 +65,7 @@ class Chats:
     """The chats of one model. checks: raises InvalidRequest where no form can be had. ends: tokens that end a text."""
 
     def __init__(self, prompts: TextPrompts, checks: Callable[[SamplingParams], object], ends: Sequence[int]) -> None:
-        self._prompts, self._checks, self._ends = prompts, checks, ends
+        self._prompts, self._forms = prompts, FormChecks(checks, ends)
         self._talks: dict[tuple[Parsers, str | None], Talk] = {}
 
     def ready(
@@ -79,25 +76,14 @@ class Chats:
         variables: Mapping[str, Any],
     ) -> Ready:
         """Conversations that may be queued, with parameters for each. Raises InvalidRequest or PromptTooLong."""
-        chats = [self._chat(m, p, asking, variables) for m, p in zip(conversations, params, strict=True)]
-        encode = self._prompts.tokenizer.encode
-        return Ready(chats, [encode(c.prompt, add_special_tokens=False) for c in chats])
-
-    def _chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams,
-        asking: ChatRequest,
-        variables: Mapping[str, Any],
-    ) -> Chat:
         box = toolbox_of(asking.tools, asking.choice, asking.parallel)
         given = dict(variables) if box is None else {**variables, "tools": as_shown(asking.tools or ())}
         talk = self._talk(asking.parsers, given.pop("chat_template", None))
-        prompt, reader = talk.prompt(plain_messages(messages), given, box, effort=asking.effort)
-        self._prompts.check_text(prompt)
-        if reader is not None:
-            params = talk.formed(reader, params, self._checks, self._ends)
-        return Chat(prompt, reader, params)
+        chats = []
+        for messages, own in zip(conversations, params, strict=True):
+            chat = Conversation(plain_messages(messages), given, box, asking.effort)
+            chats.append(run(read_chat(talk, self._prompts, chat, own, self._forms)))
+        return Ready(chats)
 
     def _talk(self, parsers: Parsers, template: str | None) -> Talk:
         found = self._talks.get((parsers, template))
@@ -106,7 +92,7 @@ class Chats:
         return found
 
 
-def _completion(chat: Chat, done: Completion, id: str) -> Completion:
+def _completion(chat: ReadChat, done: Completion, id: str) -> Completion:
     reader = chat.reader
     if reader is None:
         return done

@@ -21,7 +21,6 @@ from hibachi.llm.dialects.openai.bodies import (
     read,
 )
 from hibachi.llm.dialects.openai.chatwriting import ChatWriter
-from hibachi.llm.dialects.openai.conversation import conversation
 from hibachi.llm.dialects.openai.writing import CompletionWriter
 from hibachi.llm.dialects.vectors import shortened
 from hibachi.request import SamplingParams, Terms
@@ -153,11 +152,7 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
     body = read(TokenizeBody, raw)
     served.check_name(body.model)
     if body.messages is not None and body.prompt is None:
-        variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
-        variables |= asking.tools_shown(body.tools)
-        open_end = asking.goes_on(body.continue_final_message, body.add_generation_prompt)
-        messages = conversation(body.messages, served.bounds.messages)
-        ids = await served.read(x, served.reading.render(messages, variables, open_end=open_end))
+        ids = await served.read(x, served.reading.render(asking.prompt_of(body, served.bounds)))
     elif body.prompt is not None and body.messages is None:
         served.texts.prompts.check_size(body.prompt)
         [ids] = await served.read(x, served.reading.tokens([body.prompt], body.add_special_tokens))

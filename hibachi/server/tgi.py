@@ -11,8 +11,7 @@ from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.llm.dialects.dialects import OPENAI, TGI, TGI_STREAM
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.bodies import TokenizeBody, read
-from hibachi.llm.dialects.openai.conversation import conversation
-from hibachi.llm.dialects.openai.parse import tools_shown
+from hibachi.llm.dialects.openai.parse import prompt_of
 from hibachi.llm.dialects.tgi.answers import (
     ChatTokenizeResponse,
     GenerateResponse,
@@ -84,10 +83,9 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
             param="tool_prompt",
             code="unsupported_parameter",
         )
-    tools = tools_shown(body.tools, body.tool_choice)
-    messages = conversation(body.messages, served.bounds.messages)
+    chat = prompt_of(body, served.bounds)
     try:
-        text = await served.read(x, served.reading.prompt_text(messages, {"add_generation_prompt": True, **tools}))
+        text = await served.read(x, served.reading.prompt_text(chat))
     except PromptTooLong:
         raise
     except InvalidRequest as e:

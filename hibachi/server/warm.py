@@ -8,8 +8,7 @@ from typing import Any
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.answers import Warmed
 from hibachi.llm.dialects.openai.bodies import WarmBody, read
-from hibachi.llm.dialects.openai.conversation import conversation
-from hibachi.llm.dialects.openai.parse import ParsedRequest, terms_of, tools_shown
+from hibachi.llm.dialects.openai.parse import ParsedRequest, prompt_of, terms_of
 from hibachi.llm.dialects.openai.writing import AnswerWriter
 from hibachi.prefix import warmed
 from hibachi.request import SamplingParams
@@ -46,13 +45,7 @@ async def warm(served: Served, x: Exchange) -> None:
         raise Refused("This model keeps no cache, so there is nothing to warm.", code="unsupported")
     special, text = body.add_special_tokens, body.text or ""
     if body.messages is not None:
-        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        variables["add_generation_prompt"] = body.add_generation_prompt
-        variables |= tools_shown(body.tools)
-        if body.documents:
-            variables["documents"] = body.documents
-        messages = conversation(body.messages, served.bounds.messages)
-        text = await served.read(x, reading.prompt_text(messages, variables))
+        text = await served.read(x, reading.prompt_text(prompt_of(body, served.bounds)))
         special = bool(special)
     ids = await served.read(x, reading.encode([text], "text", special=special is not False))
     params = SamplingParams(temperature=0, max_tokens=1)

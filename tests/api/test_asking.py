@@ -8,6 +8,7 @@ import pytest
 
 from hibachi.llm.chatformat.format import PLAIN as PLAIN_FORMAT
 from hibachi.llm.chatformat.reading.reader import AnswerReader
+from hibachi.llm.dialects.chat import Conversation
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
@@ -64,6 +65,11 @@ def refused(ask, **fields):
     return str(error), error.param, error.code
 
 
+def prompt(asked):
+    """What says how its prompt becomes tokens."""
+    return asked.chat or asked
+
+
 BOTH = pytest.mark.parametrize("ask", [completion, chat])
 
 
@@ -85,8 +91,7 @@ def test_a_completion_that_says_nothing_more():
         echo=False,
         prompt_scores=False,
         unwritten=False,
-        messages=None,
-        template={},
+        chat=None,
     )
 
 
@@ -101,16 +106,13 @@ def test_a_chat_that_says_nothing_more():
         token_ids=False,
         logprobs=None,
         prompts=[],
-        special=False,  # the template has its own
         truncation=None,
         named_ids=False,
         front="",
-        open_end=False,
         echo=False,
         prompt_scores=False,
         unwritten=False,
-        messages=[{"role": "user", "content": "a"}],
-        template={"add_generation_prompt": True},
+        chat=Conversation([{"role": "user", "content": "a"}], {"add_generation_prompt": True}),
     )
 
 
@@ -418,21 +420,21 @@ def test_log_probabilities_of_a_chat():
 
 def test_variables_of_the_template():
     found = chat(add_generation_prompt=False, chat_template_kwargs={"a": 1, "add_generation_prompt": True})
-    assert found.template == {"a": 1, "add_generation_prompt": False}
-    assert chat(chat_template_kwargs={}).template == {"add_generation_prompt": True}
-    assert chat(chat_template_kwargs=None).template == {"add_generation_prompt": True}
+    assert found.chat.variables == {"a": 1, "add_generation_prompt": False}
+    assert chat(chat_template_kwargs={}).chat.variables == {"add_generation_prompt": True}
+    assert chat(chat_template_kwargs=None).chat.variables == {"add_generation_prompt": True}
 
 
 def test_messages():
     """The parts of a text become one; what else is in a message goes to the template as it is."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     given = [{"role": "system", "content": "Be brief.", "name": "x"}, {"role": "user", "content": parts, "weight": 1}]
-    assert chat(messages=given).messages == [
+    assert chat(messages=given).chat.messages == [
         {"role": "system", "content": "Be brief.", "name": "x"},
         {"role": "user", "content": "a\nb", "weight": 1},
     ]
     refusal = {"type": "refusal", "refusal": "No."}
-    (found,) = chat(messages=[{"role": "assistant", "content": [refusal]}]).messages
+    (found,) = chat(messages=[{"role": "assistant", "content": [refusal]}]).chat.messages
     assert found == {"role": "assistant", "content": "No."}
 
 
@@ -523,8 +525,8 @@ def tool(name="look", **more):
 def test_tools_are_checked_and_shown():
     """More of it in tests/tools/test_asked.py."""
     asked = chat(tools=[tool(strict=True, parameters=None)], tool_choice="required", parallel_tool_calls=False)
-    assert asked.template["tools"] == [tool(parameters={"type": "object", "properties": {}})]
-    box = asked.toolbox
+    assert asked.chat.variables["tools"] == [tool(parameters={"type": "object", "properties": {}})]
+    box = asked.chat.toolbox
     assert (box.mode, box.parallel, box.tools[0].name, box.tools[0].strict) == ("required", False, "look", True)
     assert chat(tools=[tool()], tool_choice="none") == chat(tools=[]) == chat(tools=None) == chat()
     assert chat(tool_choice="auto") == chat(tool_choice="none") == chat(tool_choice=None) == chat()
@@ -549,7 +551,7 @@ def test_tools_that_are_wrong_are_refused_by_name(fields, param, code):
 def test_reasoning():
     assert chat(include_reasoning=False).include_reasoning is False
     assert chat(include_reasoning=True) == chat(include_reasoning=None) == chat()
-    assert chat(reasoning_effort="low").effort == "low" and chat(reasoning_effort=None) == chat()
+    assert chat(reasoning_effort="low").chat.effort == "low" and chat(reasoning_effort=None) == chat()
 
 
 def test_special_tokens_that_the_text_of_an_answer_shows():
@@ -599,19 +601,19 @@ def test_special_tokens(ask):
     assert ask(skip_special_tokens=False).params.skip_special_tokens is False
     assert ask(skip_special_tokens=True) == ask(skip_special_tokens=None) == ask()
     assert ask(spaces_between_special_tokens=False) == ask(spaces_between_special_tokens=True) == ask()
-    assert ask(add_special_tokens=True).special is True and ask(add_special_tokens=False).special is False
+    assert prompt(ask(add_special_tokens=True)).special and not prompt(ask(add_special_tokens=False)).special
 
 
 @BOTH
 def test_how_much_of_a_prompt_is_kept(ask):
-    assert ask(truncate_prompt_tokens=3).truncation.cut([1, 2, 3, 4], 100) == [2, 3, 4]
-    assert ask(truncate_prompt_tokens=3, truncation_side="left").truncation.cut([1, 2, 3, 4], 100) == [2, 3, 4]
-    assert ask(truncate_prompt_tokens=3, truncation_side="right").truncation.cut([1, 2, 3, 4], 100) == [1, 2, 3]
-    assert ask(truncate_prompt_tokens=10**30).truncation.cut([1, 2, 3, 4], 100) == [1, 2, 3, 4]
-    fitting = ask(truncate_prompt_tokens=-1, max_tokens=4).truncation
+    assert prompt(ask(truncate_prompt_tokens=3)).truncation.cut([1, 2, 3, 4], 100) == [2, 3, 4]
+    assert prompt(ask(truncate_prompt_tokens=3, truncation_side="left")).truncation.cut([1, 2, 3, 4], 100) == [2, 3, 4]
+    assert prompt(ask(truncate_prompt_tokens=3, truncation_side="right")).truncation.cut([1, 2, 3, 4], 100) == [1, 2, 3]
+    assert prompt(ask(truncate_prompt_tokens=10**30)).truncation.cut([1, 2, 3, 4], 100) == [1, 2, 3, 4]
+    fitting = prompt(ask(truncate_prompt_tokens=-1, max_tokens=4)).truncation
     assert fitting.cut(list(range(20)), 10) == list(range(14, 20)) and fitting.cut([1], 3) == [1]
     assert fitting.cut([1, 2], 3) == [2]  # one at least; that there is no room is said later
-    assert ask(truncate_prompt_tokens=-1).truncation.cut(list(range(20)), 10) == list(range(11, 20))
+    assert prompt(ask(truncate_prompt_tokens=-1)).truncation.cut(list(range(20)), 10) == list(range(11, 20))
     for n in (0, -2, -(10**30)):
         assert refused(ask, truncate_prompt_tokens=n)[1:] == ("truncate_prompt_tokens", "invalid_value")
     assert refused(ask, truncation_side="left")[1:] == ("truncation_side", "invalid_value")
@@ -629,7 +631,7 @@ def test_tokens_by_their_ids():
 def test_the_last_message_of_a_chat_goes_on():
     assert chat(continue_final_message=False) == chat(continue_final_message=None) == chat()
     asked = chat(continue_final_message=True, add_generation_prompt=False)
-    assert asked.open_end is True and asked.template == {"add_generation_prompt": False}
+    assert asked.chat.open_end is True and asked.chat.variables == {"add_generation_prompt": False}
     for more in ({}, {"add_generation_prompt": True}):
         message, param, code = refused(chat, continue_final_message=True, **more)
         assert (param, code) == ("continue_final_message", "invalid_value") and "add_generation_prompt" in message
@@ -645,7 +647,7 @@ def test_a_chat_that_echoes():
 
 def test_documents_go_to_the_template():
     documents = [{"title": "a", "text": "b"}]
-    assert chat(documents=documents).template == {"add_generation_prompt": True, "documents": documents}
+    assert chat(documents=documents).chat.variables == {"add_generation_prompt": True, "documents": documents}
     assert chat(documents=[]) == chat(documents=None) == chat()
 
 
@@ -699,8 +701,8 @@ def test_the_size_of_a_vector():
 
 def test_how_large_the_form_of_a_chat_is():
     tool = {"type": "function", "function": {"name": "look", "description": "a" * 500}}
-    assert chat().form_size == 0
-    assert 500 < (alone := chat(tools=[tool]).form_size) < 600
+    assert chat().chat.size == 0
+    assert 500 < (alone := chat(tools=[tool]).chat.size) < 600
     schema = {"type": "object", "properties": {"b" * 1000: {}}}
-    assert 1000 < chat(guided_json=schema).form_size < 1100
-    assert chat(tools=[tool], guided_json=schema).form_size > alone + 1000
+    assert 1000 < chat(guided_json=schema).chat.size < 1100
+    assert chat(tools=[tool], guided_json=schema).chat.size > alone + 1000

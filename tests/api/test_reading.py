@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hibachi.errors import InvalidRequest, PromptTooLong
+from hibachi.llm.dialects.chat import Conversation, FormChecks
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.steps import run
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.llm.tokenizers.prompts import TextPrompts
-from hibachi.request import SamplingParams, Terms
+from hibachi.request import SamplingParams
 
 
 class Letters:
@@ -34,6 +36,8 @@ class Letters:
 
 
 def read(reading, name, *args, **kwargs):
+    if name == "chat":
+        return run(reading.chat(*args, SamplingParams(), FormChecks(lambda params: None, ()))).ids
     return run(getattr(reading, name)(*args, **kwargs))
 
 
@@ -42,11 +46,9 @@ def reading(template="", context=8):
 
 
 def talk(*messages, special=False, open_end=False, truncation=None, **variables):
-    """What is asked for by messages, each a role and a content."""
-    asked = ParsedRequest(SamplingParams(), Terms(), stream=False, usage=False, usage_always=False, token_ids=False)
-    asked.messages = [{"role": role, "content": content} for role, content in messages]
-    asked.special, asked.open_end, asked.truncation, asked.template = special, open_end, truncation, variables
-    return asked
+    """A conversation of messages, each a role and a content."""
+    messages = [{"role": role, "content": content} for role, content in messages]
+    return Conversation(messages, variables, special=special, open_end=open_end, truncation=truncation)
 
 
 def of(text):
@@ -82,8 +84,8 @@ def test_all_prompts_are_checked_before_any_is_read():
 
 
 def test_a_conversation_becomes_ids():
-    asked = talk(("user", "ab"), ("assistant", None), end="e")
-    asked.template |= {"chat_template": "theirs", "messages": "theirs"}  # which are not for a sender to say
+    theirs = {"chat_template": "theirs", "messages": "theirs"}  # which are not for a sender to say
+    asked = replace(talk(("user", "ab"), ("assistant", None)), variables={"end": "e", **theirs})
     assert read(reading("t"), "chat", asked) == of("abet")
     with pytest.raises(Refused, match="The conversation is empty"):
         read(reading(""), "chat", talk(("user", "")))
@@ -134,12 +136,12 @@ def test_a_conversation_that_goes_on():
 
 
 def test_a_conversation_is_only_cut_into_tokens():
-    chat = [{"role": "assistant", "content": "ab"}]
-    assert read(reading("t"), "render", chat, {"end": "."}) == of("ab.t")
-    assert read(reading(), "render", chat, {"end": "."}, open_end=True) == of("ab")
+    begun = "assistant", "ab"
+    assert read(reading("t"), "render", talk(begun, end=".")) == of("ab.t")
+    assert read(reading(), "render", talk(begun, end=".", open_end=True)) == of("ab")
     with pytest.raises(Refused, match="The conversation is empty"):
-        read(reading(), "render", [{"role": "user", "content": ""}], {})
+        read(reading(), "render", talk(("user", "")))
     with pytest.raises(PromptTooLong, match="9 characters"):
-        read(reading("t"), "render", [{"role": "user", "content": "a" * 8}], {})
+        read(reading("t"), "render", talk(("user", "a" * 8)))
     with pytest.raises(Refused, match="no chat template"):
-        read(reading(None), "render", chat, {})
+        read(reading(None), "render", talk(begun))

@@ -23,3 +23,7 @@ class BadField(InvalidRequest):
         error = super().about(path, *words)
         error.code = code
         return error
+
+
+class TemplateFailed(InvalidRequest):
+    """What a chat template says of a conversation, or why it could not be rendered."""

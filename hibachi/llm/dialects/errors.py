@@ -25,7 +25,7 @@ from hibachi.errors import (
     place_of,
     shown,
 )
-from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
+from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField, TemplateFailed
 
 INVALID, DENIED, LIMITED, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
 _KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
@@ -142,6 +142,8 @@ def refusing(move: Callable[[FieldPath], FieldPath] | None = None) -> Iterator[N
     """
     try:
         yield
+    except TemplateFailed as e:
+        raise Refused(str(e), param="messages", code="template_error") from e
     except (Refused, InvalidRequest, PromptTooLong) as e:
         if move is not None:
             raise as_refused(e).moved(move) from e

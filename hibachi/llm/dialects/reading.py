@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hibachi.errors import PromptTooLong
+from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
-from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.parse import ParsedRequest
-from hibachi.llm.dialects.openai.talk import ChatTalk
+from hibachi.llm.dialects.chat import Conversation, FormChecks, ReadChat, read_chat
+from hibachi.llm.dialects.errors import Refused, refusing
+from hibachi.llm.dialects.forms import said_by
 from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.llm.tokenizers.prompts import TextPrompts, check_fits
+from hibachi.request import SamplingParams
 
 
 class Reading:
@@ -33,7 +37,8 @@ class Reading:
         self.longest = longest
         self.prompts: TextPrompts = prompts
         self.vocab_size: int | None = vocab_size
-        self.talk: ChatTalk = ChatTalk(prompts.tokenizer, chat_template, parsers)
+        self.talk: Talk = Talk(prompts.tokenizer, chat_template, parsers)
+        self._has_template = chat_template is not None or bool(prompts.tokenizer.chat_templates)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.vocab_size
@@ -77,36 +82,43 @@ class Reading:
         )
         return found
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, open_end: bool = False
-    ) -> Steps[list[int]]:
-        """Token ids of a conversation that is not too long. open_end: its last message goes on. Raises Refused,
-        InvalidRequest or PromptTooLong.
-        """
-        text = yield from self.prompt_text(messages, variables, open_end=open_end)
+    def render(self, chat: Conversation) -> Steps[list[int]]:
+        """Token ids of a conversation that is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
+        text = yield from self.prompt_text(chat)
         [ids] = yield from self.tokens([text], False)
         return _said(ids)
 
-    def prompt_text(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, open_end: bool = False
-    ) -> Steps[str]:
+    def prompt_text(self, chat: Conversation) -> Steps[str]:
         """The text that `render` tokenizes. Raises as it does."""
-        self.talk.check()
-        text: str = yield ReadingStep(
-            "template", partial(self.talk.prompt_text, messages, variables, open_end=open_end)
-        )
+        with self._templated():
+            work = partial(self.talk.prompt_text, chat.messages, chat.variables, open_end=chat.open_end)
+            text: str = yield ReadingStep("template", work)
         self.prompts.check_text(text)
         return text
 
-    def chat(self, asked: ParsedRequest, variables: Mapping[str, Any] | None = None) -> Steps[list[int]]:
-        """Token ids of the prompt of a chat, not too long. What is found out about its answer is noted in `asked`, see
-        `Talk.prompt`. variables: further ones for the template. Raises Refused, InvalidRequest or PromptTooLong.
+    def chat(
+        self, chat: Conversation, params: SamplingParams, forms: FormChecks, form: str | None = None
+    ) -> Steps[ReadChat]:
+        """A chat whose prompt is not too long. form: the field that says what form its answer must have. Raises
+        Refused, InvalidRequest or PromptTooLong.
         """
-        self.talk.check()
-        text: str = yield ReadingStep("template", partial(self.talk.prompt, asked, variables))
-        self._check_text(text, asked.truncation)
-        [ids] = yield from self.tokens([text], asked.special)
-        return self._kept([_said(ids)], asked.truncation)[0]
+        with self._templated(), said_by(form):
+            found = yield from read_chat(self.talk, self.prompts, chat, params, forms)
+        [ids] = self._kept([_said(found.ids)], chat.truncation)
+        return replace(found, ids=ids)
+
+    @contextmanager
+    def _templated(self) -> Iterator[None]:
+        """`refusing` for what needs a chat template. Raises Refused if there is none."""
+        if not self._has_template:
+            raise Refused(
+                "This model has no chat template: send a prompt to /v1/completions, or give it a template at the "
+                "start, with --chat-template.",
+                param="messages",
+                code="no_chat_template",
+            )
+        with refusing():
+            yield
 
     def _check(self, prompts: Sequence[Any], param: str, truncation: Truncation | None) -> None:
         """Check all prompts before any is read."""

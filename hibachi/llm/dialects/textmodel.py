@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from hibachi.llm.dialects.chat import FormChecks
 from hibachi.llm.dialects.openai import parse
 from hibachi.llm.dialects.openai.answers import TokenTexts
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody
@@ -55,8 +56,13 @@ class TextModel:
         asked: ParsedRequest = yield ReadingStep(
             "body", partial(parse.chat, body, self.texts.default_params, self.bounds)
         )
-        ids = yield from self.reading.chat(asked, self.variables)
-        if asked.reader is not None and (asked.toolbox is not None or asked.params.structured_outputs is not None):
-            form = partial(self.reading.talk.form, asked, self.texts.check_form, self.texts.eos_ids)
-            yield ReadingStep("form", form, asked.form_size)
-        return asked, ids
+        assert asked.chat is not None
+        chat = replace(asked.chat, variables={**self.variables, **asked.chat.variables})
+        forms = FormChecks(self.texts.check_form, self.texts.eos_ids)
+        found = yield from self.reading.chat(chat, asked.params, forms, asked.form)
+        asked.reader = found.reader
+        if asked.include_reasoning:
+            asked.reasoning_fields = self.reading.talk.choosing.parsers.fields
+        if found.params is not asked.params:
+            asked.params, asked.form = found.params, asked.form or "tools"
+        return asked, found.ids

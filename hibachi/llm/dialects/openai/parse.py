@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from msgspec.json import encode
 from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.chatformat.asked import as_shown, toolbox_of
 from hibachi.llm.chatformat.reading.reader import AnswerReader
-from hibachi.llm.chatformat.tools import Toolbox
+from hibachi.llm.dialects.chat import Conversation
 from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import form_of
 from hibachi.llm.dialects.openai.bodies import (
@@ -66,7 +65,7 @@ _SAME = same_fields(CompletionFields, "max_tokens", "logit_bias", "structured_ou
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """A request for text. prompts: texts or token ids; a chat has messages instead, until its template is rendered."""
+    """A request for text. prompts: texts or token ids; a chat has `chat` instead."""
 
     params: SamplingParams
     terms: Terms
@@ -78,22 +77,17 @@ class ParsedRequest:
     limit: int | None = None  # limit of new tokens, if one was asked for: there must be room for them
     id: str | None = None  # of its answer; None means one of ours
     prompts: list[Any] = field(default_factory=list)
-    special: bool = True  # add special tokens to texts, or to those of a chat template
+    special: bool = True  # add special tokens to texts
     truncation: Truncation | None = None
     named_ids: bool = False  # log-probabilities are told of "token_id:7" in the place of texts
     echo: bool = False  # the text begins with the prompt
     front: str = ""  # of an answer to a chat: what its text begins with
-    open_end: bool = False  # the last message of a chat goes on
     prompt_scores: bool = False  # tell the log-probabilities of the prompt apart
     unwritten: bool = False  # no new token is wanted: the one that is generated anyway is left out
     prediction: str | None = None  # what the answer may be
     predicted: list[int] | None = None  # in tokens, where the engine makes use of it
     form: str | None = None  # the field of the request that says what form the answer must have
-    form_size: int = 0  # bytes of a chat's tools and form
-    messages: list[dict[str, Any]] | None = None
-    template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
-    toolbox: Toolbox | None = None  # of a chat: tools that may be called
-    effort: str | None = None  # of reasoning, if one was asked for
+    chat: Conversation | None = None
     include_reasoning: bool = True
     reasoning_fields: tuple[str, ...] = ()  # names under which reasoning is told in OpenAI's chats; () means it is not
     reader: AnswerReader | None = None  # of the answer to a chat; None means it is all text
@@ -140,22 +134,33 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequ
     _check_rows(asked.params, 1, bounds)
     asked.limit = None if limit is None else asked.params.max_tokens
     form = asked.params.structured_outputs
-    asked.form_size = len(form.text) if isinstance(form, StructuredOutputs) else 0
-    asked.form_size += 0 if toolbox is None else size
-    asked.messages = conversation(body.messages, bounds.messages)
-    asked.template = dict(body.chat_template_kwargs or {})
-    asked.template["add_generation_prompt"] = body.add_generation_prompt
-    asked.open_end = goes_on(body.continue_final_message, body.add_generation_prompt)
-    if toolbox is not None:
-        asked.toolbox, asked.template["tools"] = toolbox, as_shown(body.tools or ())
-    if body.documents:
-        asked.template["documents"] = body.documents
-    asked.effort, asked.include_reasoning = body.reasoning_effort, body.include_reasoning is not False
-    asked.special, asked.truncation = body.add_special_tokens, truncation(body, asked.limit)
-    last = asked.messages[-1]
+    size = 0 if toolbox is None else size
+    asked.chat = Conversation(
+        conversation(body.messages, bounds.messages),
+        variables_of(body, toolbox is not None),
+        toolbox,
+        body.reasoning_effort,
+        goes_on(body.continue_final_message, body.add_generation_prompt),
+        body.add_special_tokens,
+        truncation(body, asked.limit),
+        size + (len(form.text) if isinstance(form, StructuredOutputs) else 0),
+    )
+    asked.include_reasoning = body.include_reasoning is not False
+    last = asked.chat.messages[-1]
     if body.echo and last["role"] == "assistant":
         asked.front = last.get("content") or ""
     return asked
+
+
+def variables_of(body: Any, tools: bool) -> dict[str, Any]:
+    """The variables of the template that a body says. tools: they are shown."""
+    found = dict(getattr(body, "chat_template_kwargs", None) or {})
+    found["add_generation_prompt"] = getattr(body, "add_generation_prompt", True)
+    if tools:
+        found["tools"] = as_shown(body.tools or ())
+    if documents := getattr(body, "documents", None):
+        found["documents"] = documents
+    return found
 
 
 def _limit(body: ChatBody) -> int | None:
@@ -171,11 +176,13 @@ def _limit(body: ChatBody) -> int | None:
     return limit
 
 
-def tools_shown(tools: Sequence[dict[str, Any]] | None, tool_choice: Any = None) -> dict[str, Any]:
-    """The variables of the template for tools, where only the prompt is wanted. Raises Refused."""
-    check_values(tools)
+def prompt_of(body: Any, bounds: Bounds) -> Conversation:
+    """The conversation of a body of which only the prompt is wanted. Raises Refused."""
+    check_values(body.tools)
     with refusing():
-        return {} if toolbox_of(tools, tool_choice) is None else {"tools": as_shown(tools or ())}
+        tools = toolbox_of(body.tools, getattr(body, "tool_choice", None)) is not None
+    open_end = goes_on(getattr(body, "continue_final_message", None), getattr(body, "add_generation_prompt", True))
+    return Conversation(conversation(body.messages, bounds.messages), variables_of(body, tools), open_end=open_end)
 
 
 def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:
