@@ -105,23 +105,6 @@ def test_bodies_that_are_nested_too_deep(server, path, body):
     assert answer.status_code < 500 and "too deep" not in answer.text, answer.text
 
 
-def test_a_conversation_without_messages(server):
-    """Whatever the template would make of it."""
-    for path in ("/v1/chat/completions", "/tokenize"):
-        answer = server.post(path, {"messages": []})
-        error = answer.json()["error"]
-        assert answer.status_code == 400 and error["param"] == "messages" and error["code"] == "empty_array"
-        assert "send at least one" in error["message"]
-
-
-def test_a_chat_with_a_model_that_has_no_template(texts):
-    with site(texts) as here:
-        for path in ("/v1/chat/completions", "/tokenize"):
-            error = here.post(path, {"messages": [{"role": "user", "content": "a"}]}).json()["error"]
-            assert error["code"] == "no_chat_template" and error["param"] == "messages"
-            assert "/v1/completions" in error["message"] and "--chat-template" in error["message"]
-
-
 def test_other_kinds_of_content(server):
     for kind in ("text/plain", "application/xml", "multipart/form-data"):
         assert raw(server, b'{"prompt": "a"}', kind=kind).status_code == 415

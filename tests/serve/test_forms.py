@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,6 @@ from hibachi.structured import StructuredOutputs
 
 from .conftest import CHATML, site
 
-DATA = Path(__file__).parents[1] / "data" / "tgi"
 MESSAGES = [{"role": "user", "content": "Emma"}]
 SCHEMA = {
     "type": "object",
@@ -229,24 +227,6 @@ def test_tgis_flag_turns_forms_off(texts, checked):
         answer = off.post("/generate", OF_TGI)
         assert answer.status_code == 422 and "--disable-grammar-support" in answer.json()["error"]
         assert off.complete("Emma")["choices"] and not checked
-
-
-def test_a_stream_of_a_chat_has_the_shape_that_tgis_has(here, checked):
-    """Of `test_json_schema_stream`, asked as it is there; what TGI says besides is null, or said once."""
-    body = {"messages": MESSAGES, "seed": 42, "temperature": 0.0, "stream": True, "max_tokens": 24}
-    value = {"name": "person", "strict": True, "schema": SCHEMA}
-    answer = here.post("/v1/chat/completions", {**body, "response_format": {"type": "json_schema", "value": value}})
-    first, last = json.loads((DATA / "test_json_schema_stream.json").read_text())
-    chunks = [json.loads(e.removeprefix("data: ")) for e in answer.text.split("\n\n") if e.startswith("data: {")]
-    assert chunks and [of for of, _ in checked] == [JSON]
-    for chunk in chunks:
-        assert first.keys() - chunk.keys() <= {"usage", "system_fingerprint"} and chunk["object"] == first["object"]
-        [choice], [theirs] = chunk["choices"], first["choices"]
-        assert theirs.keys() <= choice.keys() and choice["delta"].keys() <= theirs["delta"].keys()
-        assert (choice["index"], choice["logprobs"]) == (theirs["index"], theirs["logprobs"])
-        assert (choice["finish_reason"] is None) == (chunk is not chunks[-1])
-    assert chunks[0]["choices"][0]["delta"]["role"] == first["choices"][0]["delta"]["role"]
-    assert chunks[-1]["choices"][0]["finish_reason"] in ("length", last["choices"][0]["finish_reason"])
 
 
 # ---- whole requests, where an engine can guide -----------------------------------------------------------------------

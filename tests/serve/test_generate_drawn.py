@@ -6,7 +6,6 @@ import base64
 import json
 from urllib.parse import quote
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -78,35 +77,6 @@ def test_parameters_for_each_codebook(sung):
     assert post(sung, packed, MSGPACK).json()["tokens"] == told["tokens"]
 
 
-def test_a_frame_stops_it(sung):
-    frames = direct(seed=5, max_tokens=9)[0]
-    told = sung.post(PATH, {"prompt": SINGS, "max_tokens": 9, "seed": 5, "stop": [frames[2]]}).json()
-    at = frames.index(frames[2]) + 1
-    assert (told["tokens"], told["finish_reason"]) == (frames[:at], "stop")
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"repetition_penalty": 2.0}, "repetition_penalty"),
-        ({"codebooks": [{}]}, "codebooks"),
-        ({"codebooks": [{"temperature": -1}, {}]}, "codebooks number 0: temperature"),
-        ({"codebooks": [{}] * 3}, "codebooks must be at most 2 in number"),
-        ({"codebooks": [{"colour": 1}, {}]}, "codebooks"),
-        ({"codebooks": 3}, "codebooks"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"inputs": {"speaker": [1]}}, "inputs"),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"prompt": [[1, 9]]}, "0 to 7"),
-        ({"stop": [3]}, "stop"),
-    ],
-    ids=str,
-)
-def test_what_frames_cannot_have_is_refused_by_name(sung, more, says):
-    answer = sung.post(PATH, {"prompt": SINGS, "max_tokens": 2} | more)
-    assert answer.status_code == 400 and says in answer.text
-
-
 def test_such_a_model_makes_no_text(sung):
     assert sung.post("/v1/completions", {"prompt": "a"}).status_code in (400, 404)
     with open_model(f"{FILE}:Sung") as model:
@@ -132,49 +102,6 @@ def test_inputs_in_every_form(spoken):
     assert post(spoken, pack(base | {"inputs": base["inputs"] | raw}), MSGPACK).json()["tokens"] == said(3)
     query = f"?max_tokens=4&seed=3&inputs={quote(json.dumps(base['inputs']))}"
     assert post(spoken, npy(np.zeros((2, 2), np.float32)), NPY, query).json()["tokens"] == said(3)
-
-
-def test_the_end_of_an_input_per_position_is_the_end(spoken):
-    body = ask(3)
-    del body["max_tokens"]
-    told = spoken.post(PATH, body).json()
-    assert (len(told["tokens"]), told["finish_reason"]) == (11, "length")
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"inputs": None}, "inputs must have the arrays speaker, hours"),
-        ({"inputs": {"speaker": [1, 2]}}, "inputs must have the arrays"),
-        ({"inputs": {"speaker": [1], "hours": HOURS}}, "must have the shape"),
-        ({"inputs": {"speaker": ["NaN", 1], "hours": HOURS}}, "must be finite"),
-        ({"inputs": {"speaker": "abc", "hours": HOURS}}, "inputs.speaker"),
-        ({"inputs": {"speaker": [[1], [1, 2]], "hours": HOURS}}, "inputs.speaker"),
-        ({"inputs": [1]}, "inputs"),
-        ({"inputs": {"speaker": [1, 2], "hours": HOURS[:3]}}, "must reach over"),
-        ({"temperature": 0.5}, "temperature"),
-        ({"seed": -1.5}, "seed"),
-        ({"codebooks": [{}]}, "codebooks"),
-    ],
-    ids=str,
-)
-def test_wrong_inputs_are_refused_by_name_and_nobody_else_notices(spoken, more, says):
-    answer = spoken.post(PATH, ask(3) | more)
-    assert answer.status_code == 400 and says in answer.text
-    assert spoken.post(PATH, ask(5)).json()["tokens"] == said(5)
-
-
-def test_the_page_of_all_routes_names_the_fields(spoken):
-    schema = spoken.client.get("/openapi.json").json()
-    text = json.dumps(schema)
-    assert '"codebooks"' in text and '"inputs"' in text
-
-
-def test_msgpack_of_inputs_that_are_nested_too_deep_is_refused(spoken):
-    deep = b"\x91" * 200 + b"\x01"
-    body = msgspec.msgpack.encode({"prompt": [[0, 0]], "inputs": {"speaker": msgspec.Raw(deep), "hours": HOURS}})
-    answer = post(spoken, body, MSGPACK)
-    assert answer.status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from copy import deepcopy
 
 import httpx
@@ -133,33 +132,6 @@ def test_tokens_that_were_cached_are_told_apart(server):
     )
 
 
-def test_the_system_prompt_is_a_message_in_front(server):
-    said = {"role": "system", "content": "Be\nbrief"}
-    chat = server.post("/v1/chat/completions", {**BODY, "messages": [said, HELLO]}).json()
-    for system in ("Be\nbrief", [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]):
-        assert whole(server, system=system)["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-
-
-def test_an_answer_that_is_begun_is_continued(server):
-    begun = [HELLO, {"role": "assistant", "content": "I do"}]
-    chat = {**BODY, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
-    expected = server.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
-    assert whole(server, messages=begun)["content"][0]["text"] == expected
-    assert folded(streamed(server, messages=begun))["content"][0]["text"] == expected
-
-
-def test_an_answer_in_the_form_of_a_schema(server):
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"mood": {"enum": ["well", "ill"]}}, "required": ["mood"]}
-    schema["additionalProperties"] = False
-    config = {"format": {"type": "json_schema", "schema": schema}}
-    answer = whole(server, max_tokens=64, output_config=config)
-    assert json.loads(answer["content"][0]["text"])["mood"] in ("well", "ill")
-    bad = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
-    error = refused(server.post(PATH, {**BODY, "output_config": bad}))
-    assert error["message"].startswith("output_config.format"), error
-
-
 def test_max_tokens_is_what_an_answer_has_at_most(server):
     """It must be sent, and clients send as much as a large model makes: what the context leaves is the end, then."""
     answer = whole(server, max_tokens=100_000)
@@ -184,23 +156,6 @@ def test_the_count_is_that_of_the_prompt(server, more):
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_wrong_is_refused_by_name_and_harms_nobody(server):
-    expected = whole(server)["content"]
-    for more, words in (
-        ({"max_tokens": 0}, "max_tokens must be"),
-        ({"stop_sequences": ["a"] * 99}, "stop_sequences has 99 entries"),
-        ({"tools": [{"name": f"t{i}", "input_schema": {}} for i in range(10_000)]}, "tools has 10000 entries"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not supported as 'image'"),
-    ):
-        answers = []
-        beside = threading.Thread(target=lambda a=answers: a.append(whole(server)["content"]))
-        beside.start()
-        error = refused(server.post(PATH, {**BODY, **more}))
-        assert words in error["message"] and error["type"] == "invalid_request_error", error
-        beside.join()
-        assert answers == [expected]
 
 
 def test_a_body_without_a_limit_or_a_model_or_that_is_no_json(server):

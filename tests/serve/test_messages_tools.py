@@ -10,7 +10,7 @@ from hibachi.llm.own import open_texts
 
 from .conftest import site
 from .saying import CALL, THINKS, THOUGHT, saying, told
-from .test_messages import BODY, HELLO, PATH, events, folded, refused, streamed, whole
+from .test_messages import BODY, PATH, events, folded, refused, streamed, whole
 
 pytest.importorskip("llguidance")
 
@@ -70,11 +70,6 @@ def test_a_call_that_is_wanted_comes(server, choice, names):
     assert json.loads("".join(pieces)) == call["input"]
 
 
-def test_ids_of_calls_are_their_own(server):
-    first, second = (calls(whole(server, **TOOLS, tool_choice={"type": "any"}))[0] for _ in range(2))
-    assert first["id"] != second["id"]
-
-
 def test_a_call_that_max_tokens_cuts_off_is_marked(server):
     wanted = {**TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
     uncut = whole(server, **wanted)
@@ -90,62 +85,6 @@ def test_a_call_that_max_tokens_cuts_off_is_marked(server):
             assert call["input"] == ({} if call.get("incomplete") else given)
             cut += call.get("incomplete", False)
     assert cut > 1
-
-
-def test_a_conversation_goes_on_behind_a_call(server):
-    begun = whole(server, **TOOLS, tool_choice={"type": "tool", "name": "weather"})
-    (call,) = calls(begun)
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "Rain"}]}
-    messages = [HELLO, {"role": "assistant", "content": begun["content"]}, {"role": "user", "content": [result]}]
-    answer = whole(server, **{**TOOLS, "max_tokens": 40}, messages=messages)
-    chat = [
-        HELLO,
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "id": call["id"],
-                    "type": "function",
-                    "function": {"name": "weather", "arguments": json.dumps(call["input"])},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": call["id"], "content": "Rain"},
-    ]
-    functions = [
-        {"name": t["name"], "parameters": t["input_schema"]}
-        | ({"description": t["description"]} if "description" in t else {})
-        for t in (WEATHER, TIME)
-    ]
-    body = {**BODY, "messages": chat, "tools": [{"type": "function", "function": f} for f in functions]}
-    body |= {"max_tokens": 40, "chat_template_kwargs": {"enable_thinking": False}}
-    expected = server.post("/v1/chat/completions", body).json()
-    said = "".join(b["text"] for b in answer["content"] if b["type"] == "text")
-    assert said == (expected["choices"][0]["message"]["content"] or "")
-    used = answer["usage"]
-    assert used["input_tokens"] + used["cache_read_input_tokens"] == expected["usage"]["prompt_tokens"]
-
-
-def test_the_count_has_the_tools(server):
-    body = {"model": "tiny", "messages": [HELLO]}
-    plain, more = (
-        server.post(f"{PATH}/count_tokens", {**body, **given}).json()["input_tokens"]
-        for given in ({}, {"tools": TOOLS["tools"]})
-    )
-    used = whole(server, **TOOLS)["usage"]
-    assert plain < more == used["input_tokens"] + used["cache_read_input_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("thinking", "prompt"),
-    [(None, "off"), ({"type": "disabled"}, "off"), ({"type": "adaptive"}, "on"), ({"type": "enabled"}, "on")],
-)
-def test_reasoning_is_turned_on_and_off_in_the_prompt(server, thinking, prompt):
-    kwargs = {"enable_thinking": prompt == "on"}
-    chat = server.post("/v1/chat/completions", {**BODY, "chat_template_kwargs": kwargs}).json()
-    used = whole(server, **({} if thinking is None else {"thinking": thinking}))["usage"]
-    assert used["input_tokens"] + used["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
 # ---- a model that says what it is told -------------------------------------------------------------------------------
@@ -208,14 +147,6 @@ def test_thoughts_that_nobody_asked_for_are_not_told(says):
         assert shapes(answer) == [("text", "It is bright.")] and answer["stop_reason"] == "end_turn"
 
 
-def test_thoughts_that_are_cut_off(says):
-    """Letters are tokens here."""
-    answer = says(THOUGHT + "It is bright.", max_tokens=14, **THINKING)
-    assert shapes(answer) == [("thinking", "Let me")] and answer["stop_reason"] == "max_tokens"
-    hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
-    assert says(THOUGHT + "It is bright.", max_tokens=14, **hidden)["content"] == []
-
-
 def test_an_agent_of_anthropics_is_at_home(tmp_path):
     """A body with all that Claude Code sends, in the middle of its work."""
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
@@ -273,43 +204,6 @@ def test_effort_reaches_a_template_that_reads_it(tmp_path):
         assert (low - counted(), most - low) == (len("EFFORT low"), len("high") - len("low"))
 
 
-def test_what_looks_like_a_call_is_none_where_no_tool_is(says):
-    assert shapes(says(CALL)) == [("text", CALL)]
-    assert shapes(says(CALL, tools=[LOOK], tool_choice={"type": "none"})) == [("text", CALL)]
-
-
 def test_a_schema_that_cannot_be_is_told_of_its_tool(server):
     wrong = {**WEATHER, "strict": True, "input_schema": {"properties": {"a": {"type": "no"}}}}
     assert "tools.0.input_schema" in refused(server.post(PATH, {**BODY, **TOOLS, "tools": [wrong]}))["message"]
-
-
-@pytest.mark.parametrize("more", [{}, {"system": "be brief"}], ids=["", "system"])
-def test_what_is_wrong_with_a_call_is_told_of_its_block(server, more):
-    used = {"type": "tool_use", "id": "a", "name": "b", "input": {"x": [0] * (1 << 18)}}
-    turns = [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used]}, HELLO]
-    for path, body in ((PATH, BODY), (f"{PATH}/count_tokens", {"model": "tiny"})):
-        message = refused(server.post(path, {**body, **more, "messages": turns}))["message"]
-        assert message.startswith("messages.1.content.1.input has more than 262144, or")
-
-
-def test_a_call_that_was_cut_off_has_not_been_made(server):
-    def counted(content, *results, **more):
-        turns = [HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": [*results, *said]}]
-        return server.post(f"{PATH}/count_tokens", {"model": "tiny", "messages": turns, **more}).json()["input_tokens"]
-
-    said = [{"type": "text", "text": "go on"}]
-    cut = {"type": "tool_use", "id": "a", "name": "time", "input": {}, "incomplete": True}
-    result = {"type": "tool_result", "tool_use_id": "a", "content": "It was cut off.", "is_error": True}
-    for more in ({}, {"tools": TOOLS["tools"]}):
-        assert counted([*said, cut], result, **more) == counted([*said, cut], **more) == counted(said, **more)
-
-
-def test_a_template_without_tools_says_so(server):
-    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with site(server.texts, chat_template=plain) as here:
-        used = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
-        turns = [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used]}, HELLO]
-        message = refused(here.post(PATH, {**BODY, "system": "s", "messages": turns}))["message"]
-        assert message.startswith("messages.1.content.1 is not supported"), message
-        message = refused(here.post(PATH, {**BODY, **TOOLS}))["message"]
-        assert message.startswith("tools is not supported")

@@ -124,13 +124,6 @@ def test_n_continuations_of_each_prompt(server):
     assert answer["usage"]["completion_tokens"] == 48
 
 
-def test_the_best_of_several(server, llm):
-    answer = server.complete("Emma", temperature=1, seed=5, n=2, best_of=4)
-    (expected,) = llm.generate("Emma", llm.default_params.with_(max_tokens=8, temperature=1, seed=5, n=2, best_of=4))
-    assert [c["text"] for c in answer["choices"]] == [c.text for c in expected.choices]
-    assert refused(server.post("/v1/completions", {"prompt": "a", "best_of": 2, "stream": True}))["param"] == "best_of"
-
-
 def test_a_stream_is_the_same_text_in_chunks(server):
     body = dict(prompt=["It is a truth", "Emma"], temperature=0, max_tokens=12)
     chunks = stream(server, "/v1/completions", **body, stream_options={"include_usage": True})
@@ -147,15 +140,6 @@ def test_a_stream_is_the_same_text_in_chunks(server):
     assert [texts[0], texts[1]] == [c["text"] for c in whole["choices"]]
     assert ends == {0: "length", 1: "length"} and last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     assert len({c["id"] for c in chunks}) == 1
-
-
-def test_a_stop_string_ends_the_text(server):
-    whole = server.complete("It is a truth", max_tokens=20)["choices"][0]["text"]
-    word = whole.split()[3]
-    choice = server.complete("It is a truth", max_tokens=20, stop=word)["choices"][0]
-    assert choice["finish_reason"] == "stop" and choice["text"] == whole[: whole.index(word)]
-    kept = server.complete("It is a truth", max_tokens=20, stop=[word], include_stop_str_in_output=True)
-    assert kept["choices"][0]["text"] == whole[: whole.index(word)] + word
 
 
 def test_echo_and_logprobs_score_a_prompt(server, llm):
@@ -200,16 +184,6 @@ def test_a_stream_echoes_first(server):
     assert sum(len(each["tokens"]) for each in scores[1:]) == 3
 
 
-def test_logprobs_are_those_of_the_engine(server, llm):
-    (choice,) = server.complete("Emma", logprobs=3, return_token_ids=True)["choices"]
-    (expected,) = llm.generate("Emma", GREEDY.with_(logprobs=3))
-    assert choice["token_ids"] == expected.token_ids
-    theirs = choice["logprobs"]
-    own = [by_id[i] for i, by_id in zip(expected.token_ids, expected.logprobs, strict=True)]
-    assert theirs["token_logprobs"] == pytest.approx(own, abs=1e-6)
-    assert all(len(top) == 3 for top in theirs["top_logprobs"])
-
-
 def test_half_a_letter_is_shown_as_bytes(server):
     told = server.post("/tokenize", {"prompt": "a — b", "return_token_strs": True}).json()
     assert told["count"] == len(told["tokens"]) and "bytes:\\xe2" in told["token_strs"]
@@ -249,21 +223,6 @@ def test_nothing_stops_a_prompt_alone(server):
     last = stream(server, "/v1/completions", **body)[-1]["choices"][0]
     for choice in (whole, last):
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
-
-
-def test_special_tokens_may_be_shown(server, llm):
-    """skip_special_tokens false: among those that came; the one that ended the text is not."""
-    (eos,) = llm.eos_ids[:1]
-    shown = llm.tokenizer.decode([eos], skip_special_tokens=False)
-    body = {"max_tokens": 2, "ignore_eos": True, "logit_bias": {str(eos): 100}}
-    assert shown and server.complete("Emma", **body)["choices"][0]["text"] == ""
-    assert server.complete("Emma", **body, skip_special_tokens=False)["choices"][0]["text"] == 2 * shown
-    chunks = stream(server, "/v1/completions", prompt="Emma", temperature=0, skip_special_tokens=False, **body)
-    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == 2 * shown
-    stopped = server.complete("Emma", **body, skip_special_tokens=False, stop=shown)["choices"][0]
-    assert (stopped["text"], stopped["stop_reason"]) == ("", shown)
-    ended = server.complete("Emma", **{**body, "ignore_eos": False}, skip_special_tokens=False)["choices"][0]
-    assert (ended["text"], ended["stop_reason"]) == ("", None)
 
 
 def test_a_prompt_may_be_cut(server, llm):
@@ -377,22 +336,6 @@ def test_a_chat_may_echo(server):
     )
 
 
-def test_documents_that_the_template_does_not_show(server):
-    body = {"messages": CHAT, "documents": [{"title": "a", "text": "b"}], "max_tokens": 1}
-    assert refused(server.post("/v1/chat/completions", body))["param"] == "documents"
-
-
-def test_tools_of_a_template_that_writes_no_calls(server):
-    """More of tools in test_tools.py."""
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    body = {"messages": CHAT, "tools": [tool], "max_tokens": 1}
-    plain = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
-    error = refused(server.post("/v1/chat/completions", body))
-    assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
-    body["tool_choice"] = "none"
-    assert server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == plain
-
-
 # ---- vectors -------------------------------------------------------------------------------------------------------
 
 
@@ -409,22 +352,6 @@ def test_embeddings(server, llm):
 
 
 # ---- what is not served --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("/v1/completions", {"prompt": "a"}, {"suffix": "x"}),
-        ("/v1/chat/completions", {"messages": CHAT}, {"modalities": ["audio"]}),
-        ("/v1/embeddings", {"input": "a"}, {"dimensions": 0}),
-        ("/detokenize", {"tokens": [1]}, {"nonsense": 1}),
-    ],
-)
-def test_what_is_not_served_is_refused_by_its_name(server, path, body, field):
-    """More of it in tests/api."""
-    error = refused(server.post(path, {**body, **field}))
-    [name] = field
-    assert error["param"] == name and name in error["message"] and error["type"] == "invalid_request_error"
 
 
 def test_the_official_client(server):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
@@ -64,16 +61,6 @@ def test_the_nearest_documents_come_first(server, vectors, path):
     assert answer["id"].startswith("rerank-") and answer["usage"]["total_tokens"] > 3
     (best,) = server.post(path, {**body, "top_n": 1, "return_documents": False}).json()["results"]
     assert best == {"index": 1, "relevance_score": results[0]["relevance_score"]}
-
-
-def test_texts_may_be_cut(server):
-    """truncate_prompt_tokens: the last of them; with truncation_side, the first."""
-    (ids,) = [server.post("/tokenize", {"prompt": TEXTS[2]}).json()["tokens"]]
-    last, first = (server.post("/detokenize", {"tokens": part}).json()["prompt"] for part in (ids[-1:], ids[:1]))
-    for more, same in (({}, last), ({"truncation_side": "right"}, first)):
-        body = {"text_1": TEXTS[2], "text_2": same, "truncate_prompt_tokens": 1, **more}
-        answer = server.post("/score", body).json()
-        assert answer["usage"]["total_tokens"] == 2 and answer["data"][0]["score"] == pytest.approx(1, abs=1e-5)
 
 
 def test_what_is_wrong_is_told_by_name(server):
@@ -220,24 +207,6 @@ def test_inputs_are_put_into_classes(classifier):
     assert raw["probs"] == [-1.5, 1.5]
 
 
-def test_a_wrong_input_is_told_and_disturbs_nobody(classifier):
-    body = json.dumps({"input": [[1, 0, 0]] * 400}).encode()
-    kind = {"Content-Type": "application/json"}
-    found = []
-    beside = threading.Thread(
-        target=lambda: found.append(classifier.client.post("/classify", content=body, headers=kind)), daemon=True
-    )
-    beside.start()
-    for wrong in ([1, 2], [[1, 2, 3], [1, 2]], ["a", 1, 2], [], [[]], [[1, 2, None]], 7, [[[1, 2, 3]]]):
-        assert refused(classifier.post("/classify", {"input": wrong}))[0].startswith("input")
-    assert refused(classifier.post("/classify", {"input": [[1, 2, 3]] * 1025})) == ("input", "invalid_value")
-    assert refused(classifier.post("/classify", {"input": "text"}))[0] == "input"
-    assert refused(classifier.post("/classify", {})) == ("input", "missing_required_parameter")
-    assert refused(classifier.post("/classify", {"input": [1, 2, 3], "labels": []})) == ("labels", "unknown_parameter")
-    beside.join(30)
-    assert {d["label"] for d in found[0].json()["data"]} == {"positive"} and len(found[0].json()["data"]) == 400
-
-
 def test_a_model_that_makes_no_text_has_no_routes_for_it(classifier):
     for path, body in (
         ("/score", {"text_1": "a", "text_2": "b"}),
@@ -260,12 +229,6 @@ def test_inputs_count_as_a_tenant_s(classifier_file):
         for n, status in ((2, 200), (3, 400)):
             answer = here.post("/classify", {"input": [[1, 2, 3]] * n}, headers={"Authorization": "Bearer k"})
             assert answer.status_code == status, answer.text
-
-
-def test_inputs_of_any_shape(classifier_file):
-    with own(classifier_file, "Any") as model, site(model) as here:
-        found = here.post("/classify", {"input": [[1.0], [[-2.0, 1.0]]]}).json()["data"]
-        assert [d["label"] for d in found] == ["positive", "negative"]
 
 
 def test_a_model_without_labels_does_not_classify(classifier_file):

@@ -66,11 +66,6 @@ def test_thoughts_and_words_are_told_apart(ask):
     assert "reasoning" not in message
 
 
-def test_an_answer_without_thoughts(ask):
-    message, _ = ask("It is <b>bright</b>.")
-    assert message == {"role": "assistant", "content": "It is <b>bright</b>.", "refusal": None}
-
-
 def test_thoughts_words_and_calls(ask):
     message, why = ask(THOUGHT + "I look.\n" + CALL + "\n" + OTHER, tools=[LOOK])
     assert (message["reasoning_content"], message["content"], why) == ("Let me see.", "I look.", "tool_calls")
@@ -80,28 +75,9 @@ def test_thoughts_words_and_calls(ask):
     assert first["id"] != second["id"]
 
 
-def test_without_tools_a_call_is_what_is_said(ask):
-    assert ask(CALL)[0]["content"] == CALL
-    assert ask(CALL, tools=[LOOK], tool_choice="none")[0]["content"] == CALL
-
-
 def test_thoughts_may_be_left_out(ask):
     message, _ = ask(THOUGHT + "It is bright.", include_reasoning=False)
     assert message == {"role": "assistant", "content": "It is bright.", "refusal": None}
-
-
-def test_thoughts_that_are_cut_off_are_no_words(ask):
-    message, why = ask(THOUGHT + "It is bright.", max_tokens=14)
-    assert (message["reasoning_content"], message["content"], why) == ("Let me", "", "length")
-
-
-def test_what_must_come_comes_behind_thoughts(ask):
-    """The form of an answer begins behind them, and so do calls that are required."""
-    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["yes", "no"]}}}
-    message, _ = ask(THOUGHT + '"yes"', response_format=form)
-    assert (message["reasoning_content"], message["content"]) == ("Let me see.", '"yes"')
-    message, why = ask(THOUGHT + CALL, tools=[LOOK], tool_choice="required")
-    assert (message["reasoning_content"], message["content"], why) == ("Let me see.", None, "tool_calls")
 
 
 def test_tokens_of_thoughts_are_counted(here):
@@ -115,34 +91,6 @@ def test_tokens_of_thoughts_are_counted(here):
     body = {"messages": told(THOUGHT), "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     last = here.post("/v1/chat/completions", body).text.split("\n\n")[-3]
     assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens_details"]["reasoning_tokens"] == 28
-
-
-def prompt(here, **body):
-    found = here.post("/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, "temperature": 0, **body})
-    assert found.status_code == 200, found.text
-    return bytes(found.json()["prompt_token_ids"]).decode()
-
-
-def test_effort_where_the_template_reads_it(here):
-    assert "EFFORT high" in prompt(here, messages=told("a"), reasoning_effort="high")
-    assert prompt(here, messages=told("a"), reasoning_effort="none").endswith("<think>\n\n</think>\n\n")
-    assert prompt(here, messages=told("a")).endswith("<|assistant|>\x03")
-
-
-def test_thoughts_go_back_by_either_name(here):
-    def shown(name):
-        return prompt(here, messages=[{"role": "assistant", "content": "A", name: "Why"}, *told("a")])
-
-    assert shown("reasoning") == shown("reasoning_content") and "<think>\nWhy\n</think>\nA" in shown("reasoning")
-
-
-def test_calls_go_back_as_the_template_writes_them(here):
-    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at": "猫"}'}}
-    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x",
-               "content": "it"}, *told("a")]  # fmt: skip
-    text = prompt(here, messages=history, tools=[LOOK])
-    assert '<|assistant|><tool_call>\n{"name": "look", "arguments": {"at": "猫"}}\n</tool_call><|end|>' in text
-    assert "<|tool|>it<|end|>" in text and "TOOLS" in text
 
 
 FIELDS = [
@@ -164,17 +112,6 @@ def test_what_the_operator_says(tmp_path, settings, expected):
     assert {name: message[name] for name in expected} == expected
     named = {name for name in ("reasoning", "reasoning_content") if name in message}
     assert named == expected.keys() - {"content"}
-
-
-def test_a_template_that_shows_no_calls(tmp_path):
-    """Neither tools nor a history with calls are dropped in silence."""
-    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, *told("a")]
-    bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}\x03"
-    with saying(tmp_path, bare) as here:
-        for fields, field in (({"tools": [LOOK]}, "tools"), ({"messages": history}, "messages[0].tool_calls")):
-            error = here.post("/v1/chat/completions", {"messages": told("a"), **fields}).json()["error"]
-            assert error["param"] == field and "--tool-call-parser generic" in error["message"]
 
 
 @pytest.mark.parametrize(

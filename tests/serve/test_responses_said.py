@@ -84,18 +84,6 @@ def test_thoughts_words_and_calls(ask):
     assert used["output_tokens_details"] == {"reasoning_tokens": len(THOUGHT.strip())}
 
 
-def test_thoughts_where_a_summary_would_stand(ask, here):
-    """As they are, so that clients show them that look for summaries; and so they are part of the turn after them."""
-    items = [say(THOUGHT + "I look.")]
-    plain, summed = ask(items), ask(items, reasoning={"summary": "detailed"})
-    assert said(plain) == said(summed) and plain["output"][0]["summary"] == []
-    assert summed["output"][0]["summary"] == [{"type": "summary_text", "text": "Let me see."}]
-    assert "content" not in summed["output"][0] and summed["reasoning"] == {"effort": None, "summary": "detailed"}
-    turns = [ask([say("On.")], previous_response_id=first["id"]) for first in (plain, summed)]
-    turns.append(ask([*items, *summed["output"], say("On.")]))
-    assert len({turn["usage"]["input_tokens"] for turn in turns}) == 1
-
-
 def test_the_turn_after_them(ask, here):
     """By its id, by references and sent whole, it is the same prompt, and that of the chat."""
     items = [say(THOUGHT + "I look.\n" + CALL)]
@@ -149,22 +137,3 @@ def test_answers_that_are_cut_off(ask, tokens, items):
         for (*_, text), (*_, wanted) in zip(said(told), items, strict=True)
     )
     assert ask([say("On.")], previous_response_id=told["id"])["status"] == "completed"
-
-
-def test_log_probabilities_are_of_words(ask):
-    told = ask([say(THOUGHT + "Hi.")], include=["message.output_text.logprobs"], top_logprobs=1)
-    [part] = told["output"][1]["content"]
-    assert "".join(score["token"] for score in part["logprobs"]).strip() == "Hi."
-
-
-def test_effort_where_the_template_reads_it(ask, here):
-    low = ask([say("a")], reasoning={"effort": "low", "summary": "auto"})
-    assert low["reasoning"] == {"effort": "low", "summary": "auto"}
-    assert low["usage"]["input_tokens"] == ask([say("a")])["usage"]["input_tokens"] + len("EFFORT low")
-
-
-def test_calls_beside_a_schema(ask):
-    schema = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
-    form = {"format": {"type": "json_schema", "name": "at", "schema": schema}}
-    assert said(ask([say('{"at": "noon"}')], tools=[LOOK], text=form))[0] == ("message", "completed", '{"at": "noon"}')
-    assert said(ask([say(OTHER)], tools=[LOOK], text=form))[0] == ("function_call", "completed", '{"at": ""}')

@@ -93,17 +93,6 @@ def test_headers_tell_the_times(server):
     assert response.headers["x-compute-characters"] == str(len(PROMPT)) and "x-total-time" not in response.headers
 
 
-def test_a_seed_that_was_told_gives_the_text_again(server):
-    """T-41: also that of a request without parameters."""
-    first = generate(server, do_sample=True, details=True)
-    again = generate(server, do_sample=True, seed=first["details"]["seed"])
-    assert again["generated_text"] == first["generated_text"]
-    body = {"inputs": PROMPT * 120}  # little room is left
-    drawn = {server.post("/generate", body).text for _ in range(3)}
-    likeliest = {server.post("/generate", {**body, "parameters": {}}).text for _ in range(2)}
-    assert len(drawn) > 1 == len(likeliest)
-
-
 def test_the_best_of_several(server):
     answer = generate(server, best_of=3, do_sample=True, details=True)
     others = answer["details"].pop("best_of_sequences")
@@ -116,25 +105,6 @@ def test_the_best_of_several(server):
     for one in (answer, *others):
         seed = one.get("details", one)["seed"]
         assert generate(server, do_sample=True, seed=seed)["generated_text"] == one["generated_text"]
-
-
-def test_prefill_and_truncation(server):
-    """T-31: the last tokens are kept."""
-    ids = server.texts.tokenizer.encode(PROMPT)
-    for more, kept in (({}, ids), ({"truncate": 2}, ids[-2:])):
-        prefill = generate(server, decoder_input_details=True, **more)["details"]["prefill"]
-        assert [t["id"] for t in prefill] == kept and prefill[0]["logprob"] is None
-        assert all(t["logprob"] < 0 for t in prefill[1:])
-    long = generate(server, PROMPT * 1000, truncate=4, decoder_input_details=True)  # more than the context holds
-    assert len(long["details"]["prefill"]) == 4
-    assert "`inputs` tokens + " in refused(server.post("/generate", {"inputs": PROMPT * 300}))
-    assert "Shorten" in refused(server.post("/generate", {"inputs": PROMPT * 3000}))  # not even cut into tokens
-
-
-def test_a_stop_string(server):
-    found = stream(server, stop=["nature"], details=True)
-    assert found[-1]["generated_text"] == " of the nature" and found[-1]["details"]["finish_reason"] == "stop_sequence"
-    until(lambda: at_rest(server))
 
 
 ENDS = '''
@@ -165,15 +135,6 @@ def ends(request, tmp_path_factory):
     file.write_text(ENDS)
     with ENGINES[request.param](f"{file}:Ends", max_num_seqs=4) as texts, site(texts) as here:
         yield here
-
-
-def test_the_end_token_is_told(ends):
-    found = stream(ends, "v", max_new_tokens=50, details=True)
-    assert [e["token"]["text"] for e in found] == ["w", "x", "y", "z"]
-    assert [e["token"]["special"] for e in found] == [False, False, False, True]
-    assert found[-1]["generated_text"] == "wxy"
-    assert found[-1]["details"]["finish_reason"] == "eos_token" and found[-1]["details"]["generated_tokens"] == 4
-    assert generate(ends, "v") == {"generated_text": "wxy"}
 
 
 @pytest.mark.parametrize("most", (1100, pytest.param(3000, marks=pytest.mark.slow)))
@@ -247,42 +208,6 @@ def test_facts_of_validation_over_http(server):
         assert like.post("/generate", {"inputs": "It"}).headers["x-generated-tokens"] == "5"  # the room that is left
         told = like.client.get("/info").json()
         assert [told[f"max_{n}"] for n in ("best_of", "stop_sequences", "input_tokens", "total_tokens")] == [2, 3, 5, 6]
-
-
-@pytest.mark.parametrize(
-    "body",
-    (
-        b"",
-        b"[]",
-        b'{"inputs": 5}',
-        b'{"inputs": "\xff"}',
-        b'{"inputs": "a", "parameters": {"seed": ' + b"9" * 5000 + b"}}",
-        b'{"inputs": "a", "parameters": {"grammar": ' + b"[" * 100_000 + b"}}",
-        b'{"inputs": "a", "parameters": {"best_of": 1e9}}',
-        b'{"inputs": "a", "parameters": {"best_of": 128, "do_sample": true, "max_new_tokens": -1}}',
-        b'{"inputs": "a", "stream": 1}',
-    ),
-)
-def test_bodies_at_their_worst(server, body):
-    """Every route says in its own words that it is the request's mistake, and goes on."""
-    kind = {"content-type": "application/json"}
-    for path in ("/generate", "/", "/invocations", "/chat_tokenize"):
-        refused(server.client.post(path, content=body, headers=kind))
-    response = server.client.post("/generate_stream", content=body, headers=kind)
-    told = events(response)[0] if response.status_code == 200 else response.json()
-    assert told["error_type"] == "validation" and response.status_code in (200, 422)
-
-
-def test_numbers_beyond_all_sense_mean_what_they_can(server):
-    """And nobody else notices."""
-    good = generate(server)
-    big = {"max_new_tokens": 10**30, "top_k": 10**30, "temperature": 1e300, "repetition_penalty": 1e-300}
-    response = server.post("/generate", {"inputs": PROMPT * 120, "parameters": big})
-    assert response.status_code == 422 and "1024" in refused(response)
-    assert "2147483647" not in response.text
-    response = server.post("/generate", {"inputs": PROMPT * 120, "parameters": {**big, "max_new_tokens": 3}})
-    assert response.status_code == 200
-    assert generate(server) == good
 
 
 def test_a_request_says_once_whether_it_streams(server):
@@ -440,24 +365,3 @@ def test_keys(server):
 
 
 # ---- OpenAI's routes, as TGI's snapshots have them -------------------------------------------------------------------
-
-
-def test_streams_of_many_prompts_are_interleaved_by_index(server):
-    """Of `test_flash_llama_completion_many_prompts_stream` that: every prompt gets on, and has an index of its own."""
-    prompts = ["What is", "It is", "Who is", "There is"]
-    body = {"prompt": prompts, "max_tokens": 10, "ignore_eos": True, "temperature": 0, "stream": True}
-    lines = server.post("/v1/completions", body).text.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: "))["choices"] for line in lines if line.startswith("data: {")]
-    order = [c["index"] for (c,) in chunks if c["finish_reason"] is None]
-    assert set(order) == {0, 1, 2, 3} and order != sorted(order)
-    texts = ["".join(c["text"] for (c,) in chunks if c["index"] == i) for i in range(4)]
-    assert texts == [server.complete(p, max_tokens=10, ignore_eos=True)["choices"][0]["text"] for p in prompts]
-
-
-def test_a_chat_ends_as_openais_do(server):
-    """T-36."""
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    *_, last, end, rest = server.post("/v1/chat/completions", body).text.split("\n\n")
-    assert end == "data: [DONE]" and not rest
-    assert json.loads(last.removeprefix("data: "))["choices"] == []
