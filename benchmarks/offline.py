@@ -59,8 +59,8 @@ from hibachi.offline.drive import Drive
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.journal import Journal
 from hibachi.offline.settings import settle
+from hibachi.offline.tasks.column_task import ColumnTask
 from hibachi.offline.tasks.columns import Columns
-from hibachi.offline.tasks.textwork import TextWork
 from hibachi.testing.bench.machine import cores, machine
 from hibachi.testing.bench.work import TimedRequest
 
@@ -153,8 +153,8 @@ class Clock(Watcher):
         self.steps = self._steps() - self._before
 
     def _steps(self) -> int:
-        work = cast(TextWork, self._work)
-        return 0 if work.texts.engine.pid is not None else work.texts.engine.stats().steps
+        engine = cast(ColumnTask, self._work).serving.engine
+        return 0 if engine.pid is not None else engine.stats().steps
 
 
 def by_files(settings: SimpleNamespace, requests: Sequence[TimedRequest], form: str, folder: Path) -> Turn:

@@ -27,13 +27,12 @@ from typing import Any
 from hibachi.cli.rowsview import RowsView
 from hibachi.cli.settings import record_of, settings_arguments
 from hibachi.errors import ConfigError, HibachiError, printable
-from hibachi.offline.batch import PIPE, Batch
+from hibachi.offline.batch import PIPE, TASKS, Batch
 from hibachi.offline.files.sources import expand
 from hibachi.offline.files.table import NAMES
 from hibachi.offline.report import check_plot, is_told, plot, report, text, write
 from hibachi.offline.runs import Done, run_batch
 from hibachi.offline.settings import GROUPS, SETTINGS, misspelled, settle
-from hibachi.offline.tasks.choose import TASKS
 from hibachi.offline.tasks.columns import Columns, value_of
 from hibachi.offline.whole import part_of
 

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from hibachi.errors import ConfigError
 from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks import fingerprint as told
-from hibachi.offline.tasks.choose import TASKS, Task
 from hibachi.offline.tasks.columns import Columns
 
+Task: TypeAlias = Literal["generate", "embed", "forward"]
+TASKS: tuple[Task, ...] = ("generate", "embed", "forward")
 PIPE = "-"  # as a name: standard input or output
 
 

@@ -18,25 +18,21 @@ from hibachi.engine.scheduler.compose import Composer
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.errors import ConfigError, printable
-from hibachi.llm.model.extras import need
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import arch_of
 from hibachi.llm.own import is_own
 from hibachi.llm.remote.opening import generation_of, template_of
-from hibachi.llm.remote.settings import parsers_of
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.own import NoTokenizer, OwnTokenizer
 from hibachi.llm.users_model import model_named
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import check_columns
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
-from hibachi.offline.files.rows import BATCH
 from hibachi.offline.files.sources import Sources, expand
 from hibachi.offline.settings import BatchSettings
-from hibachi.offline.tasks.choose import names_of
+from hibachi.offline.tasks.choose import text_task
 from hibachi.offline.tasks.lines import are_lines
 from hibachi.offline.tasks.task import Prepared, RowError, RowTask
-from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork
 from hibachi.request import SamplingParams
 
 BLOCK = 16  # positions of a cache block, where no setting says it
@@ -122,17 +118,8 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> RowTask:
     def open_() -> tuple[Texts, str | None]:
         return texts, template
 
-    work: RowTask
     lines = batch.openai if batch.openai is not None else are_lines(sources.columns)
-    if lines:
-        need("msgspec", "Lines of OpenAI's batches", BATCH)
-        from hibachi.offline.tasks.openai import OpenAIWork
-
-        names = batch.served_names or names_of(batch.settings.model)
-        work = OpenAIWork(open_, names, seed=batch.seed, parsers=parsers_of(batch.settings))
-    else:
-        kind = EmbeddingWork if batch.task == "embed" else TextWork
-        work = kind(batch.columns, open_, seed=batch.seed, parsers=parsers_of(batch.settings))
+    work = text_task(batch, open_, lines=lines)
     check_columns(work, sources, batch, lines=lines)
     work.open()
     return work

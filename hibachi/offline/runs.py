@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hibachi.errors import ConfigError, HibachiError
-from hibachi.llm.model.extras import need
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import check_columns, check_form, check_names, validate
 from hibachi.offline.drive import Counts, Drive
 from hibachi.offline.files.format import Field
-from hibachi.offline.files.rows import BATCH, InvalidInput
+from hibachi.offline.files.rows import InvalidInput
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.files.table import FileForm, form_of
 from hibachi.offline.input import RowInput, same_input
@@ -28,7 +27,7 @@ from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors
 from hibachi.offline.place import ERRORS, OUTPUT, RunPlace, check_places
 from hibachi.offline.tasks import fingerprint as told
-from hibachi.offline.tasks.choose import work_of
+from hibachi.offline.tasks.choose import task_of
 from hibachi.offline.tasks.lines import are_lines
 from hibachi.offline.tasks.task import RowTask
 from hibachi.offline.whole import part_of
@@ -113,7 +112,7 @@ class _Run:
         self._lines = batch.openai if batch.openai is not None else are_lines(self._sources.columns)
         self._journal = journal = Journal(journal_path)
         self._stack.callback(journal.close)
-        reader = self._work(0, reading=True)
+        reader = task_of(batch, lines=self._lines, reading=True)
         check_columns(reader, self._sources, batch, lines=self._lines)
         self._check_names(reader)
         head = {"created": self._created(), "input": self._input.digests, **batch.facts(self._lines)}
@@ -132,7 +131,7 @@ class _Run:
             validate(reader, self._input.read(reader))
         if batch.retry_errors:
             self._forget_errors()
-        return self._compute(self._work(head["created"]), head, changed)
+        return self._compute(task_of(batch, lines=self._lines, created=head["created"]), head, changed)
 
     # ---- before ------------------------------------------------------------------------------------------------
 
@@ -163,25 +162,6 @@ class _Run:
         with suppress(KeyError, ValueError):
             return int(os.environ["SOURCE_DATE_EPOCH"])
         return int(time.time() - (time.monotonic() - self._began))
-
-    def _work(self, created: int, *, reading: bool = False) -> RowTask:
-        batch = self._batch
-        if batch.url is not None:
-            need("aiohttp", "run-batch --url", BATCH)
-            from hibachi.offline.tasks.urlwork import url_work
-
-            return url_work(batch, lines=self._lines, created=created)
-        return work_of(
-            batch.settings,
-            batch.task,
-            batch.columns,
-            lines=self._lines,
-            names=batch.served_names,
-            seed=batch.seed,
-            created=created,
-            token_ids=batch.token_ids,
-            reading=reading,
-        )
 
     def _check_names(self, work: RowTask) -> None:
         """Check that result columns do not have names of input columns, which they would hide. Raises ConfigError."""
@@ -278,7 +258,7 @@ class _Run:
         if first is not None:
             if self._open(work, head, changed):
                 changed = self._begin_anew(head)
-                return self._compute(self._work(head["created"]), head, changed)
+                return self._compute(task_of(batch, lines=self._lines, created=head["created"]), head, changed)
             left = chain((first,), left)
         elif not journal.heads or changed:
             before = journal.heads[-1] if journal.heads else {}

@@ -36,7 +36,7 @@ class Places:
     def watch(self):
         from hibachi.offline import drive, output
         from hibachi.offline.journal import Journal
-        from hibachi.offline.tasks import textwork
+        from hibachi.offline.tasks import text_task
 
         def opened(path, mode="r", *rest, **more):
             file = real_open(path, mode, *rest, **more)
@@ -81,7 +81,7 @@ class Places:
 
         real_open, real_fsync, real_replace = builtins.open, os.fsync, os.replace
         real_line, real_row, real_run = Journal._write, output.Output._write, drive.Drive.run
-        real_load, textwork.TextWork.open = textwork.TextWork.open, loads
+        real_load, text_task.TextTask.open = text_task.TextTask.open, loads
         builtins.open = io.open = opened
         os.fsync, os.replace = synced, replaced
         Journal._write, output.Output._write, drive.Drive.run = line, written, ran

@@ -408,7 +408,7 @@ def test_what_ends_a_run_in_its_midst_says_how_to_go_on(runs, monkeypatch):
     def wait(self, timeout):
         raise ConfigError("401: who are you?")
 
-    monkeypatch.setattr("hibachi.offline.tasks.textwork.TextWork.wait", wait)
+    monkeypatch.setattr("hibachi.offline.tasks.column_task.ColumnTask.wait", wait)
     assert runs({"in.jsonl": [{"prompt": "a"}]}, *GREEDY) == 1
     assert "401: who are you?\nRun the same command again to go on" in runs.told
 

@@ -11,8 +11,8 @@ pytest.importorskip("msgspec")
 
 from hibachi.errors import InvalidRequest
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.duplicates import Seen
-from hibachi.offline.tasks.lines import BatchLines, are_lines
+from hibachi.offline.tasks.lines import Seen, are_lines
+from hibachi.offline.tasks.task import id_of
 
 from .ran import TEMPLATE, Runs
 
@@ -332,7 +332,7 @@ def test_lines_in_other_formats(runs, kind):
 
 
 def test_names_are_known_however_many(monkeypatch):
-    monkeypatch.setattr("hibachi.offline.tasks.duplicates._RECENT", 8)
+    monkeypatch.setattr("hibachi.offline.tasks.lines._RECENT", 8)
     seen = Seen()
     rows = [Row(i, f"file {i % 3}", i + 1, {}) for i in range(50)]
     assert [seen.add(f"name {row.number}", row) for row in rows] == [None] * 50
@@ -343,6 +343,5 @@ def test_names_are_known_however_many(monkeypatch):
 
 
 def test_ids_are_of_seed_row_and_use():
-    one, other = BatchLines(0, 0), BatchLines(1, 0)
-    found = [x.id_of(n, what) for x in (one, other) for n in (0, 1) for what in ("line", "request")]
-    assert len(set(found)) == 8 and found[0] == BatchLines(0, 9).id_of(0, "line")
+    found = [id_of(seed, n, what) for seed in (0, 1) for n in (0, 1) for what in ("line", "request")]
+    assert len(set(found)) == 8 and found[0] == id_of(0, 0, "line")

@@ -14,7 +14,7 @@ import hibachi
 from hibachi.engine.sampling.uniforms import draws
 from hibachi.errors import InvalidRequest
 from hibachi.llm import own as own_models
-from hibachi.offline.tasks.ownwork import host, numbers
+from hibachi.offline.tasks.array_task import host, numbers
 from hibachi.offline.tasks.task import RowError
 
 from .own import Sung

@@ -1,12 +1,11 @@
-"""Chooses the kind of work that a task and a model need."""
+"""Chooses what computes the rows of a run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from hibachi.common.named import object_named
 from hibachi.engine.build import returns_ids
@@ -15,66 +14,72 @@ from hibachi.llm.model.extras import need
 from hibachi.llm.own import is_own, no_text
 from hibachi.llm.remote.identity import name_of
 from hibachi.llm.remote.opening import open_settled
-from hibachi.llm.remote.settings import parsers_of
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokens import Tokens
+from hibachi.offline.batch import Batch
 from hibachi.offline.files.rows import BATCH
 from hibachi.offline.settings import BatchSettings
-from hibachi.offline.tasks.columns import Columns
-from hibachi.offline.tasks.ownwork import ForwardWork, TokenWork
+from hibachi.offline.tasks.array_task import ArrayTask
+from hibachi.offline.tasks.column_task import ColumnTask
 from hibachi.offline.tasks.task import RowTask
-from hibachi.offline.tasks.textwork import EmbeddingWork, TextWork
+from hibachi.offline.tasks.text_task import Opens
 
-Task = Literal["generate", "embed", "forward"]
 Opened: TypeAlias = "tuple[Texts | Tokens, str | None]"
-TASKS: tuple[Task, ...] = ("generate", "embed", "forward")
 
 
-def work_of(
-    settings: BatchSettings,
-    task: Task,
-    columns: Columns,
-    *,
-    lines: bool,
-    names: Sequence[str] = (),
-    seed: int = 0,
-    created: int = 0,
-    token_ids: bool = False,
-    reading: bool = False,
-) -> RowTask:
-    """lines: OpenAI's. names: that such lines may call the model by. created: Unix time in seconds of the run's start.
-    reading: it is only to judge rows, so no model is made to learn what it returns. Raises ConfigError, MissingExtra.
+def task_of(batch: Batch, *, lines: bool, created: int = 0, reading: bool = False) -> RowTask:
+    """What computes the rows of a run. lines: OpenAI's. created: Unix time in seconds of the run's start. reading: it
+    is only to judge rows, so no model is made to learn what it returns. Raises ConfigError, MissingExtra.
     """
-    model, parsers = settings.model, parsers_of(settings)
+    settings, model = batch.settings, batch.settings.model
+    if batch.url is not None:
+        return _at_url(batch, lines=lines, created=created)
     if lines:
-        need("msgspec", "A batch line of OpenAI's", BATCH)
-        from hibachi.offline.tasks.openai import OpenAIWork
-
-        called = names or names_of(model)
-        open_ = partial(_texts, settings, [])
-        return OpenAIWork(open_, called, seed=seed, created=created, model=model, parsers=parsers)
-    if task == "forward":
+        return text_task(batch, partial(_texts, settings, []), lines=True, created=created)
+    if batch.task == "forward":
         if not is_own(model):
             raise ConfigError(f"The task forward is for a model of your own, named as pkg:Class; got {model}.")
         object_named(model)  # is it there?
-        return ForwardWork(columns, partial(_tokens, settings, [], feedforward=True), settings.dtype)
+        return ArrayTask(batch, partial(_tokens, settings, [], feedforward=True))
     opened: list[Opened] = []
     tokens = is_own(model) and _returns_tokens(model, reading)
     if tokens is None:
         opened.append(_opened(settings))
         tokens = isinstance(opened[0][0], Tokens)
-    if tokens:
-        if task == "embed":
-            for found, _ in opened:
-                found.close()
-            raise ConfigError(f"{model} has no hidden states of which vectors could be made.")
-        return TokenWork(columns, partial(_tokens, settings, opened), settings.dtype)
-    open_ = partial(_texts, settings, opened)
-    return (
-        EmbeddingWork(columns, open_, seed=seed, created=created)
-        if task == "embed"
-        else TextWork(columns, open_, seed=seed, created=created, token_ids=token_ids, parsers=parsers)
-    )
+    if not tokens:
+        return text_task(batch, partial(_texts, settings, opened), created=created)
+    if batch.task == "embed":
+        for found, _ in opened:
+            found.close()
+        raise ConfigError(f"{model} has no hidden states of which vectors could be made.")
+    return ArrayTask(batch, partial(_tokens, settings, opened))
+
+
+def text_task(batch: Batch, open_: Opens, *, lines: bool = False, created: int = 0) -> RowTask:
+    """What computes the rows by a language model here. Raises MissingExtra."""
+    if not lines:
+        return ColumnTask(batch, open_, created)
+    need("msgspec", "A batch line of OpenAI's", BATCH)
+    from hibachi.offline.tasks.line_task import LineTask
+
+    return LineTask(batch, open_, batch.served_names or names_of(batch.settings.model), created)
+
+
+def _at_url(batch: Batch, *, lines: bool, created: int) -> RowTask:
+    need("aiohttp", "run-batch --url", BATCH)
+    from hibachi.offline.tasks.sender import Patience
+
+    patience = Patience(timeout=batch.request_timeout)
+    if lines:
+        need("msgspec", "A batch line of OpenAI's", BATCH)
+        from hibachi.offline.tasks.url_lines import UrlLines
+
+        return UrlLines(batch, created, patience)
+    if batch.task == "forward":
+        raise ConfigError("The task forward is for a model of your own: name it by --model, and leave --url out.")
+    from hibachi.offline.tasks.url_columns import UrlColumns
+
+    return UrlColumns(batch, created, patience)
 
 
 def names_of(model: str) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Any
 
-from hibachi.errors import ConfigError, InvalidRequest, shown
+from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown
+from hibachi.llm.chatformat.asked import check_choice, toolbox_of
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.chat_rows import CHATS, NO_OPTIONS, ChatOptions, without_nulls
+from hibachi.offline.tasks.task import RowError, TaskBase
 from hibachi.request import SamplingParams
 
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named
@@ -30,6 +31,59 @@ _NUMBERS = ("int", "uint", "float", "double", "halffloat", "decimal", "bool")
 _OBJECTS = ("struct",)
 _KNOWN = 4096  # distinct sets of parameters that are kept
 _LONGEST = 1 << 14  # characters of one that is kept: a schema may have a million
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a row, or the run for all rows, says of a chat, by the names that OpenAI's API and vLLM's have."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        kinds = (
+            ("tools", list, 'a list of tools such as {"type": "function", "function": {"name": ...}}'),
+            ("parallel_tool_calls", bool, "true or false"),
+            ("reasoning_effort", str, "a text"),
+            ("chat_template_kwargs", Mapping, "an object, of variables for the chat template"),
+        )
+        for name, kind, expected in kinds:
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                raise InvalidRequest(f"{name} must be {expected}; got {shown(given)}.")
+
+    def check(self) -> None:
+        """What the tools and the choice say together. Raises InvalidRequest."""
+        toolbox_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def check_for_rows(self) -> None:
+        """What the choice says by itself, where each row brings its tools. Raises InvalidRequest."""
+        check_choice(self.tool_choice)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """For the template. Which template it is, the run says."""
+        return {name: value for name, value in (self.chat_template_kwargs or {}).items() if name != "chat_template"}
+
+    def as_body(self) -> dict[str, Any]:
+        """As fields of a request."""
+        found = {name: getattr(self, name) for name in CHATS}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+CHATS = tuple(f.name for f in fields(ChatOptions))
+NO_OPTIONS = ChatOptions()
+
+
+def without_nulls(value: Any) -> Any:
+    """Of a row of Parquet, where all rows have the names that any has."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +301,29 @@ class RowReader:
             if len(key) <= _LONGEST:
                 self._known[key] = known
         return known, known.seed is not None
+
+
+class ColumnRows(TaskBase):
+    """What tasks have in common whose rows are read by their columns."""
+
+    carries, compares = True, False
+    _columns: Columns
+    _reader: RowReader
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        self._columns.check(columns)
+
+    def seen(self, row: Row) -> None:
+        pass
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        return {"error": message}
+
+    def _judge(self, row: Row) -> object:
+        return self._reader.read(row)
+
+    def _failed(self, number: int, about: Mapping[str, Any], error: HibachiError) -> RowError:
+        return RowError(str(error))
 
 
 def _check_type(

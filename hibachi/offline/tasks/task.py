@@ -1,12 +1,15 @@
-"""The protocol of work that computes rows: by an engine here, one in another process, or a server."""
+"""The protocol of what computes rows: an engine here, one in another process, or a server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hibachi.errors import HibachiError
+from hibachi.errors import EngineClosed, EngineFailed, HibachiError, QueueFull
+from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
 
@@ -15,6 +18,7 @@ from hibachi.offline.files.rows import Row
 class Prepared:
     """A row that can be computed. key: the beginning of its prompt, in blocks, for rows that share it. longest: tokens
     of prompt and answer, as far as known. size: about how many bytes it holds. what: for the `RowTask` that made it.
+    about: of the row, what its errors repeat.
 
     For a plan, as far as a tokenizer here tells: prompt_tokens, of all its prompts; new_tokens, of all its answers, at
     most; longest_answer, of one of them.
@@ -27,6 +31,7 @@ class Prepared:
     prompt_tokens: int = 0
     new_tokens: int = 0
     longest_answer: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -67,16 +72,68 @@ class Told:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class ColumnRows:
-    """What tasks have in common whose rows are read by their columns."""
+def id_of(seed: int, number: int, what: str) -> str:
+    """An id of row `number`, the same in every run with this seed. what: it is of."""
+    return hashlib.blake2b(f"{seed} {number} {what}".encode(), digest_size=12).hexdigest()
 
-    carries, compares = True, False
 
-    def seen(self, row: Row) -> None:
-        pass
+class TaskBase:
+    """What tasks share, whatever their rows are and whoever computes them.
 
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        return {"error": message}
+    _seed: of the run. _created: Unix time in seconds of its start.
+    """
+
+    _seed: int
+    _created: int
+
+    def _id_of(self, number: int, what: str) -> str:
+        return id_of(self._seed, number, what)
+
+    def _read(self, row: Row) -> Prepared:
+        """Raises any HibachiError."""
+        raise NotImplementedError
+
+    def _judge(self, row: Row) -> object:
+        """Raises any HibachiError for what is wrong with a row, as far as that is known without a model."""
+        raise NotImplementedError
+
+    def _failed(self, number: int, about: Mapping[str, Any], error: HibachiError) -> RowError:
+        """about: of the row, what is to be repeated."""
+        raise NotImplementedError
+
+    def _values(self, number: int, about: Mapping[str, Any], answer: Any) -> dict[str, Any]:
+        """Of a row that was answered so."""
+        found: dict[str, Any] = answer
+        return found
+
+    def prepare(self, row: Row) -> Prepared:
+        with self._judging(row.number, row.values):
+            return self._read(row)
+
+    def wrong(self, row: Row) -> str | None:
+        try:
+            self._judge(row)
+        except HibachiError as e:
+            return f"{row.place}: {e}"
+        return None
+
+    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        why = Refused(message, status=500, kind=SERVER, code="engine_failed")
+        return self._failed(number, prepared.about, why)
+
+    @contextmanager
+    def _judging(self, number: int, about: Mapping[str, Any]) -> Iterator[None]:
+        """Errors become those that a `RowTask` raises."""
+        try:
+            yield
+        except (RowError, Lost):
+            raise
+        except (EngineFailed, EngineClosed) as e:  # the whole engine, and not this request
+            raise Lost(str(e)) from e
+        except QueueFull as e:
+            raise Full(str(e)) from e
+        except HibachiError as e:
+            raise self._failed(number, about, e) from e
 
 
 class RowTask(Protocol):

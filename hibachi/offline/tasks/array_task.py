@@ -11,49 +11,62 @@ import numpy as np
 
 from hibachi.backend.array_backend import HostArray
 from hibachi.backend.infer import mapped
-from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
-from hibachi.engine.streams.stream import ItemStream
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
 from hibachi.llm.remote.opening import about
 from hibachi.llm.tokens import Tokens
+from hibachi.offline.batch import Batch
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.columns import Columns, RowReader
-from hibachi.offline.tasks.engine_task import EngineTask, judged, why_not
-from hibachi.offline.tasks.task import ColumnRows, Prepared, Result, RowError, Told
+from hibachi.offline.tasks.columns import ColumnRows, Columns, RowReader
+from hibachi.offline.tasks.engine_task import EngineTask
+from hibachi.offline.tasks.task import Prepared, Result, RowError, Told
 from hibachi.request import DRAWN, SamplingParams
 
+OUTPUT = (Field("output", "json"), Field("error", "text"))
+TOKENS = (
+    Field("output", "json"),
+    Field("finish_reason", "text"),
+    Field("prompt_tokens", "int"),
+    Field("completion_tokens", "int"),
+    Field("error", "text"),
+)
+PARAMS = ("max_tokens", "seed", *DRAWN, "codebooks")  # that may have a meaning, as long as the model is not opened
 
-class _OwnWork(ColumnRows, EngineTask[Tokens]):
-    fields: Sequence[Field]
+
+class ArrayTask(ColumnRows, EngineTask[Tokens]):
+    """Tokens after tokens that are arrays. The columns of a result: output, a list of tokens without the one that ended
+    it; finish_reason, prompt_tokens, completion_tokens, error. For the task forward, one output for each input: output,
+    a number or a list of them; error.
+    """
+
     places: int
-    feedforward: bool
 
-    params: Sequence[str] = ()  # of sampling, that have a meaning; before the model is opened, that may have one
-    no_params = "this model returns no logits to sample from"
-
-    def __init__(self, columns: Columns, open_: Callable[[], Tokens], dtype: str | None = None) -> None:
-        """dtype: of what the model takes, a name that NumPy knows; None means float32 where columns are features, else
-        as the numbers are. Raises ConfigError."""
+    def __init__(self, batch: Batch, open_: Callable[[], Tokens]) -> None:
+        """The dtype of what the model takes, if the settings name none, is float32 where columns are features, else as
+        the numbers are. Raises ConfigError."""
         super().__init__()
-        self._columns, self._open, self._dtype = columns, open_, _dtype(dtype, columns)
-        self._asking = RowReader(columns, SamplingParams())
+        self._columns, self._open = batch.columns, open_
+        self._dtype = _dtype(batch.settings.dtype, batch.columns)
+        self._reader = RowReader(batch.columns, SamplingParams())
+        self._forward = batch.task == "forward"
+        self.fields: Sequence[Field] = OUTPUT if self._forward else TOKENS
+        self._params: Sequence[str] = () if self._forward else PARAMS
 
     def check(self, columns: Sequence[str] | None) -> None:
-        own = self._columns
-        own.only(self.params, self.no_params)
-        if own.talks:
+        self._columns.only(self._params, "this model returns no logits to sample from")
+        if self._columns.talks:
             raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
-        own.check(columns)
+        super().check(columns)
 
     def open(self) -> Told:
         self._serving = self._open()
-        facts = self.serving.engine.facts
-        self.params = self.taken(facts)
+        facts = self._serving.engine.facts
+        if not self._forward and facts.codebooks is None:
+            self._params = ("max_tokens", "seed") if facts.seeded else ("max_tokens",)
         try:
             self.check(None)  # what the model is may have been learnt since
-            if facts.feedforward is not self.feedforward:
+            if facts.feedforward is not self._forward:
                 raise ConfigError(
                     f"{facts.model} is {'' if facts.feedforward else 'not '}feed-forward: expected the task "
                     f"{'forward' if facts.feedforward else 'generate'}."
@@ -68,69 +81,40 @@ class _OwnWork(ColumnRows, EngineTask[Tokens]):
             raise
         self.places = 2 * facts.limits.rows
         told = {"backend": facts.fingerprint, "dtype": None if self._dtype is None else str(self._dtype)}
-        return Told(f"{facts.model}: {about(self.serving)}", told)
+        return Told(f"{facts.model}: {about(self._serving)}", told)
 
-    def taken(self, facts: Facts) -> Sequence[str]:
-        """Parameters of sampling that have a meaning for this model."""
-        return self.params
-
-    def wrong(self, row: Row) -> str | None:
-        return why_not(row, lambda: self._input(row))
-
-    def _input(self, row: Row) -> tuple[HostArray, SamplingParams]:
-        asked = self._asking.read(row)
+    def _judge(self, row: Row) -> tuple[HostArray, SamplingParams]:
+        asked = self._reader.read(row)
         return numbers(asked.prompt, self._dtype), asked.params
 
-    def _items(self, number: int) -> tuple[list[Any], int]:
-        """All that came for a row, and the length of its prompt."""
-        started: tuple[ItemStream[Any], int] = self._started.pop(number)
-        stream, n = started
-        self._watched.drop(number)
-        with judged():
-            return [mapped(lambda _, array: host(array).tolist(), item) for item in stream.collect()], n
-
-
-class TokenWork(_OwnWork):
-    """Tokens after tokens that are arrays. The columns of a result: output, a list of tokens without the one that ended
-    it; finish_reason, prompt_tokens, completion_tokens, error."""
-
-    fields: Sequence[Field] = (
-        Field("output", "json"),
-        Field("finish_reason", "text"),
-        Field("prompt_tokens", "int"),
-        Field("completion_tokens", "int"),
-        Field("error", "text"),
-    )
-
-    params = ("max_tokens", "seed", *DRAWN, "codebooks")
-    feedforward = False
-
-    def taken(self, facts: Facts) -> Sequence[str]:
-        if facts.codebooks is not None:
-            return self.params
-        return ("max_tokens", "seed") if facts.seeded else ("max_tokens",)
-
-    def prepare(self, row: Row) -> Prepared:
-        with judged():
-            prompt, params = self._input(row)
-            if not prompt.ndim or not len(prompt):
+    def _read(self, row: Row) -> Prepared:
+        given, params = self._judge(row)
+        size, longest = row.size + 500 + given.nbytes, 0
+        if not self._forward:
+            if not given.ndim or not len(given):
                 raise InvalidRequest(
-                    f"This model takes tokens: expected a list with at least one; got {shown(prompt.tolist())}."
+                    f"This model takes tokens: expected a list with at least one; got {shown(given.tolist())}."
                 )
-        limit = params.max_tokens
-        return Prepared((), len(prompt) + (limit or 0), row.size + 500 + prompt.nbytes, (prompt, params))
+            longest = len(given) + (params.max_tokens or 0)
+        return Prepared((), longest, size, (given, params))
 
     def start(self, number: int, prepared: Prepared) -> None:
-        prompt, params = prepared.what
-        limit, drawn = params.max_tokens, params if "seed" in self.params else None
-        with judged():
-            stream = self.serving.submit(prompt, params=drawn, max_tokens=limit, include_stop=False)
-        self._started[number] = stream, len(prompt)
-        self._watched.add(number, [stream])
+        given, params = prepared.what
+        with self._judging(number, prepared.about):
+            if self._forward:
+                stream = self.serving.submit(given)
+            else:
+                drawn = params if "seed" in self._params else None
+                stream = self.serving.submit(given, params=drawn, max_tokens=params.max_tokens, include_stop=False)
+        self._watch(number, prepared, [stream])
 
     def take(self, number: int) -> Result:
-        stream = self._started[number][0]
-        items, n = self._items(number)
+        prepared, (stream,) = self._started.pop(number)
+        with self._judging(number, prepared.about):
+            items = [mapped(lambda _, array: host(array).tolist(), item) for item in stream.collect()]
+        if self._forward:
+            return Result({"output": items[0]})
+        n = len(prepared.what[0])
         values = {
             "output": items,
             "finish_reason": str(stream.finish_reason),
@@ -138,28 +122,6 @@ class TokenWork(_OwnWork):
             "completion_tokens": len(items),
         }
         return Result(values, n, 0, len(items))
-
-
-class ForwardWork(_OwnWork):
-    """One output for each input. The columns of a result: output, a number or a list of them; error."""
-
-    fields: Sequence[Field] = (Field("output", "json"), Field("error", "text"))
-    feedforward = True
-
-    def prepare(self, row: Row) -> Prepared:
-        with judged():
-            given, _ = self._input(row)
-        return Prepared((), 0, row.size + 500 + given.nbytes, given)
-
-    def start(self, number: int, prepared: Prepared) -> None:
-        with judged():
-            stream = self.serving.submit(prepared.what)
-        self._started[number] = stream, 0
-        self._watched.add(number, [stream])
-
-    def take(self, number: int) -> Result:
-        (output,), _ = self._items(number)
-        return Result({"output": output})
 
 
 def numbers(given: Any, dtype: np.dtype[Any] | None = None) -> HostArray:
