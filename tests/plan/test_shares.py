@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hibachi.engine.scheduler.policy import Shares
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 
 from ..lib.leaks import kept
 from .test_bounds import LARGEST, QUIET, Town, limits_of
