@@ -51,7 +51,7 @@ RULES = {
     "hibachi/engine/recording": Rule(
         "errors request engine.scheduler engine.recording", third_party="numpy typing_extensions"
     ),
-    "hibachi/engine/simulator": Rule("errors request engine.scheduler engine.simulator"),
+    "hibachi/engine/simulator": Rule("errors request common.settings engine.scheduler engine.simulator"),
     "hibachi/engine/sampling": Rule("errors request backend engine.sampling"),
     "hibachi/engine/guide": Rule("errors structured common.installed engine.guide", third_party="numpy llguidance"),
     "hibachi/engine/streams": Rule("errors request engine.streams", third_party=""),
