@@ -66,22 +66,6 @@ def test_a_form_is_checked_once_whatever_its_verdict(own):
     assert time.perf_counter() - began < 0.5  # with the making of the forms
 
 
-def test_forms_that_differ_in_a_field_are_different(own):
-    texts = {
-        own.check(**form).source
-        for form in (
-            {"json": "{}"},
-            {"json_object": True},
-            {"json": "{}", "one_of_as_any_of": True},
-            {"json": "{}", "whitespace_pattern": ""},
-            {"regex": "a"},
-            {"choice": ["a"]},
-            {"grammar": 'start: "a"'},
-        )
-    }
-    assert len(texts) == 7
-
-
 def test_the_least_recently_used_verdicts_go_first():
     form = [StructuredOutputs(regex="a" * (i + 1)) for i in range(4)]
     kept = Verdicts(entries=2, size=10**6)
@@ -145,27 +129,6 @@ def test_a_slow_form_does_not_hold_up_others(own, monkeypatch):
     slow.join()
 
 
-def test_many_forms_of_many_threads(own):
-    failed = []
-
-    def ask(k: int) -> None:
-        for i in range(12):
-            text = str((i * 7 + k) % 20)
-            try:
-                guide = own.guide(choice=[text])
-                if not own.fits(guide, text):
-                    failed.append(text)
-            except Exception as e:
-                failed.append(e)
-
-    threads = [threading.Thread(target=ask, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == [] and own.guides.counted.checks == 20 and own.guides.counted.hits == 52
-
-
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -204,20 +167,6 @@ def test_a_form_that_takes_too_long_is_refused_and_others_are_not(own, monkeypat
     with pytest.raises(FormRefused, match="too complex: checking it took more than"):
         own.check(**patterns(600))  # half a minute
     assert own.check(regex="a").source
-
-
-def test_a_form_that_fails_after_a_token_is_refused_and_not_begun(own):
-    with pytest.raises(FormRefused, match=r"grammar: it is too complex\. Make it simpler"):
-        own.check(**HOSTILE["wide"])
-
-
-def test_without_alarms_the_clock_ends_it(own, monkeypatch):
-    monkeypatch.setattr(llg, "SECONDS", 100)
-    monkeypatch.setattr(checks, "WALL", 0.2)
-    own.check(regex="a")
-    with pytest.raises(FormRefused, match="too complex"):
-        own.check(**patterns(300))
-    assert own.check(regex="b").source
 
 
 def test_a_process_that_cannot_be_started_is_an_error_of_the_place(own, monkeypatch):

@@ -17,6 +17,8 @@ from hibachi import (
 from hibachi.engine.recording.replay import replay
 from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, SumTokens, expected
 
+from ..engine.test_overlap import Late
+from ..lib.inside import parked
 from ..lib.waits import until
 from .toyguides import rule, toy_guides
 
@@ -65,12 +67,6 @@ def test_the_likeliest_of_the_allowed_tokens_comes():
         assert e.run([1, 2], params(rule([5, 6], most=1))).collect() == [5]
 
 
-@pytest.mark.parametrize("include_stop", [True, False])
-def test_the_last_token_of_a_complete_output_is_delivered(include_stop):
-    with engine() as e:
-        assert e.run([1], params(rule([5], most=3)), include_stop=include_stop).collect() == [5, 5, 5]
-
-
 def test_the_end_token_comes_only_where_the_output_may_end():
     """The model would say 9, its end, at once; at least 2 tokens must come."""
     with engine(eos=(9,)) as e:
@@ -85,12 +81,6 @@ def test_a_complete_output_ends_whatever_min_tokens_and_ignore_eos_say():
         for more in (dict(min_tokens=8), dict(ignore_eos=True), dict(ignore_eos=True, min_tokens=8)):
             stream = e.run([8], params(rule([0, 1], least=1, most=3), **more))
             assert len(stream.collect()) == 3 and stream.finish_reason == "stop", more
-
-
-def test_max_tokens_cuts_an_output_in_its_midst():
-    with engine() as e:
-        stream = e.run([1], params(rule([5], most=9), max_tokens=2))
-        assert stream.collect() == [5, 5] and stream.finish_reason == "length"
 
 
 def test_a_form_that_only_nothing_fits_ends_at_once():
@@ -127,15 +117,6 @@ def test_with_allowed_token_ids_and_biases():
         assert got == [5, 5, 5]
         with pytest.raises(InvalidRequest, match="leaves no token"):
             e.run([1], params(rule([4], most=3), allowed_token_ids=[6])).collect()
-
-
-def test_log_probabilities_are_of_the_raw_logits():
-    with engine(SumLogits) as e:
-        guided = e.run([1, 2], params(rule([5], most=1), logprobs=2))
-        free = e.run([1, 2], SamplingParams(temperature=0, logprobs=2, max_tokens=1))
-        assert guided.collect() == [5] and free.collect() == [4]
-        [mine], [other] = guided.logprobs, free.logprobs
-        assert mine[4] == other[4] and 5 in mine
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
@@ -192,7 +173,7 @@ def test_it_then_takes_the_place_that_it_had():
         slow = e.run([1], params(rule([5], most=3, waits=True)))
         last = e.run([1, 2], max_tokens=5)
         gate.set()
-        until(lambda: e.stats().waiting == 2 and not e.core.scheduler._parked)
+        until(lambda: e.stats().waiting == 2 and not parked(e))
         first.close()
         assert slow.collect() == [5, 5, 5] and last.collect() == expected([1, 2], 5)
         assert slow.started < last.started
@@ -232,34 +213,7 @@ def test_close_ends_those_that_wait_for_a_grammar():
     gate.set()
 
 
-def test_a_recording_with_guided_requests_can_be_played_again():
-    with engine(max_num_seqs=2) as e:
-        streams = [e.run([1, i], params(rule([5], most=3 + i))) for i in range(5)]
-        streams += [e.run([1, i], max_tokens=5) for i in range(3)]
-        for s in streams:
-            s.collect()
-        until(lambda: e.stats().running == 0)
-        assert replay(e.dump()) > 3
-
-
 # ---- steps that overlap -------------------------------------------------------------------------------------------
-
-
-class Late(NumpyBackend):
-    """Counts the steps that were begun before the one before was read."""
-
-    steps = read = ahead = 0
-
-    def fetch(self, arrays):
-        self.steps += 1
-        number, found = self.steps, [np.asarray(a).copy() for a in arrays]
-        self.ahead += number > self.read + 1
-
-        def reading():
-            self.read = max(self.read, number)
-            return found
-
-        return reading
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -283,15 +237,6 @@ def test_a_guided_row_draws_late_and_all_steps_overlap(temperature):
         assert late.ahead > 10
         e.core.scheduler.check()
         assert replay(e.dump())
-
-
-def test_a_guide_that_fails_while_steps_overlap_ends_its_own_request_only():
-    with engine(backend=Late(), overlap=True) as e:
-        others = [e.run([1, i], params(None, max_tokens=20)) for i in range(4)]
-        bad = e.run([1], params(rule([5], most=9, fails=3)))
-        with pytest.raises(InvalidRequest, match="too complex"):
-            bad.collect()
-        assert [s.collect() for s in others] == [expected([1, i], 20) for i in range(4)]
 
 
 # ---- models that cannot be guided -----------------------------------------------------------------------------------

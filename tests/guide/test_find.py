@@ -47,13 +47,6 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
         find.guides_for(made.tiny())
 
 
-def test_ours_is_an_entry_point_as_others_are():
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((made.TINY.parents[3] / "pyproject.toml").read_text())
-    name, place = next(iter(project["project"]["entry-points"][find.GROUP].items()))
-    assert name == find.OWN and place == f"{LlguidanceGuides.__module__}:{LlguidanceGuides.__name__}"
-
-
 def test_whether_there_is_a_library_is_known_without_importing_it(monkeypatch):
     monkeypatch.delenv("HIBACHI_GUIDES", raising=False)
     assert find.installed()

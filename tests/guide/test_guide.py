@@ -85,16 +85,6 @@ def test_after_a_token_that_is_forbidden_it_is_as_before(tiny, rest):
     assert not guide.complete
 
 
-def test_many_tokens_come_at_once_or_none_of_them(tiny):
-    guide = tiny.guide(regex="a{700}")
-    with pytest.raises(GuideFailed, match="forbids"):
-        guide.advance([*tiny.cut("a") * 600, *tiny.cut("b")])
-    guide.advance(tiny.cut("a") * 700)
-    assert guide.complete
-    guide.take_back(650)
-    assert tiny.fits(guide, "a" * 650) and not tiny.fits(guide, "a" * 649)
-
-
 @pytest.mark.parametrize("n", [-1, 4])
 def test_it_goes_back_no_further_than_it_came(tiny, n):
     guide = tiny.guide(regex="aaaaaa")
@@ -113,13 +103,6 @@ def test_forced_tokens_are_those_that_must_come(tiny):
     guide.advance([7, 9, 12])
     assert guide.complete and guide.forced(9) == ([], 0)
     assert tiny.guide(regex="[ab]+").forced(9) == ([], 0)
-
-
-def test_a_complete_guide_may_begin_so(tiny):
-    """A grammar that was not checked: the check refuses an answer that is always empty."""
-    from hibachi.engine.guide.protocol import Grammar
-
-    assert tiny.guides.compile(Grammar('start: ""')).complete
 
 
 @pytest.mark.parametrize(
@@ -153,16 +136,6 @@ def test_looking_for_forced_tokens_changes_no_mask(tiny, form, seed):
         if guide.complete:
             break
     assert taken
-
-
-def test_the_mask_behind_forced_tokens_is_not_taken_for_another_one(tiny):
-    ids = {word: tiny.vocabulary.tokens.index(word.encode()) for word in "abcdef"}
-    guide = tiny.guide(regex="(ab[cd])|(ef[a])")
-    guide.advance([ids["a"]])
-    assert guide.forced(1) == ([ids["b"]], 1)
-    guide.take_back(1)
-    guide.advance([ids["e"], ids["f"]])
-    assert ids["a"] in tiny.allowed(guide)
 
 
 def test_behind_certain_tokens_come_those_that_the_text_is_mostly_cut_into(tiny):

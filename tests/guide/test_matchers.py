@@ -50,15 +50,6 @@ def test_a_grammar_is_compiled_once_for_guides_that_follow_each_other(bytes_only
     assert len(compiled) == 2
 
 
-def test_guides_at_the_same_time_share_nothing(bytes_only, compiled):
-    grammar = bytes_only.check(**STATES)
-    for _ in range(2):
-        some = [bytes_only.guides.compile(grammar) for _ in range(3)]
-        some.append(some[0].fork())
-        assert len(compiled) == 4
-        del some
-
-
 def test_what_others_have_asked_for_takes_no_states_away(bytes_only, compiled, monkeypatch):
     """Each answer alone has states enough; together they would have too few."""
     monkeypatch.setattr(matchers, "MOST_STATES", 300)
@@ -77,23 +68,6 @@ def test_what_others_have_asked_for_takes_no_states_away(bytes_only, compiled, m
         fresh.advance([chosen.choice(b"ab") for _ in range(60)])
         assert bytes_only.allowed(guide) == bytes_only.allowed(fresh)
     assert None in compiled  # some have begun again
-
-
-def test_many_at_once_begin_again_as_one_does(bytes_only, monkeypatch):
-    grammar = bytes_only.check(**STATES)
-    seeds = range(4)
-    want = [answer(bytes_only, bytes_only.guides.compile(grammar), 150, seed) for seed in seeds]
-    monkeypatch.setattr(matchers, "MOST_STATES", 200)
-    some = [bytes_only.guides.compile(grammar) for _ in seeds]
-    letters = [random.Random(seed) for seed in seeds]
-    for i in range(150):
-        if i % 2:
-            bytes_only.guides.prepare(some)
-        for row, mask in enumerate(bytes_only.masks(*some)):
-            assert mask[None].tobytes() == want[row][i]
-        for guide, chosen in zip(some, letters, strict=True):
-            assert guide.complete is False
-            guide.advance([chosen.choice(b"ab")])
 
 
 def test_what_is_too_much_for_a_matcher_of_its_own_fails(bytes_only, compiled, monkeypatch):

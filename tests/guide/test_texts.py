@@ -1,9 +1,7 @@
 """Answers in a form: the language model that ships, in this process and in another, and models of one's own."""
 
 import json
-import random
 import re
-import time
 
 import numpy as np
 import pytest
@@ -60,13 +58,6 @@ def test_every_form_comes_out_whole(llm, form, temperature):
         assert answer.finish_reason == "stop" and answer.choices[0].stop_reason is None
 
 
-def test_any_json_object(llm):
-    answer = llm.generate("JSON: ", params({"json_object": True}, temperature=0, max_tokens=60))[0]
-    assert answer.text.startswith("{")
-    if answer.finish_reason == "stop":
-        assert isinstance(json.loads(answer.text), dict)
-
-
 def test_stop_strings_end_it_as_anywhere(llm):
     answer = llm.generate("x", params({"regex": "a{3}bc{3}"}, stop="b"))[0]
     assert answer.text == "aaa" and answer.choices[0].stop_reason == "b"
@@ -83,13 +74,6 @@ def test_an_answer_that_may_end_and_need_not_ends_by_the_end_token_only(llm):
     assert len(long.token_ids) == 20
 
 
-def test_several_continuations_and_the_best(llm):
-    answer = llm.generate("x", params(FORMS["regex"], n=3, temperature=2.0))[0]
-    assert len({c.text for c in answer.choices}) > 1 and all(FITS["regex"](c.text) for c in answer.choices)
-    best = llm.generate("x", params(FORMS["regex"], n=1, best_of=4, temperature=2.0))[0]
-    assert FITS["regex"](best.text)
-
-
 def test_blanks_come_one_at_a_time_after_a_comma_and_a_colon(llm):
     """The commonest complaint is of blanks without end: here they are as likely as can be."""
     blanks = {
@@ -102,20 +86,6 @@ def test_blanks_come_one_at_a_time_after_a_comma_and_a_colon(llm):
     spaced = {"json": PERSON, "whitespace_pattern": "[ ]{0,3}"}
     wide = llm.generate("x", params(spaced, temperature=0, logit_bias=blanks, max_tokens=200))[0]
     assert wide.text.startswith('{   "name"   :   "') and json.loads(wide.text)
-
-
-def test_a_form_that_cannot_be_served_is_refused_by_name_at_the_call(llm):
-    for schema, word in [
-        ({"type": "string", "not": {"const": "a"}}, "not"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "string", "format": "iri"}, "format"),
-        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
-    ]:
-        with pytest.raises(FormRefused, match=word) as e:
-            llm.generate("x", params({"json": schema}))
-        assert e.value.keyword == word
-    with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex: .* unclosed group"):
-        llm.generate("x", params({"regex": "(a"}))
 
 
 def test_what_says_nothing_in_a_schema_is_no_reason_to_refuse_it(llm):
@@ -138,26 +108,6 @@ def test_an_engine_in_another_process(llm):
         with pytest.raises(FormRefused):
             there.generate("x", params({"json": {"not": {}}}))
         assert there.generate("x", params({"choice": ["yes"]}))[0].text == "yes"
-
-
-def test_random_cancels_leave_nothing_behind(llm):
-    """`benchmarks/guided.py` runs thousands of them."""
-    r = random.Random(0)
-    live = []
-    for i in range(60):
-        live.append(llm.stream(f"n {i}", params(r.choice(list(FORMS.values())), seed=i)))
-        if r.random() < 0.5:
-            live.pop(r.randrange(len(live))).close()
-    for stream in live:
-        for _ in stream:
-            pass
-    core = llm.engine.core
-    end = time.monotonic() + 10
-    while llm.stats().running or llm.stats().waiting:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    core.scheduler.check()
-    assert not core.live() and llm.stats().held == 0
 
 
 # ---- tokenizers and tokens of one's own ------------------------------------------------------------------------------

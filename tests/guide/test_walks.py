@@ -13,8 +13,6 @@ from functools import cache
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from . import made
-
 EXAMPLES = int(os.environ.get("HIBACHI_GUIDE_EXAMPLES", "40"))
 FEW = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
@@ -231,12 +229,3 @@ def test_walks_through_schemas_end_in_values_that_hold(tiny, schema, seed):
     assert holds(schema, value), text
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
     assert not re.search(r"\s\s|(?<![,:])\s|^\s|\s$|[\n\t\r]", bare), text
-
-
-def test_the_judge_of_expressions_can_say_no():
-    judge = Automaton(("then", ("text", "aé"), ("times", ("set", "bc"), 1, None)))
-    states = judge.spread({judge.begin})
-    assert judge.end in judge.after(states, "aébcb".encode())
-    assert judge.end not in judge.after(states, "aé".encode()) and judge.after(states, "aé".encode())
-    assert not judge.after(states, b"b") and not judge.after(states, "aéa".encode())
-    assert made.cut(made.tiny(), "aé")

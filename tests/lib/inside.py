@@ -35,6 +35,11 @@ def flight(engine: Any) -> Any:
     return core(engine)._flight
 
 
+def parked(engine: Any) -> Any:
+    """Requests whose grammar is being made."""
+    return core(engine).scheduler._parked
+
+
 def unended(engine: Any) -> Any:
     """Streams of an engine in another process."""
     return engine._channels

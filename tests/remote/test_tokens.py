@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -19,7 +18,6 @@ from hibachi import SamplingParams, StopRule
 from hibachi.engine import conversions
 from hibachi.errors import (
     ConfigError,
-    DeadlineExceeded,
     EngineFailed,
     InvalidModelOutput,
     InvalidRequest,
@@ -34,7 +32,7 @@ from hibachi.llm.remote.llm import open_remote
 from hibachi.llm.remote.rows import Gathered, each
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokens import Tokens
-from hibachi.request import Finish, Request, Terms
+from hibachi.request import Finish, Request
 from tests.engine.models import until
 from tests.remote.token_models import Own
 
@@ -274,64 +272,6 @@ def test_one_that_fails_harms_no_other(model):
     assert np.allclose(came(kinds, one), 1 / 3)
 
 
-def test_not_a_number_may_be_in_a_prompt_of_floats(model):
-    steps = model("Steps")
-    assert came(steps, steps.submit(np.array([[np.nan, 1], [0, np.inf]])[:, :1], max_tokens=1)) == [[1.0]]
-
-
-# ---- readers, cancels, deadlines, rooms ------------------------------------------------------------------------------
-
-
-def test_a_reader_that_is_behind_pauses_its_request(model):
-    steps = model("Steps")
-    before = steps.stats().new_tokens
-    idle = steps.submit(np.zeros((1, 2), np.float32), max_tokens=300)
-    until(lambda: steps.health().paused == 1)
-    assert came(steps, steps.submit([7], max_tokens=2)) == [8, 9]  # it is in nobody's way
-    assert steps.stats().new_tokens - before < 200
-    items = [steps.host(item).tolist() for item in idle]
-    assert items == [[n, n] for n in range(1, 301)]
-
-
-def test_who_leaves_frees_the_row(model):
-    steps = model("Steps")
-    streams = [steps.submit([1000, i], max_tokens=10**5) for i in range(8)]  # twice as many as there are rows
-    for stream in streams[:4]:
-        assert next(stream) is not None
-        stream.close()
-    del stream, streams[:4]
-    gc.collect()
-    assert [next(stream).item() for stream in streams] == [5, 6, 7, 8]
-    streams.clear()
-    gc.collect()
-    until(lambda: steps.stats().running == steps.stats().waiting == 0)
-
-
-def test_deadlines_and_rooms_are_those_of_text(model):
-    steps = model("Steps")
-    late = steps.submit([1000], terms=Terms(timeout=0.03, tenant="a"))
-    with pytest.raises(DeadlineExceeded):
-        for _ in late:
-            pass
-    streams = [steps.submit([1000], terms=Terms(tenant="b")) for _ in range(68)]
-    with pytest.raises(QueueFull, match="at most 68"):
-        steps.submit([1000], terms=Terms(tenant="b"))
-    for stream in streams:
-        stream.close()
-    kinds = model("Kinds")
-    with pytest.raises(InvalidRequest, match="timeout"):
-        kinds.submit(np.ones(3), terms=Terms(timeout=-1))
-    assert came(kinds, kinds.submit([1.0, 0, 0], terms=Terms(timeout=60, priority=3, tenant="c"))) == [[1, 0, 0]]
-
-
-def test_an_input_that_is_late_is_not_computed():
-    with open_model(f"{FILE}:Slow", max_num_seqs=1) as slow:
-        first, late = slow.submit([1.0]), slow.submit([2.0], terms=Terms(queue_timeout=0.02))
-        with pytest.raises(DeadlineExceeded):
-            late.collect()
-        assert came(slow, first) == [[1.0]]
-
-
 # ---- bodies of types of its own --------------------------------------------------------------------------------------
 
 
@@ -400,13 +340,6 @@ def test_without_a_thread_no_place_is_lost(monkeypatch):
             with pytest.raises(QueueFull, match="can't start new thread"):
                 ours.write(np.zeros(1))
     assert ours.write(np.zeros(1)) == (b"", "text/plain")
-
-
-def test_a_call_that_is_not_answered_leaves_nothing_behind(there):
-    engine = there("Kinds").engine
-    with pytest.raises(EngineFailed, match="has not answered"):
-        engine._ask("read", b"slow", "text/plain", within=0)
-    assert not engine._answers
 
 
 def test_a_body_that_takes_long_holds_up_nobody(there):
