@@ -1,7 +1,6 @@
 """Changes of a row's logits, against the slow definition."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,17 +30,6 @@ def test_biases_are_added_to_their_tokens(library):
     found = host(library, add_bias, ROWS, ids, bias)
     np.testing.assert_array_equal(found[0], [-INF, -2, 4.5, -INF, 0])
     np.testing.assert_array_equal(found[1], edited(ROWS[1], logit_bias={4: -100}))
-
-
-@every_library
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0])
-def test_the_repetition_penalty_makes_every_logit_less_likely(library, penalty):
-    """Positive ones are divided and negative ones multiplied; 0 and -inf stay."""
-    ids = np.array([[0, 1, 2, 3, 4]] * 2, np.int32)
-    found = host(library, penalise, ROWS, ids, np.full((2, 5), penalty, np.float32), np.zeros((2, 5), np.float32))
-    for row, got in zip(ROWS, found, strict=True):
-        np.testing.assert_allclose(got, edited(row, prompt=[0, 1, 2, 3, 4], repetition_penalty=penalty))
-    np.testing.assert_allclose(found[0], [0.5 / penalty, -2 * penalty, 3 / penalty, -INF, 0])
 
 
 tokens = st.integers(0, 6)

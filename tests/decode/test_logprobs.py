@@ -22,11 +22,6 @@ def test_logprobs_are_the_top_and_the_token_by_probability():
     assert logprobs(row, token=4, n=0) == {4: -INF}
 
 
-def test_logprobs_of_large_logits_are_finite():
-    got = logprobs(np.array([1e4, 1e4 - 1], np.float32), token=1, n=2)
-    np.testing.assert_allclose(list(got.values()), [-0.3132617, -1.3132617], rtol=1e-6)
-
-
 @every_library
 @pytest.mark.parametrize("vocab", [12, 10_000])
 def test_many_rows_at_once_give_the_same(library, vocab):

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.engine.sampling import draw as sampling
 from hibachi.engine.sampling.draw import greedy, row_finite, sample
 from hibachi.engine.sampling.uniforms import uniforms
 
@@ -117,12 +116,6 @@ def kept(row, **params):
     return whole
 
 
-def test_a_limit_of_the_whole_vocabulary_is_none():
-    row = [0.0, 1.0, 2.0, 0.5]
-    for params in (dict(top_k=4), dict(top_k=9), dict(top_k=0), dict(top_k=-1), dict(top_p=1.0), dict(typical_p=1.0)):
-        assert kept(row, **params) == {0, 1, 2, 3}
-
-
 def test_ties_with_the_last_token_kept_are_kept():
     row = [0.0, 1.0, 0.0, 0.0, -5.0]
     for params in (dict(top_k=2), dict(top_p=0.5), dict(top_k=2, top_p=0.99), dict(min_p=0.3)):
@@ -138,14 +131,6 @@ def test_min_p_is_a_share_of_the_most_likely_token():
     assert kept(row, min_p=1.0) == {0}
     assert kept([3.0, 3.0, 1.0], min_p=1.0) == {0, 1}
     assert kept(row, min_p=0.7, temperature=5.0) == {0, 1, 2}  # of the distribution at this temperature
-
-
-def test_top_p_counts_among_what_top_k_left():
-    row = np.log([0.4, 0.3, 0.2, 0.1])
-    assert kept(row, top_p=0.6) == {0, 1}
-    assert kept(row, top_p=0.6, top_k=2) == {0, 1}
-    assert kept(row, top_p=0.56, top_k=2) == {0}  # 0.4 of 0.7
-    assert kept(row, top_p=0.5, min_p=0.7) == {0}
 
 
 def test_the_token_with_which_the_mass_meets_top_p_is_the_last():
@@ -164,11 +149,6 @@ def test_typical_tokens_have_the_information_of_the_whole():
     assert kept(row, typical_p=0.79) == {0, 1}
     assert kept(row, typical_p=0.81) == {0, 1, 2, 3}  # tied
     assert kept(row, typical_p=0.2, top_k=1) == {0}  # of one token left
-
-
-def test_of_one_token_there_is_no_choice():
-    for params in (dict(), dict(top_k=1), dict(top_p=0.1), dict(min_p=1), dict(typical_p=0.1)):
-        assert kept([-INF, 0.5, -INF], **params) == {1}
 
 
 def test_temperature_zero_takes_the_first_maximum():
@@ -325,19 +305,3 @@ def test_a_bad_row_leaves_its_neighbours_alone(library, vocab):
     for before, after in zip(good, got, strict=True):
         assert after[rest].tolist() == before[rest].tolist()
         assert ((after >= 0) & (after < vocab)).all()
-
-
-@every_library
-@pytest.mark.parametrize("in_one_pass", [False, True])
-def test_the_most_likely_token_and_whether_there_is_one(library, in_one_pass, monkeypatch):
-    """In one pass where the backend can: it says the largest logit, which is NaN or infinite for a bad row."""
-    rows = np.array([[0, 2, 2], [3, 1, 2], [float("nan"), 1, 2], [INF, 1, 0], [-INF, 1, 0], [-INF] * 3], np.float32)
-
-    def both(logits):
-        host = library.get(logits)
-        return library.put(host.argmax(axis=1).astype(np.int32)), library.put(host.max(axis=1))
-
-    monkeypatch.setattr(type(library), "best", lambda self, logits: both(logits) if in_one_pass else None)
-    ids, ok = sampling.best(library, library.put(rows))
-    assert library.get(ok).tolist() == [True, True, False, False, True, False]
-    assert library.get(ids)[[0, 1, 4]].tolist() == [1, 0, 1]

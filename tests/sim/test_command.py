@@ -71,11 +71,6 @@ def test_the_same_command_gives_the_same_figures(sim, tmp_path):
     assert found[0] == found[1] and set(found[0]["tenants"]) == {"tenant 1", "tenant 2", "tenant 3"}
 
 
-def test_more_requests_and_faster_ones(sim, trace):
-    status, out, _ = sim(trace, "--requests", 10, "--repeat", 3, "--speed", 2, "--tenants", 2)
-    assert status == 0 and out.startswith("trace.csv: 30 requests in 14.5 s")
-
-
 def test_a_step_time_from_a_file(sim, trace, tmp_path):
     file = tmp_path / "time.json"
     file.write_text(json.dumps({"seconds": {"step": 2.0, "token": 0, "row": 0, "position": 0, "pair": 0}}))
@@ -89,11 +84,6 @@ def test_a_step_time_from_a_file(sim, trace, tmp_path):
     assert "step must be seconds, from 0 to 1000; got -1" in sim(trace, "--step-time", file)[2]
 
 
-def test_refused_requests_are_named(sim, trace):
-    status, out, _ = sim(trace, "--max-model-len", 400)
-    assert status == 0 and "fcfs: 17 refused: PromptTooLong" in out
-
-
 @pytest.mark.parametrize("suffix, head", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_a_picture(trace, tmp_path, suffix, head):
     pytest.importorskip("matplotlib")
@@ -105,13 +95,6 @@ def test_a_picture(trace, tmp_path, suffix, head):
         again = tmp_path / "again.svg"
         bench([*grid, str(again)])
         assert again.read_bytes() == file.read_bytes()
-
-
-def test_a_picture_without_the_library(trace, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status = bench(["sim", trace, "--plot", str(tmp_path / "a.png")])
-    told = capsys.readouterr()
-    assert (status, told.out) == (1, "") and "extra 'plot'" in told.err and not (tmp_path / "a.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 import json
 import random
-from collections import OrderedDict
 
 import numpy as np
 import pytest
 
-from benchmarks.bench.work import make
 from hibachi.engine.scheduler.policy import Fair, Fcfs
 from hibachi.engine.simulator.feed import Arrivals, Offline
 from hibachi.engine.simulator.simulate import Setup, simulate
@@ -16,6 +14,7 @@ from hibachi.engine.simulator.trace import Trace
 from hibachi.errors import ConfigError
 
 from ..lib.command import called
+from .test_replay import lru_hit_rate
 
 SIZE = 64  # tokens of a piece
 
@@ -38,21 +37,6 @@ def conversations(n, seed=0):
     return trace_of(prompt, [rng.randint(1, 9) for _ in keys], keys)
 
 
-def lru_hit_rate(trace, capacity, order):
-    """Of the tokens of prompts, those that a cache of so many pieces has when they are computed in this order."""
-    cache, hit = OrderedDict(), 0
-    for i in order:
-        prompt, full = int(trace.prompt[i]), trace.keys[i][: int(trace.prompt[i]) // SIZE]
-        known = next((n for n, key in enumerate(full) if key not in cache), len(full))
-        hit += min(known, (prompt - 1) // SIZE) * SIZE
-        for key in reversed(full):
-            cache[key] = None
-            cache.move_to_end(key)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return hit / int(trace.prompt.sum())
-
-
 @pytest.fixture(scope="module")
 def talks():
     return conversations(600)
@@ -72,34 +56,6 @@ def test_composed_finds_what_an_lru_finds_in_sorted_prompts(talks, rows, points)
     if rows == 1:
         assert abs(found["file"] - lru_hit_rate(talks, blocks, range(len(talks)))) < points
     assert found["file"] < sorted_ - 0.2
-
-
-def test_a_rolling_window_finds_more_than_batches_of_its_size(talks):
-    """It waits for what joins a group, where a batch is over."""
-    window, blocks = 100, 150
-    rolling = simulate(
-        talks, Setup(max_num_seqs=1, num_blocks=blocks, order="composed", window=window), StepTime(), Fcfs
-    )
-    order = [
-        i
-        for start in range(0, len(talks), window)
-        for i in sorted(range(start, start + window), key=lambda i: talks.keys[i])
-    ]
-    assert rolling.summary()["hit_rate"] > lru_hit_rate(talks, blocks, order)
-
-
-def test_the_places_are_busy_to_the_end():
-    """Requests as of W1, each at most 256 tokens in and out; prompts are computed within the steps of others."""
-    work = make("W1", 1000, requests=1000)
-    trace = trace_of([len(r.prompt) for r in work], [r.max_tokens for r in work])
-    least = max(int(trace.output.max()), int(trace.output.sum()) / 64)
-    steps = {
-        order: simulate(
-            trace, Setup(max_num_seqs=64, max_num_batched_tokens=2048, order=order), StepTime(), Fcfs
-        ).outcome.steps
-        for order in ("file", "composed")
-    }
-    assert least <= steps["composed"] <= 1.02 * least < 1.1 * least < steps["file"]
 
 
 def test_in_the_order_of_the_file_all_are_there_at_the_start():
@@ -124,13 +80,6 @@ def test_leaps_change_nothing(talks):
     setup = Setup(max_num_seqs=4, num_blocks=150, order="composed", window=50)
     fast, slow = (simulate(talks, setup, StepTime(), Fcfs, fast=fast).outcome for fast in (True, False))
     assert fast.last.tolist() == slow.last.tolist() and fast.hit_tokens == slow.hit_tokens and fast.steps == slow.steps
-
-
-def test_what_cannot_be_served_is_passed_over():
-    trace = trace_of([4, 90, 4, 90], [3] * 4)
-    for order in ("file", "composed"):
-        run = simulate(trace, Setup(max_num_seqs=1, max_model_len=20, order=order), StepTime(), Fcfs)
-        assert run.outcome.refused == {"PromptTooLong": 2} and run.done.tolist() == [True, False, True, False]
 
 
 def test_feeds():
@@ -184,19 +133,3 @@ def test_the_command(capsys, tmp_path):
         assert (run["setup"]["order"], run["setup"]["window"]) == (order[0], order[-1] if order[2:] else 4096)
         hits[len(order), order[0]] = run["hit_rate"]
     assert hits[1, "file"] < 0.1 < hits[3, "composed"] < hits[1, "composed"] and hits[1, "composed"] > 0.5
-
-
-@pytest.mark.parametrize(
-    "args, status, message",
-    [
-        (["--order", "best"], 2, "invalid choice: 'best'"),
-        (["--window", "9"], 2, "--window goes with --order composed"),
-        (["--order", "file", "--window", "9"], 2, "--window goes with --order composed"),
-        (["--order", "composed", "--window", "0"], 1, "window must be at least 1; got 0"),
-        (["--order", "composed", "--scheduling-policy", "fair"], 1, "expected scheduling_policy='fcfs'"),
-        (["--order", "file", "--max-num-queued-reqs", "5"], 1, "expected no max_num_queued_reqs"),
-    ],
-)
-def test_what_the_command_refuses(capsys, args, status, message):
-    got, out, err = called(capsys, "sim", "--synthetic", "9", *args)
-    assert got == status and message in err and not out and "Traceback" not in err
