@@ -18,7 +18,6 @@ from hibachi.engine.runners.tokentable import TokenHistory, TokenTable
 from hibachi.llm.model import rope
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.registry import load_model
-from hibachi.testing.toys import SumLogits, SumPaged, SumState, SumTokens, expected
 from tests.engine.models import PATIENCE, Background, ints, until
 
 from ..lib.inside import built
@@ -177,24 +176,6 @@ def test_m9_a_row_that_could_not_be_filled_leaves_the_others_as_they_were(monkey
     table.fill(1, other)
     assert table.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
     assert table.read(1, 1990, 2000).tolist() == list(range(1990, 2000))
-
-
-@pytest.mark.parametrize("toy", [SumTokens, SumLogits, SumPaged, SumState])
-@pytest.mark.parametrize("width", [1, 4])
-def test_m9_rows_longer_than_the_table_is_wide(toy, width, monkeypatch):
-    """Prompts and outputs that cross its width, rows beside each other, and rows that are lost and computed again."""
-    monkeypatch.setattr(tokentable, "SIDE_BY_SIDE", (width, width))
-    backend = NumpyBackend()
-    options = (
-        dict(padding_token=0)
-        if toy in (SumTokens, SumLogits)
-        else dict(block_size=4, kv_cache_memory_bytes=12 * 4 * 12)
-    )
-    with AutoregressiveBatchInference(toy(backend), max_model_len=40, max_num_seqs=3, **options) as engine:
-        prompts = [[1] * n for n in (1, 3, 4, 5, 9, 20)]
-        streams = [engine.run(np.array(p), max_tokens=15) for p in prompts]
-        assert [ints(s.collect()) for s in streams] == [expected(p, 15) for p in prompts]
-        assert toy is not SumPaged or engine.stats().preemptions
 
 
 # ---- tables of positions -------------------------------------------------------------------------------------------

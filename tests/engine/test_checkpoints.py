@@ -62,15 +62,6 @@ def test_long_prompts_are_kept_in_between_as_well(engine):
         assert e.stats().prefix_hits == 256
 
 
-def test_a_burst_computes_the_common_part_once(engine):
-    with engine() as e:
-        common = prompt(256)
-        prompts = [np.concatenate([common, prompt(5, i)]) for i in range(1, 9)]
-        streams = [e.run(p, GREEDY) for p in prompts]
-        assert [s.collect() for s in streams] == [answer(p) for p in prompts]
-        assert e.stats().prefix_hits == 7 * 256
-
-
 def test_salts_do_not_meet_and_switched_off_nothing_is_kept(engine):
     with engine() as e:
         for salt in "ab":

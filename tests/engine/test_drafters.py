@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hibachi import AutoregressiveBatchInference, ConfigError, NumpyBackend, Sam
 from hibachi.engine.speculation import drafting as askers
 from hibachi.engine.speculation import find
 from hibachi.engine.speculation.drafter_thread import DrafterThread
-from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.speculation.howmany import HowMany
 from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.testing.toys import SumPaged, expected
@@ -194,19 +192,6 @@ def test_with_auto_one_whose_time_does_not_pay_is_asked_now_and_then():
     for _ in range(200):
         how.records.note(row.seq, 1, 1, "mine")
     assert mine._pays([row], 1)
-
-
-def test_a_step_without_a_question_is_charged_with_none():
-    """What the last question took is not taken from the time of later steps."""
-    noted = []
-    how = SimpleNamespace(costs=SimpleNamespace(note=lambda tokens, seconds: noted.append(seconds)))
-    mine = Drafting(askers.Apart(DrafterThread(Right(), 10, "mine"), how, "mine"), 4, how)
-    plan = SimpleNamespace(q=np.ones(1, int), draft=None, rows=[0])
-    mine.asker.seconds = 0.5
-    mine.took(plan, 2.0)
-    mine.propose(SimpleNamespace(order=(), table=None), None)  # nobody is there to be asked about
-    mine.took(plan, 2.0)
-    assert noted == [1.5, 2.0]
 
 
 def test_an_engine_in_another_process_takes_names_only():

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import time
 
 import numpy as np
 import pytest
@@ -120,23 +119,6 @@ def test_a_guess_is_drawn_as_the_main_model_draws():
             for more in (dict(top_k=3), dict(top_p=0.7), dict(min_p=0.2), {}):
                 e.run([1, 2], SamplingParams(temperature=1.5, seed=seed, max_tokens=20, **more)).collect()
         assert drafted(e).accepted == drafted(e).proposed == 300
-
-
-class Slow(Guesser):
-    def step(self, params, cache, x):
-        time.sleep(0.1)
-        return super().step(params, cache, x)
-
-
-def test_with_auto_a_slow_one_is_hardly_asked_and_its_time_is_not_the_main_models():
-    draft = Slow()
-    config = {"model": draft, "num_speculative_tokens": 4, "auto": True}
-    with engine(None, speculative_config=config, deterministic=True) as e:
-        for _ in range(3):
-            assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
-        costs = e.core.drafting.how.costs
-        assert all(size.cost()[1] < 0.2 for size in costs._sizes.values())
-        assert 3 <= len(draft.sizes) <= 24  # until its time was known
 
 
 def test_it_stops_where_it_is_not_sure():
@@ -316,16 +298,6 @@ def test_outputs_that_are_not_finite_propose_nothing_for_their_row():
         assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
         assert draft.calls == 1 and not drafted(e).proposed and not e.core.drafting.asker.model.off
 
-    def first(logits):
-        logits[0] = np.inf
-        return logits
-
-    r = Rows()
-    r.model.step = lambda p, c, x, step=r.model.step: (lambda out: (first(out[0]), out[1]))(step(p, c, x))
-    r.draft.calls._step = r.model.step
-    found, _ = r.ask((r.seq(0, [1, 2], 2), [1, 2]), (r.seq(1, [3, 4], 3), [1, 2, 3]))
-    assert found[0] == [] and found[1] == []  # the first of the rows that go on is spoilt in each call
-
 
 class Small(Guesser):
     max_model_len = 8
@@ -369,12 +341,6 @@ def test_what_cannot_guess_is_refused_at_the_start(draft, match):
 def test_numbers_of_guesses_that_are_none(k):
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
         engine(Guesser(), k=k)
-
-
-def test_more_guesses_than_a_request_may_have_tokens_are_harmless():
-    with engine(Guesser(), k=64, max_model_len=12) as e:
-        assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 10)
-        assert e.stats().steps == 2
 
 
 def test_its_pools_count_in_the_memory():

@@ -49,13 +49,6 @@ def test_a_request_without_a_seed_gets_a_fresh_one(serve):
     assert len(rows(engine.run(PROMPTS[0], SamplingParams(max_tokens=4), max_tokens=2))) == 2
 
 
-def test_include_stop_is_taken_from_the_parameters(serve):
-    engine = serve(DrawnState())
-    where = {"stop_rule": lambda batch: batch[:, 0] >= 0}
-    assert len(rows(engine.run(PROMPTS[0], SamplingParams(seed=1), **where))) == 1
-    assert not engine.run(PROMPTS[0], SamplingParams(seed=1, include_stop=False), **where).collect()
-
-
 @pytest.mark.parametrize(
     ("how", "name"),
     [
@@ -158,14 +151,6 @@ def test_uniform_and_normal_numbers_have_their_distributions():
         assert p_value(np.histogram(column, 40, (0, 1))[0], np.full(40, 1 / 40)) > 1e-3
     both = np.concatenate([uniform.T, normal.T, uniforms(np.arange(40_000), np.full(40_000, 3))[None]])
     assert abs(np.corrcoef(both) - np.eye(7)).max() < 0.025
-
-
-def test_numbers_along_a_sequence_have_their_distributions():
-    uniform, normal = draws(np.full(40_000, 12), np.arange(40_000), 2)
-    for column in (uniform[:, 0], uniform[:, 1]):
-        assert p_value(np.histogram(column, 40, (0, 1))[0], np.full(40, 1 / 40)) > 1e-3
-    assert abs(normal.mean(axis=0)).max() < 0.025 and abs(normal.std(axis=0) - 1).max() < 0.02
-    assert abs(np.corrcoef(normal[:-1, 0], normal[1:, 0])[0, 1]) < 0.025
 
 
 def test_a_number_depends_on_its_seed_position_and_index_only():

@@ -135,20 +135,6 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     pytest.fail("each load runs out of memory again")
 
 
-@every_toy
-@pytest.mark.parametrize("times", [1, 3])
-def test_memory_that_runs_out_in_the_midst(serve, toy, times):
-    backend = Breakable()
-    engine, streams = start(serve, toy(backend), PROMPTS)
-    backend.let(2)  # after some tokens
-    backend.wait()
-    backend.wait()
-    backend.errors = [MemoryError("no more")] * times
-    backend.open()
-    check(streams)
-    assert engine.stats().failed == 0
-
-
 def test_a_request_that_has_no_room_for_one_token(serve):
     """It alone fails, and afterwards the budget is what it was."""
 
@@ -320,74 +306,6 @@ def test_restart_after_a_lost_device(serve, toy, times, caplog):
     assert backend.caches == made * (1 + times)
     assert engine.health().restarts == times and engine.stats().failed == 0
     assert f"beginning again, {times} of 3" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_restart_with_the_errors_of_a_library(serve, name):
-    """On JAX the failed steps have consumed the cache: compiled steps are given it for good."""
-    if name == "torch":
-        import torch
-
-        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    else:
-        import jax
-
-        error = jax.errors.JaxRuntimeError("UNAVAILABLE: the device was reset")
-    base = type(hibachi.load_backend(name))
-
-    class Shaky(base):
-        steps = 0
-
-        def compile(self, fn, *, donate=()):
-            compiled = super().compile(fn, donate=donate)
-
-            def step(*args):
-                self.steps += 1
-                out = compiled(*args)
-                if self.steps % 9 == 5:
-                    raise error
-                return out
-
-            return step if getattr(fn, "__name__", "") == "step" else compiled
-
-    backend = Shaky()
-    engine = serve(SumPaged(backend), backend=backend, max_num_seqs=8, block_size=4, restart="on_failure")
-    check([engine.run(p, GREEDY, max_tokens=12) for p in PROMPTS], n=12)
-    assert engine.health().restarts and engine.stats().failed == 0
-
-
-class Dies(Breakable):
-    """The device is lost when a state is copied for the `at`-th time: to keep it, or to put it back."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.copies = at, 0
-
-    def compile(self, fn, *, donate=()):
-        if getattr(fn, "__name__", "") != "_copy_states":
-            return fn
-
-        def copy(*args):
-            self.copies += 1
-            if self.copies == self.at:
-                raise Lost("off the bus")
-            return fn(*args)
-
-        return copy
-
-
-@pytest.mark.parametrize("at", range(1, 7))
-@pytest.mark.parametrize("toy", [SumState, SumBoth])
-def test_a_device_that_is_lost_when_states_are_kept_or_put_back(serve, toy, at):
-    backend = Dies(at)
-    prompts = [[*PREFIX, *PREFIX, i] for i in range(6)]
-    engine = serve(toy(backend), backend=backend, max_num_seqs=2, block_size=4, restart="on_failure")
-    backend.open()
-    streams = [engine.run(p, GREEDY, max_tokens=5) for p in prompts]
-    check(streams, prompts)
-    stats = engine.stats()
-    assert stats.failed == 0 and stats.prefix_hits and engine.health().restarts == (backend.copies >= at)
-    assert backend.copies >= 4
 
 
 def test_restarts_are_bounded_and_a_step_that_succeeds_renews_them(serve):

@@ -127,17 +127,6 @@ def test_await(serve):
     assert asyncio.run(main()) == ([2, 2], [[2 * i] * 2 for i in range(20)])
 
 
-def test_an_item_can_be_read_by_anybody_as_often_as_they_like(together):
-    _, _, [item] = together(np.ones(2))
-
-    async def main():
-        return [r.tolist() for r in await asyncio.gather(item, item, asyncio.to_thread(item.result))]
-
-    readers = [Background(item.result) for _ in range(4)]
-    assert [r.result().tolist() for r in readers] + asyncio.run(main()) == [[2, 2]] * 7
-    assert item.done()
-
-
 def test_done_and_timeout(serve):
     model = GatedDouble()
     item = serve(model).run(np.ones(2))
@@ -273,18 +262,6 @@ def test_an_async_model(serve):
 
 
 # ---- the face ----------------------------------------------------------------------------------------------------
-
-
-def test_inputs_are_copied(serve):
-    model = GatedDouble()
-    engine = serve(model)
-    plug = engine.run(np.zeros(1))
-    model.wait()
-    x = np.ones(2)
-    item = engine.run(x)
-    x[:] = 7
-    model.open()
-    assert plug.result(PATIENCE).tolist() == [0] and item.result(PATIENCE).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("x", [1.5, [1, 2], np.float32(3), np.ones((2, 2), np.complex64), np.array(True)])

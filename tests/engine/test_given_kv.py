@@ -74,18 +74,6 @@ def test_only_tokens_that_are_not_given_are_computed(paged):
     assert engine.meters().computed == 5  # the first to the fifth new token; nobody asks what follows on the sixth
 
 
-def test_steps_that_overlap_take_them_as_well(paged):
-    backend = Late()
-    engine = paged(backend, overlap=True)
-    pairs = [begun([i] * (6 * i), 15) for i in range(1, 5)]
-    streams = [(engine.run([5, 5], GREEDY, max_tokens=40), expected([5, 5], 40))]
-    streams += [(submit(engine, r), wanted) for r, wanted in pairs]
-    for stream, wanted in streams:
-        assert stream.collect() == wanted
-    assert backend.ahead > 5
-    finish(engine)
-
-
 def test_they_are_written_again_when_the_cache_was_lost(paged):
     troubles = [None, None, None, Lost("gone"), None, Lost("gone again")]
     backend = Late(lambda: troubles.pop(0) if troubles else None)
@@ -270,14 +258,6 @@ def test_states_are_forgotten_as_well(paged):
     engine.reset_cache()
     assert engine.run([1] * 13, GREEDY, max_tokens=5).collect() == expected([1] * 13, 5)
     assert engine.stats().prefix_hits == hits > 0
-
-
-def test_a_closed_engine_says_so(paged):
-    engine = paged()
-    engine.run([1], GREEDY, max_tokens=1).collect()
-    engine.close()
-    with pytest.raises(hibachi.EngineClosed):
-        engine.reset_cache()
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

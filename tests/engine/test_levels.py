@@ -118,14 +118,6 @@ def test_join_and_leave_mid_flight(gated, rung):
     assert engine.stats().free_blocks == engine.stats().blocks
 
 
-@one_of_each
-def test_a_request_alone_equals_a_request_in_company(serve, rung):
-    engine = serve(rung.model(NUMPY), max_num_seqs=8, max_model_len=60, **rung.options)
-    alone = [ints(engine.run(p, rung.params, max_tokens=5).collect()) for p in PROMPTS]
-    company = [engine.run(p, rung.params, max_tokens=5) for p in PROMPTS]
-    assert [ints(s.collect()) for s in company] == alone
-
-
 class Doubtful(SumPaged):
     """The right token's logit is 5 instead of 1000, the others' is 0."""
 
@@ -249,13 +241,6 @@ def test_a_predicate_sees_native_tokens_of_all_rows_that_share_it(gated, rung):
     plug.collect()
     assert all(isinstance(b, np.ndarray) and b.dtype.kind == "i" for b in seen)
     assert [b.tolist() for b in seen] == [[4, 4], [8, 8], [6, 6]]
-
-
-@one_of_each
-def test_a_limit(serve, rung):
-    engine = serve(rung.model(NUMPY), **rung.options)
-    stream = engine.run([1, 2], rung.params, max_tokens=np.int64(3))
-    assert ints(stream.collect()) == [4, 8, 6] and stream.finish_reason == Finish.LENGTH
 
 
 @one_of_each

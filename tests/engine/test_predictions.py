@@ -8,7 +8,6 @@ import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
 from hibachi.llm.tokenizers.prompts import TextPrompts
-from hibachi.request import Request
 from hibachi.testing.toys import SumFrames, SumPaged, SumTokens, expected
 
 from ..guide.toyguides import rule, toy_guides
@@ -83,13 +82,6 @@ def test_where_nothing_is_proposed_it_has_no_effect():
     with engine() as e:
         stream = e.run([1, 2], GREEDY.with_(num_speculative_tokens=0), prediction=expected([1, 2], 20))
         assert stream.collect() == expected([1, 2], 20) and stream.predicted == (0, 0)
-
-
-def test_it_is_kept_only_where_it_is_of_use():
-    for config, kept in ((OURS, True), ("off", False)):
-        with engine(config) as e:
-            assert e.facts.speculates == kept
-            assert (e.check(Request([1, 2], GREEDY, prediction=[1, 2])).prediction is not None) == kept
 
 
 def test_of_a_text_no_more_is_read_than_fits_into_the_context():

@@ -95,19 +95,6 @@ def seconds_to_close(serve):
     return took
 
 
-def test_close_while_idle_or_never_used(serve):
-    serve().close()
-    took = []
-    for _ in range(3):
-        engine = serve()
-        engine.run([1], max_tokens=1).collect()
-        began = time.perf_counter()
-        engine.close()
-        took.append(time.perf_counter() - began)
-        assert not engine_threads()
-    assert min(took) < 0.3
-
-
 def test_run_after_close(serve):
     used, fresh = serve(), serve()
     used.run([1], max_tokens=1).collect()
@@ -324,19 +311,6 @@ def test_many_threads_start_one_engine(serve):
     callers = [Background(caller, i) for i in range(8)]
     assert [c.result() for c in callers] == [[[i * k + n for n in (1, 2, 3)] for k in range(10)] for i in range(8)]
     assert len(engine_threads()) == 1
-
-
-def test_several_event_loops_at_once(serve):
-    engine = serve(max_num_seqs=8)
-
-    async def main(i):
-        async def one(k):
-            return [int(t) async for t in engine.run([i + k], max_tokens=5)]
-
-        return await asyncio.gather(*[one(k) for k in range(10)])
-
-    loops = [Background(lambda i: asyncio.run(main(i)), i) for i in range(4)]
-    assert [x.result() for x in loops] == [[[i + k + n for n in range(1, 6)] for k in range(10)] for i in range(4)]
 
 
 def test_a_thread_that_cannot_start_is_the_callers_error(serve, monkeypatch):

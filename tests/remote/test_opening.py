@@ -32,11 +32,6 @@ def test_a_model_is_open_and_warm(engine, where):
         assert texts.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
-def test_further_options_reach_the_engine():
-    with pytest.raises(ConfigError, match="nonsense"):
-        open_settled(settings(), scheduling_policy="nonsense")
-
-
 def test_what_is_not_decided_is_left_to_the_engine():
     assert engine_options(settings()) == dict(
         max_num_seqs=64, max_num_batched_tokens=1024, enable_prefix_caching=True, stall_after=None

@@ -251,28 +251,23 @@ def test_an_interrupt_inside_a_loop_cancels():
 # ---- taking ----------------------------------------------------------------------------------------------------------
 
 
-def test_next_and_take_cancel_nothing_and_lose_nothing():
+WAYS = {  # (the next item, the next n)
+    "thread": (next, lambda s, n: s.take(n)),
+    "asyncio": (lambda s: asyncio.run(_awaited(anext, s)), lambda s, n: asyncio.run(s.atake(n))),
+    "trio": (lambda s: trio.run(anext, s), lambda s, n: trio.run(s.atake, n)),
+}
+each_way = pytest.mark.parametrize("first, take", WAYS.values(), ids=WAYS)
+
+
+@each_way
+def test_next_and_take_cancel_nothing_and_lose_nothing(first, take):
     p = Pipe(*range(9))
-    assert (next(p.stream), p.stream.take(2), p.stream.take(0), p.stream.take(np.int64(1))) == (0, [1, 2], [], [3])
+    assert [first(p.stream), take(p.stream, 2), take(p.stream, 0), take(p.stream, np.int64(1))] == [0, [1, 2], [], [3]]
     gc.collect()
     assert p.cancelled == 0 and p.stream.finish_reason is None
     p.end(Finish.LENGTH)
-    assert (p.stream.take(2), p.stream.take(10**30), p.stream.take(1), p.stream.take(1)) == ([4, 5], [6, 7, 8], [], [])
+    assert [take(p.stream, n) for n in (2, 10**30, 1, 1)] == [[4, 5], [6, 7, 8], [], []]
     assert p.cancelled == 0 and p.stream.finish_reason == Finish.LENGTH
-
-
-def test_anext_and_atake_cancel_nothing_and_lose_nothing(loop):
-    p = Pipe(*range(9))
-
-    async def main():
-        got = [await anext(p.stream), await p.stream.atake(2), await p.stream.atake(0), await p.stream.atake(1)]
-        gc.collect()
-        assert p.cancelled == 0 and p.stream.finish_reason is None
-        p.end(Finish.LENGTH)
-        return [*got, await p.stream.atake(2), await p.stream.atake(10**30), await p.stream.atake(1)]
-
-    assert loop(main) == [0, [1, 2], [], [3], [4, 5], [6, 7, 8], []]
-    assert p.cancelled == 0
 
 
 @pytest.mark.parametrize("end", [None, Finish.STOP])
@@ -298,8 +293,8 @@ def test_take_does_not_wait_for_more_than_it_gives():
     assert asyncio.run(asyncio.wait_for(p.stream.atake(1), 5)) == [3]
 
 
-@pytest.mark.parametrize("take", [lambda s, n: s.take(n), lambda s, n: asyncio.run(s.atake(n))], ids=["take", "atake"])
-def test_the_error_comes_after_the_items_before_it(take):
+@each_way
+def test_the_error_comes_after_the_items_before_it(first, take):
     p = Pipe(1, 2, 3)
     p.end(Finish.ERROR, boom())
     assert take(p.stream, 2) == [1, 2] and take(p.stream, 2) == [3] and take(p.stream, 0) == []
@@ -384,36 +379,14 @@ def said(pieces):
     return [(piece.text, piece.index) for piece in pieces]
 
 
-def test_pieces_are_taken(loop):
+@each_way
+def test_pieces_are_taken(first, take):
     p = Pipe(*b"ab c d ")
     text = text_of(p)
-
-    async def main():
-        got = [await anext(text), *await text.atake(2)]
-        p.end(Finish.LENGTH)
-        return got + await text.atake(9) + await text.atake(1)
-
-    assert said(loop(main)) == [("a", 0), ("b", 0), (" c", 0), (" d", 0), (" ", 0)]
-    p = Pipe(*b"ab c d ")
-    text = text_of(p)
-    got = [next(text), *text.take(2)]
+    got = [first(text), *take(text, 2)]
     p.end(Finish.LENGTH)
-    assert said(got + text.take(9) + text.take(1)) == [("a", 0), ("b", 0), (" c", 0), (" d", 0), (" ", 0)]
+    assert said(got + take(text, 9) + take(text, 1)) == [("a", 0), ("b", 0), (" c", 0), (" d", 0), (" ", 0)]
     assert p.cancelled == 0 and text.completion().text == "ab c d "
-
-
-def test_a_cancelled_atake_loses_no_piece(loop):
-    p = Pipe(*b"ab ")
-    text = text_of(p)
-
-    async def then():
-        while not p.awaited or p.channel.buffer:
-            await yielding()
-
-    loop(lambda: cancelled(lambda: text.atake(5), then))
-    p.push(*b"c")
-    p.end()
-    assert p.cancelled == 0 and said(text) == [("a", 0), ("b", 0), (" c", 0)]
 
 
 def test_an_interrupt_just_before_the_wait_is_noticed():
@@ -426,31 +399,6 @@ def test_an_interrupt_just_before_the_wait_is_noticed():
     with pytest.raises(KeyboardInterrupt):
         next(text)
     assert time.monotonic() - begun < PATIENCE / 2
-
-
-def test_an_interrupted_take_loses_no_piece():
-    p = Pipe(*b"ab ")
-    text = text_of(p)
-    interrupted_once(lambda: p.awaited and not p.channel.buffer)
-    with pytest.raises(KeyboardInterrupt):
-        text.take(5)
-    p.push(*b"c")
-    p.end()
-    assert p.cancelled == 0 and said(text) == [("a", 0), ("b", 0), (" c", 0)]
-
-
-@pytest.mark.parametrize("take", [lambda s, n: s.take(n), lambda s, n: asyncio.run(s.atake(n))], ids=["take", "atake"])
-def test_the_error_of_a_text_comes_after_its_pieces(take):
-    p = Pipe(*b"ab")
-    text = text_of(p)
-    p.end(Finish.ERROR, boom())
-    assert said(take(text, 5)) == [("a", 0), ("b", 0)]
-    for _ in range(2):
-        with pytest.raises(ModelError, match="boom"):
-            take(text, 1)
-    for read in (text.completion, lambda: list(text), text.completion):
-        with pytest.raises(ModelError, match="boom"):
-            read()
 
 
 def async_break(text):
@@ -510,16 +458,6 @@ def test_a_text_that_was_read_to_its_end_is_not_left(stop):
     assert said(text.take(5)) == [(" ", 0)] and p.cancelled == (stop is not None)  # by the stop string
     by_break(text)
     assert text.completion().text == "ab " and list(text) == []
-
-
-@pytest.mark.parametrize("stop", [None, "c"])
-def test_leaving_a_text_is_the_same_where_the_engine_was_faster(stop):
-    p = Pipe(*b"ab c", end=Finish.LENGTH)
-    text = text_of(p, stop=stop)
-    by_break(text)
-    for read in (next, list, TextStream.completion):
-        with pytest.raises(RequestError, match=LEFT):
-            read(text)
 
 
 # ---- tokenizers that raise, and Ctrl-C within ------------------------------------------------------------------------
@@ -596,16 +534,6 @@ def test_a_completion_needs_the_end_and_not_that_all_was_read():
     assert [c.text for c in text.completion().choices] == ["abd", "c"] and p.cancelled == 0
 
 
-def test_closing_a_text_is_not_leaving():
-    p = Pipe(*b"ab")
-    text = text_of(p)
-    text.close()
-    iter(text)
-    assert said(text.take(1)) == [("a", 0)] and said(text) == [("b", 0)] and text.take(1) == []
-    with pytest.raises(RequestError, match="was cancelled before it was done"):
-        text.completion()
-
-
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -617,25 +545,6 @@ def child():
     """The shipped model with its engine here, and with one in another process."""
     with LLM("tiny", backend="numpy") as here, RemoteLLM("tiny", backend="numpy") as there:
         yield here, there
-
-
-def test_other_requests_notice_nothing(serve):
-    with serve(Next(), max_num_seqs=4) as engine:
-        alone = [int(x) for x in engine.run([5], max_tokens=200)]
-        streams = [engine.run([5], max_tokens=200) for _ in range(4)]
-        left, interrupted, taken, whole = streams
-        by_break(left)
-        loop = iter(interrupted)
-        next(loop)
-        del loop
-        got = [int(x) for x in taken.take(3)]
-        got += [int(x) for x in [next(taken), *asyncio.run(taken.atake(7)), *taken]]
-        assert got == alone == [int(x) for x in whole]
-        for stream in (left, interrupted):
-            if stream.left:  # it may have been faster than we are
-                with pytest.raises(RequestError, match=LEFT):
-                    stream.take(1)
-        until(lambda: engine.stats().running == 0)
 
 
 def remote(llm, params):
