@@ -9,7 +9,7 @@ import hibachi
 from hibachi import ConfigError, InvalidModelOutput, InvalidRequest, NonFiniteOutput, SamplingParams
 from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
 
-from . import chi_square
+from ..decode.reference import distribution, fits
 from .frames import RUNGS, Flat, K, OwnFrames, StateFrames, V, WholeFrames
 
 LIBRARIES = ["numpy", "torch", "jax"]
@@ -58,8 +58,7 @@ def test_codebooks_are_drawn_apart(serve):
     engine = serve(Flat(flat), max_num_seqs=64)
     streams = [engine.run(np.zeros((1, 2), int), SamplingParams(seed=i, max_tokens=1)) for i in range(2000)]
     both = np.stack([frames(s)[0] for s in streams])
-    counts = np.bincount(both[:, 0] * 4 + both[:, 1], minlength=16)
-    assert chi_square.p_value(counts, np.full(16, 1 / 16)) > 1e-3
+    assert fits((both[:, 0] * 4 + both[:, 1]).tolist(), [1 / 16] * 16)
     first = (uniforms(np.arange(2000, dtype=np.uint64), np.ones(2000)) * 4).astype(int)
     assert np.array_equal(both[:, 0], first)
 
@@ -71,15 +70,24 @@ def test_seeds_of_codebooks_share_no_numbers():
     assert len(np.unique(numbers)) > 795
 
 
-def test_chi_square_of_a_third_of_the_cases():
-    found = [*chi_square.cases(["numpy"], 1000)]
-    assert len(found) == 20 and min(p for *_, p in found) > 1e-3
+DRAWN = np.random.default_rng(11).normal(size=(4, 12)) * 1.5
 
 
-@pytest.mark.slow
-def test_chi_square_of_sixty_cases_on_all_libraries():
-    found = [*chi_square.cases()]
-    assert len(found) == 60 and min(p for *_, p in found) > 1e-3
+@pytest.mark.parametrize(
+    "each",
+    [
+        ({}, {"temperature": 2.0}, {"top_k": 4}, {"temperature": 0.7}),
+        ({"top_p": 0.5}, {"top_p": 0.9, "temperature": 2.0}, {"min_p": 0.05, "top_k": 5}, {"typical_p": 0.7}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_each_codebook_is_drawn_by_its_own_distribution(library, each, serve):
+    engine = serve(Flat(DRAWN, library), max_num_seqs=256, backend=library)
+    how = SamplingParams(max_tokens=1, codebooks=each)
+    streams = [engine.run(np.zeros((1, 4), int), how.with_(seed=i)) for i in range(1000)]
+    drawn = np.stack([frames(s)[0] for s in streams])
+    assert all(fits(drawn[:, k].tolist(), distribution(DRAWN[k], **how)) for k, how in enumerate(each))
 
 
 @pytest.mark.parametrize("rung", RUNGS)

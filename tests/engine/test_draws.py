@@ -6,7 +6,7 @@ import pytest
 from hibachi import ConfigError, InvalidRequest, ModelError, SamplingParams
 from hibachi.engine.sampling.uniforms import draws, uniforms
 
-from .chi_square import p_value
+from ..decode.reference import fits
 from .frames import DrawnState, DrawnWhole, WholeFrames
 from .models import until
 
@@ -148,7 +148,7 @@ def test_uniform_and_normal_numbers_have_their_distributions():
     assert uniform.dtype == normal.dtype == np.float32
     assert uniform.min() > 0 and uniform.max() < 1 and np.isfinite(normal).all()
     for column in (*uniform.T, *norm.cdf(normal).T):
-        assert p_value(np.histogram(column, 40, (0, 1))[0], np.full(40, 1 / 40)) > 1e-3
+        assert fits((column * 40).astype(int).tolist(), [1 / 40] * 40)
     both = np.concatenate([uniform.T, normal.T, uniforms(np.arange(40_000), np.full(40_000, 3))[None]])
     assert abs(np.corrcoef(both) - np.eye(7)).max() < 0.025
 

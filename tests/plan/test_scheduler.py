@@ -68,25 +68,6 @@ def test_prefill_then_decode_until_the_limit():
     assert s.plan() == (None, {})
 
 
-def test_a_stop_token_ends_it_at_once():
-    s = Checked()
-    s.new("a", 3)
-    plan, _ = s.plan()
-    assert s.done(plan, stop="a") == {"a": Finish.STOP}
-    assert s.plan() == (None, {})
-
-
-def test_without_a_limit_it_runs_to_the_end_of_the_context():
-    s = Checked(max_model_len=6)
-    s.new("a", 3)
-    assert [s.step() for _ in range(4)] == [
-        {"a": (0, 3, True)},
-        {"a": (3, 1, True)},
-        {"a": (4, 1, True)},  # this draws token 6 of 6, which is never fed back
-        {},
-    ]
-
-
 # ---- budget and chunks -------------------------------------------------------------------------------------------
 
 
@@ -103,15 +84,6 @@ def test_the_budget_is_shared_in_order_of_arrival():
     s.new("c", 2)
     assert s.step() == {"a": (0, 4, True), "b": (0, 6, False)}
     assert s.step() == {"a": (4, 1, True), "b": (6, 1, True), "c": (0, 2, True)}
-
-
-def test_decode_rows_come_first_in_a_plan():
-    s = Checked()
-    s.new("a", 4)
-    s.step()
-    s.new("b", 3)
-    s.new("c", 1)  # a prompt of one token is a single-token row as well
-    assert list(s.step()) == ["a", "c", "b"]
 
 
 def test_decode_rows_get_their_token_before_any_prefill_chunk():
@@ -135,15 +107,6 @@ def test_decode_rows_get_their_token_before_any_prefill_chunk():
 # ---- admission ---------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_given_again_at_the_next_step():
-    s = Checked(rows=2)
-    s.new("a", 2)
-    s.new("b", 2)
-    s.new("c", 2)
-    s.step(stop="a")
-    assert s.step() == {"b": (2, 1, True), "c": (0, 2, True)}
-
-
 def test_blocks_for_prompt_and_output_are_reserved_at_admission():
     s = Checked(blocks=8, block_size=4, reserve_all=True)  # 7 to give away
     a = s.new("a", 4, max_new=5)  # positions 0 to 7 are stored; the last token is not fed back
@@ -151,17 +114,6 @@ def test_blocks_for_prompt_and_output_are_reserved_at_admission():
     s.step()
     assert (len(a.blocks), len(b.blocks), s.pool.free) == (2, 3, 2)
     assert s.block_table[a.row, :3].tolist() == [*a.blocks, 0]
-
-
-def test_nobody_overtakes_who_waits_for_blocks():
-    s = Checked(blocks=6, block_size=4, reserve_all=True)  # 5 to give away
-    s.new("a", 4, max_new=9)  # 3 blocks
-    big = s.new("big", 12, max_new=5)  # 4 blocks
-    s.new("small", 1, max_new=1)  # would fit
-    assert list(s.step()) == ["a"]
-    assert list(s.step(stop="a")) == ["a"]
-    assert list(s.step()) == ["small", "big"]
-    assert len(big.blocks) == 4
 
 
 @pytest.mark.parametrize("blocks, starts", [(7, False), (8, True)])
@@ -307,25 +259,6 @@ def test_fit_says_where_a_sequence_would_end():
 # ---- cancelling --------------------------------------------------------------------------------------------------
 
 
-def test_cancel_running_frees_row_and_blocks_for_the_next_step():
-    s = Checked(rows=1, blocks=4, block_size=4)
-    a = s.new("a", 8, max_new=4)
-    s.new("b", 8, max_new=4)
-    s.step()
-    assert s.drop(a, Finish.ERROR) and a.finish == Finish.ERROR
-    assert s.pool.free == 3
-    assert s.step() == {"b": (0, 8, True)}
-
-
-def test_cancel_twice_or_after_the_end():
-    s = Checked()
-    a = s.new("a", 2, max_new=1)
-    b = s.new("b", 2)
-    s.step()
-    assert not s.drop(a) and a.finish == Finish.LENGTH
-    assert s.drop(b) and not s.drop(b)
-
-
 def test_commit_says_who_is_alive():
     s = Checked()
     a, b, c = (s.new(name, 2) for name in "abc")
@@ -337,17 +270,6 @@ def test_commit_says_who_is_alive():
     assert (a.row >= 0, c.row >= 0) == (True, True)
 
 
-def test_a_row_given_to_somebody_else_in_between_is_recognised():
-    s = Checked(rows=1)
-    a, b = s.new("a", 2), s.new("b", 2)
-    plan_a, _ = s.plan()
-    s.drop(a)
-    plan_b, said = s.plan()
-    assert said == {"b": (0, 2, True)} and plan_a.rows.tolist() == plan_b.rows.tolist()
-    assert s.done(plan_a, stop="a") == {} and b.finish is None
-    assert s.done(plan_b, stop="b") == {"b": Finish.STOP}
-
-
 def test_prefilling_means_that_nothing_was_sampled_yet():
     s = Checked(chunk=2)
     a, b = s.new("a", 3), s.new("b", 30)
@@ -356,48 +278,6 @@ def test_prefilling_means_that_nothing_was_sampled_yet():
     assert s.prefilling(a)
     s.step()
     assert not s.prefilling(a) and s.prefilling(b)
-
-
-# ---- plans made ahead --------------------------------------------------------------------------------------------
-
-
-def test_plans_made_ahead_stand_on_placeholders():
-    s = Checked()
-    s.new("a", 3)
-    plans = [s.plan() for _ in range(3)]
-    assert [said for _, said in plans] == [{"a": (0, 3, True)}, {"a": (3, 1, True)}, {"a": (4, 1, True)}]
-    for plan, _ in plans:
-        assert s.done(plan) == {}
-    assert s.step() == {"a": (5, 1, True)}
-
-
-def test_a_stop_discards_the_plans_made_ahead():
-    s = Checked(rows=2)
-    s.new("a", 2)
-    s.new("b", 2)
-    s.new("c", 4)
-    first, second = s.plan()[0], s.plan()[0]
-    assert s.done(first, stop="a") == {"a": Finish.STOP}
-    third, said = s.plan()
-    assert said == {"b": (3, 1, True), "c": (0, 4, True)}  # c has the row of a, which is still in `second`
-    assert s.done(second, stop="a") == {}
-    assert s.done(third, stop="c") == {"c": Finish.STOP}
-
-
-def test_forget_computes_everything_again_and_nothing_twice():
-    s = Checked(chunk=4)
-    s.new("a", 3)
-    s.new("b", 6)
-    s.step()
-    s.step()
-    lost, said = s.plan()
-    assert said == {"a": (4, 1, True), "b": (6, 1, True)}
-    assert [seq.owner for seq, _ in s.forget()] == ["a", "b"]
-    s.check()
-    assert s.done(lost) == {}  # its tokens are lost
-    assert s.step() == {"a": (0, 4, False), "b": (0, 4, False)}  # a knows 5 tokens: 3 and two that it drew
-    assert s.step() == {"a": (4, 1, True), "b": (4, 3, True)}
-    assert s.step() == {"a": (5, 1, True), "b": (7, 1, True)}
 
 
 # ---- who lost a row -----------------------------------------------------------------------------------------------
