@@ -3,7 +3,6 @@
 Most tests hold the other end of the pipe in their own hands (`Puppet`); some have a process that runs.
 """
 
-import gc
 import os
 import pickle
 import signal
@@ -41,6 +40,7 @@ from hibachi.llm.remote.child import Child, EngineReady, Outbox, OutChannel, _po
 from hibachi.llm.remote.engine import RemoteEngine
 from hibachi.llm.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
+from tests.adversary.drawn import Mute, Own, Unpicklable
 from tests.engine.models import PATIENCE, Background, until
 from tests.lib.inside import refuses, unanswered, unended
 
@@ -138,26 +138,6 @@ def there():
 
 
 # ---- C3: no lock that a destructor can meet ------------------------------------------------------------------------
-
-
-def test_c3_streams_dropped_in_cycles_while_others_are_sent(there):
-    params = LONG.with_(max_tokens=5, stop_token_ids=list(range(5, 40)), logit_bias={i: 1.0 for i in range(40)})
-
-    def drop():
-        before = gc.get_threshold()
-        try:
-            for i in range(60):
-                gc.set_threshold(20 + 13 * i % 380, 2, 2)  # so that it comes by anywhere
-                box = [there.stream("She was", params)]
-                box.append(box)
-                del box
-        finally:
-            gc.set_threshold(*before)
-
-    Background(drop).result()
-    gc.collect()
-    assert there.generate("She was", LONG)[0].token_ids
-    assert not unended(there.engine)
 
 
 def test_c3_a_destructor_in_the_midst_of_anything(stage, monkeypatch):
@@ -341,20 +321,6 @@ def test_every_error_survives_the_way(kind):
     assert again.__cause__ is None and str(again) == str(error)
 
 
-class Unpicklable(Exception):
-    def __reduce__(self):
-        raise TypeError("not me")
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("nor me")
-
-
-class Panic(BaseException):
-    pass
-
-
 class OwnFault(NonFiniteOutput):
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
@@ -363,7 +329,7 @@ class OwnFault(NonFiniteOutput):
 @pytest.mark.parametrize(
     "error, kind, text",
     [
-        (Panic("regex"), ModelError, "Panic: regex"),
+        (Own("regex"), ModelError, "Own: regex"),
         (SystemExit(3), ModelError, "SystemExit: 3"),
         (Unpicklable("x"), ModelError, "Unpicklable: x"),
         (Mute("x"), ModelError, "Mute: (its message could not be made)"),

@@ -87,22 +87,6 @@ def test_an_engine_that_hangs_says_so_while_it_hangs(serve, caplog):
     until(lambda: engine.health().state == "idle")
 
 
-def test_the_log_tells_of_a_hanging_engine_though_nobody_asks(serve, caplog):
-    gate = Gate()
-    with caplog.at_level(logging.ERROR, "hibachi.engine"):
-        engine = serve(gate, stall_after=0.05)
-        stream = engine.run([1], max_tokens=2)
-        gate.wait()
-        until(lambda: "No step for" in caplog.text)
-        time.sleep(0.1)
-        assert caplog.text.count("No step for") == 1
-        gate.let()
-        gate.wait()
-        until(lambda: caplog.text.count("No step for") == 2)  # it hangs anew
-    gate.open()
-    assert ints(stream.collect()) == [2, 3]
-
-
 def test_an_idle_engine_is_never_stalled(serve, caplog):
     engine = serve(stall_after=0.02)
     engine.run([1], max_tokens=1).collect()

@@ -10,8 +10,6 @@ import pytest
 from hibachi import (
     EngineFailed,
     Finish,
-    ModelError,
-    NonFiniteOutput,
     NumpyBackend,
     SamplingParams,
 )
@@ -191,49 +189,6 @@ def test_a_device_that_is_lost_ends_every_stream_if_we_may_not_begin_again(serve
     for stream in streams:
         with pytest.raises(EngineFailed, match="off the bus"):
             list(stream)
-
-
-@pytest.mark.parametrize("what", ["raises", "nan"])
-def test_a_guilty_row_fails_alone_while_the_next_step_runs(serve, what):
-    class Bad(SumPaged):
-        def step(self, params, cache, x):
-            bad = x.tok == 7
-            if what == "nan":
-                return step_with_nan(super().step, bad, params, cache, x)
-            if bad.any():
-                raise ValueError("poisoned")
-            return super().step(params, cache, x)
-
-    backend = Late()
-    engine = served(serve, backend, Bad, max_num_seqs=6)
-    prompts = [[k] for k in range(6)]
-    streams = [engine.run(p, GREEDY, max_tokens=20) for p in prompts]
-    for prompt, stream in zip(prompts, streams, strict=True):
-        want = [*prompt, *expected(prompt, 20)]
-        if 7 not in want[:-1]:
-            assert list(stream) == want[1:]
-            continue
-        with pytest.raises((ModelError, NonFiniteOutput)):
-            list(stream)
-    finish(engine)
-
-
-def test_rows_change_hands_while_a_step_is_in_flight(serve):
-    """Cancelled and expired rows are given away at once: what the step in flight draws for them goes to nobody."""
-    backend = Late()
-    engine = served(serve, backend, max_num_seqs=2)
-    kept = []
-    for k in range(30):
-        stream = engine.run([k % 10, 1], GREEDY, max_tokens=40)
-        if k % 3:
-            for _, got in zip(range(k % 4), stream, strict=False):
-                assert got in range(10)
-            stream.close()
-        else:
-            kept.append((stream, expected([k % 10, 1], 40)))
-    for stream, want in kept:
-        assert list(stream) == want
-    finish(engine)
 
 
 def troubled(seed, toy=SumPaged):

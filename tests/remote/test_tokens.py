@@ -107,19 +107,6 @@ def test_any_kind_of_token_in_one_engine(model):
     assert came(steps, steps.submit([[1, 2]], max_tokens=1)) == [[2, 3]]  # a list will do
 
 
-def test_four_codebooks_end_at_the_frame_that_the_class_names(model):
-    frames = model("Frames")
-    assert frames.engine.facts.token == ((4,), "int16") and not frames.engine.facts.labels
-    until(lambda: frames.stats().new_tokens >= 2)  # one of its example_prompts was computed before anybody came
-    stream = frames.submit([[4, 4, 4, 4], [3, 6, 9, 4]])
-    assert came(frames, stream) == [[2, 4, 6, 0], [1, 2, 3, 0], [0, 0, 0, 0]] and stream.finish_reason == "stop"
-    stream = frames.submit([[3, 6, 9, 4]], include_stop=False)
-    assert came(frames, stream) == [[2, 4, 6, 0], [1, 2, 3, 0]] and stream.finish_reason == "stop"
-    one = frames.submit([[3, 6, 9, 4]], stop_rule=[[1, 2, 3, 0]])  # beside the class's own, which still holds
-    other = frames.submit([[3, 6, 9, 4]], stop_rule=[[1, 1, 1, 1]])
-    assert len(came(frames, one)) == 2 and len(came(frames, other)) == 3 and other.finish_reason == "stop"
-
-
 def test_real_values_end_where_the_predicate_of_the_class_says_so(model):
     falling = model("Falling")
     assert falling.engine.facts.token == ((2,), "float64")
