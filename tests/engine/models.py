@@ -21,6 +21,26 @@ class Next:
         return tokens[:, -1] + 1
 
 
+class Soft:
+    """Before a toy of level 2: its logits leave a doubt, so that sampling may draw any token."""
+
+    def step(self, params, cache, x):
+        logits, cache = super().step(params, cache, x)
+        return logits / 500, cache
+
+
+class Counting:
+    """Before a toy of level 2: notes how many tokens each of its calls has; each program, where steps are compiled."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.sizes = []
+
+    def step(self, params, cache, x):
+        self.sizes.append(len(x.tok))
+        return super().step(params, cache, x)
+
+
 class Turnstile:
     """Lets one step through at a time, so that a test decides what happens during a step."""
 

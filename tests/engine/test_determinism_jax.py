@@ -1,17 +1,14 @@
 """JAX with steps of fixed shape, and with native kernels: the bits of a request's tokens and log-probabilities, whoever
 shares its batch."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
-from hibachi.backend.layout import Paged, StepInputs
 from hibachi.common.shapes import size_for
 from hibachi.engine.build import cached_runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables
-from hibachi.engine.scheduler.lower import lower
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.step import Limits
 from hibachi.llm.model.files import locate, open_files
@@ -169,44 +166,3 @@ def test_the_programs_are_compiled_before_the_first_request(tiny_eight, eight):
         results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny_eight.vocab_size))])
     assert sorted(at_start) == [STEP_TOKENS, 32]
     assert seen == at_start
-
-
-# ---- attention -----------------------------------------------------------------------------------------------------
-
-SPECIAL = [{}, dict(window=40), dict(softcap=5.0, scale=0.3)]
-
-
-@pytest.mark.parametrize(
-    "block_size, special",
-    [
-        *((16, special) for special in SPECIAL),
-        (48, SPECIAL[0]),
-        *(pytest.param(48, special, marks=pytest.mark.slow) for special in SPECIAL[1:]),
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_attention_agrees_with_the_plain_kernel(special, block_size, eight):
-    loops, dense = JaxBackend(native=False), JaxBackend(native=False)
-    dense._loops = False  # as on accelerators
-    blocks = 480 // block_size
-    table = np.arange(1, 3 * blocks + 1, dtype=np.int32).reshape(3, blocks)
-    start, q = np.array([300, 127, 0], np.int32), np.array([1, 2, 5], np.int32)
-    outs = []
-    for b, tiles in ((dense, (1, 32)), (eight, eight.shapes.tiles), (loops, (1, 32)), (loops, (1, 4))):
-        rng = np.random.default_rng(0)
-        random = lambda *shape: b.put(rng.standard_normal(shape), "float32")  # noqa: B023, E731
-        spec = Paged(2, 16, 8)
-        shapes = (3 * blocks + 1, block_size, 2)
-        cache = random(*shapes, spec.k_dim).at[0].set(jnp.nan), random(*shapes, spec.v_dim)  # values are finite
-        packed = lower(np.arange(3), start, q, np.ones(3, bool), table, block_size, tiles=tiles)
-        x = StepInputs(tok=None, **{f: b.put(getattr(packed, f)) for f in packed.__dataclass_fields__})
-        turn = (lambda c: c.swapaxes(1, 2)) if b is loops else (lambda c: c)  # how it lies in memory
-        out, after = b.attend(
-            random(8, 6, 16), random(8, 2, 16), random(8, 2, 8), tuple(map(turn, cache)), x, **special
-        )
-        outs.append([np.asarray(out), *(np.asarray(turn(c))[1:] for c in after)])
-    for other in outs[1:]:
-        for one, another in zip(outs[0], other, strict=True):
-            np.testing.assert_allclose(one, another, rtol=2e-5, atol=2e-6)
-        assert np.isfinite(other[0]).all()

@@ -139,21 +139,6 @@ def test_a_model_that_fails_once_harms_nobody(batch, toy, at):
     assert trap.passes > at and engine.stats().failed == 0
 
 
-def test_an_error_after_tokens_keeps_the_tokens(batch):
-    """1 → 2 4 8: the trap is the 8 that it drew itself."""
-
-    def trap(tokens):
-        if (tokens == 8).any():
-            raise RuntimeError("eight")
-
-    _, streams = batch(Laid(SumPaged(NUMPY), trap), [[1], [5]])
-    got = []
-    with pytest.raises(ModelError, match="eight"):
-        for token in streams[0]:
-            got.append(token)
-    assert got == [2, 4, 8]
-
-
 # ---- not finite --------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from hibachi.engine.speculation.howmany import Costs
 from hibachi.testing.toys import SumPaged, expected
 
 from ..guide.toyguides import rule, toy_guides
+from .models import Counting
 
 
 class Oracle:
@@ -39,16 +40,8 @@ class Random:
         return [[self.random.randrange(self.vocab) for _ in range(self.random.randrange(k + 1))] for k in most]
 
 
-class Counting(SumPaged):
-    """Counts its calls, and the tokens of each."""
-
-    def __init__(self, backend):
-        super().__init__(backend)
-        self.sizes = []
-
-    def step(self, params, cache, x):
-        self.sizes.append(len(x.tok))
-        return super().step(params, cache, x)
+class CountingPaged(Counting, SumPaged):
+    pass
 
 
 def engine(drafter, k=4, model=SumPaged, **options):
@@ -66,7 +59,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 def test_four_right_proposals_give_five_tokens_in_one_call_and_a_wrong_first_one_gives_one():
     """V-28."""
     for wrong, tokens in ((99, [1, 5, 5, 5, 4]), (0, [1] * 20), (2, [1, 3, 3, 3, 3, 3, 3, 1])):
-        with engine(Oracle(wrong), model=Counting) as e:
+        with engine(Oracle(wrong), model=CountingPaged) as e:
             stream = e.run([1, 2], GREEDY)
             e.model.sizes.clear()
             assert stream.collect() == expected([1, 2], 20)

@@ -16,7 +16,7 @@ from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState,
 from hibachi_jax import JaxBackend
 
 from ..guide.toyguides import rule, toy_guides
-from .models import until
+from .models import Counting, Soft, until
 from .test_speculation import GREEDY, Oracle, Random
 
 DRAFTERS = {"right": Oracle, "wrong": lambda: Oracle(0), "half right": lambda: Oracle(2), "random": Random}
@@ -65,14 +65,6 @@ def check_same(make, drafter, options, n=14):
     return e
 
 
-class Soft:
-    """Logits that leave a doubt, so that sampling may draw any token."""
-
-    def step(self, params, cache, x):
-        logits, cache = super().step(params, cache, x)
-        return logits * 0.003, cache
-
-
 class SoftState(Soft, SumState):
     pass
 
@@ -97,16 +89,8 @@ def test_states_go_on_as_if_wrong_proposals_had_never_been(library, toy, drafter
     check_same(make, drafter, [few | {"k": 3}, few | {"k": 7, "cache_tokens": 64}])
 
 
-class Counting(SumState):
-    """Notes the tokens of each of its calls."""
-
-    def __init__(self, backend):
-        super().__init__(backend)
-        self.sizes = []
-
-    def step(self, params, cache, x):
-        self.sizes.append(len(x.tok))
-        return super().step(params, cache, x)
+class CountingState(Counting, SumState):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -118,7 +102,7 @@ class Counting(SumState):
 )
 def test_calls_of_a_state_with_proposals(wrong, sizes):
     backend = hibachi.load_backend("numpy")
-    with engine(Counting(backend), Oracle(wrong), k=4) as e:
+    with engine(CountingState(backend), Oracle(wrong), k=4) as e:
         assert e.run([1, 2], GREEDY).collect() == expected([1, 2], 20)
         assert e.model.sizes == sizes
 
@@ -126,16 +110,8 @@ def test_calls_of_a_state_with_proposals(wrong, sizes):
 # ---- backends that compile a program for each shape ----------------------------------------------------------------
 
 
-class Traced(SumPaged):
-    """Notes how often it was traced, which is once for each program."""
-
-    def __init__(self, backend):
-        super().__init__(backend)
-        self.programs = []
-
-    def step(self, params, cache, x):
-        self.programs.append(len(x.tok))
-        return super().step(params, cache, x)
+class CountingPaged(Counting, SumPaged):
+    pass
 
 
 class SoftPaged(Soft, SumPaged):
@@ -158,17 +134,17 @@ def test_proposals_are_tokens_like_others_where_each_shape_is_compiled(jax):
 @pytest.mark.parametrize("jax", ["kernels", "invariant"])
 def test_no_program_is_compiled_for_proposals(jax):
     """A step of n tokens, proposals among them, has the shape of a step of n rows."""
-    with engine(Traced(COMPILED[jax]()), Oracle(), k=0, max_num_seqs=16) as e:
+    with engine(CountingPaged(COMPILED[jax]()), Oracle(), k=0, max_num_seqs=16) as e:
         for n in (1, 2, 3, 4, 8, 12, 16):
             for stream in [e.run([i % 10, 2], GREEDY) for i in range(n)]:
                 stream.collect()
-        before = len(e.model.programs)
+        before = len(e.model.sizes)
         e.core.drafting = Drafting(Direct(Oracle(), 10), 7)
         for n in (1, 2):
             streams = [e.run([i, 2], GREEDY) for i in range(n)]
             assert [s.collect() for s in streams] == [expected([i, 2], 20) for i in range(n)]
         assert e.meters().drafted.accepted > 30
-        assert len(e.model.programs) == before, e.model.programs
+        assert len(e.model.sizes) == before, e.model.sizes
 
 
 # ---- models without a cache ----------------------------------------------------------------------------------------
