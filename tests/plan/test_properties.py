@@ -8,12 +8,11 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from hibachi.engine.scheduler.step import Limits
 from hibachi.request import Finish
 
-from .world import ALIKE, POLICIES, VOCAB, Request, World, drive, random_request, random_world
+from .world import POLICIES, Request, World, drive, random_request, random_world
 
 QUIET = dict(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -115,120 +114,6 @@ def test_every_stream_equals_its_solo_run_many_times(seed, strict):
     world = random_world(rng, strict=strict, proposals=random.Random(seed) if seed % 2 else None)
     requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 20))]
     drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.1, 0.5, 0.9)))
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Every command at any time; Hypothesis looks for the shortest sequence that breaks something."""
-
-    requests = Bundle("requests")
-
-    @initialize(
-        rows=st.integers(1, 4),
-        budget=st.integers(1, 24),
-        chunk=st.integers(1, 16),
-        blocks=st.integers(5, 12),
-        block_size=st.sampled_from([1, 2, 4]),
-        prefill=st.sampled_from([None, 1, 4]),
-        max_num_queued_reqs=st.sampled_from([None, 2]),
-        reserve_all=st.booleans(),
-        policy=st.sampled_from(POLICIES),
-        depth=st.integers(1, 3),
-        proposals=st.one_of(st.none(), st.integers(0, 9)),
-    )
-    def begin(self, rows, budget, policy, depth, proposals, **limits):
-        proposals = None if proposals is None else random.Random(proposals)
-        limits = Limits(rows, max(rows, budget), max_model_len=24, **limits)
-        self.world = World(limits, policy(), depth, proposals=proposals)
-        self.all = []
-
-    @rule(
-        target=requests,
-        alike=st.integers(0, 8),
-        tail=st.lists(st.integers(0, 1), min_size=1, max_size=3),
-        max_new=st.one_of(st.none(), st.integers(1, 8)),
-        stop=st.one_of(st.none(), st.integers(0, VOCAB - 1)),
-        shares=st.booleans(),
-        salt=st.sampled_from("ab"),
-        priority=st.integers(0, 2),
-        tenant=st.sampled_from("xyz"),
-        within=st.one_of(st.none(), st.integers(1, 10)),
-        start_within=st.one_of(st.none(), st.integers(1, 5)),
-    )
-    def add(self, alike, tail, max_new, stop, within, start_within, **terms):
-        now = self.world.now
-        request = Request(
-            len(self.all),
-            [*ALIKE[:alike], *tail],
-            max_new,
-            [] if stop is None else [stop],
-            deadline=None if within is None else now + within,
-            start_by=None if start_within is None else now + start_within,
-            **terms,
-        )
-        self.all.append(request)
-        self.world.add(request)
-        return request
-
-    @rule(n=st.integers(1, 6))
-    def steps(self, n):
-        for _ in range(n):
-            self.world.tick()
-
-    @rule(request=consumes(requests))
-    def cancel(self, request):
-        if request.name in self.world.live:
-            self.world.cancel(request)
-
-    @rule(request=requests)
-    def poison(self, request):
-        if request.name in self.world.live:
-            self.world.poison.add(request.name)
-
-    @rule(request=requests)
-    def pause(self, request):
-        if request.name in self.world.live:
-            self.world.pause(request)
-
-    @rule(request=requests)
-    def unpause(self, request):
-        self.world.unpause(request)
-
-    @rule(seconds=st.integers(1, 3))
-    def time_goes_by(self, seconds):
-        self.world.expire(seconds)
-
-    @rule(budget=st.integers(1, 24))
-    def limit(self, budget):
-        self.world.limit(min(budget, self.world.limits.budget))
-
-    @precondition(lambda self: self.world.flying)
-    @rule()
-    def roll_back(self):
-        self.world.abort()
-
-    @rule()
-    def lose_the_cache(self):
-        self.world.flying.clear()
-        self.world.forget()
-
-    @invariant()
-    def whoever_is_not_here_has_ended(self):
-        if hasattr(self, "world"):
-            assert all(bool(r.ends) == (r.name not in self.world.live) for r in self.all)
-
-    def teardown(self):
-        if not hasattr(self, "world"):
-            return
-        world = self.world
-        for request in list(world.live.values()):
-            world.unpause(request)
-        while world.tick():
-            pass
-        world.drained()
-
-
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, **QUIET)
 
 
 # ---- what random orders seldom hit -------------------------------------------------------------------------------
