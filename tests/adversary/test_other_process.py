@@ -352,24 +352,6 @@ import numpy as np
 class Own(Exception):
     pass
 
-class Raises:
-    vocab_size, max_model_len = 26, 64
-
-    def __init__(self):
-        if not os.fork():  # a process of the model's own, which outlives the engine's
-            open(__file__ + ".pid", "w").write(str(os.getpid()))
-            time.sleep(60)
-            os._exit(0)
-
-    deterministic = False  # no calls but those of requests
-
-    def logits(self, tokens, lengths):
-        if (tokens == 13).any():
-            raise Own("thirteen")
-        if (tokens == 14).any():
-            time.sleep(60)
-        return np.eye(26, dtype=np.float32)[(tokens[:, -1] + 1) % 26] * 10
-
 class Lost(Exception):
     pass
 
@@ -377,15 +359,25 @@ class Fragile(hibachi.NumpyBackend):
     def fatal(self, error):
         return isinstance(error, Lost)
 
-class Loses:
+class Raises:
     vocab_size, max_model_len, backend = 26, 64, Fragile()
-
     deterministic = False  # no calls but those of requests
 
     def logits(self, tokens, lengths):
         if (tokens == 13).any():
+            raise Own("thirteen")
+        if (tokens == 14).any():
+            time.sleep(60)
+        if (tokens == 15).any():
             raise Lost("the device")
         return np.eye(26, dtype=np.float32)[(tokens[:, -1] + 1) % 26] * 10
+
+class Forks(Raises):
+    def __init__(self):
+        if not os.fork():  # a process of the model's own, which outlives the engine's
+            open(__file__ + ".pid", "w").write(str(os.getpid()))
+            time.sleep(60)
+            os._exit(0)
 """
 
 
@@ -397,7 +389,7 @@ def raising(tmp_path_factory):
 
 
 def test_an_error_of_the_models_own_type_ends_its_request_only(raising):
-    with RemoteLLM(f"{raising}:Raises", backend="numpy") as llm:
+    with RemoteLLM(f"{raising}:Forks") as llm:
         params = SamplingParams(temperature=0, max_tokens=5)
         good, bad = llm.stream([1], params), llm.stream([13], params)
         with pytest.raises(ModelError, match="thirteen") as caught:
@@ -415,8 +407,8 @@ def test_an_error_of_the_models_own_type_ends_its_request_only(raising):
 
 def test_an_engine_that_has_failed_for_good_gets_a_new_process(raising):
     params = SamplingParams(temperature=0, max_tokens=3)
-    with RemoteLLM(f"{raising}:Loses", restart="on_failure") as llm:
-        first, bad = llm.engine.pid, llm.stream([13], params)
+    with RemoteLLM(f"{raising}:Raises", restart="on_failure") as llm:
+        first, bad = llm.engine.pid, llm.stream([15], params)
         with pytest.raises(EngineFailed, match="the device"):
             Background(bad.tokens.collect).result()
         until(lambda: llm.engine.restarts == 1 and llm.health().ok)
