@@ -70,13 +70,13 @@ def trap_poison(tokens):
 class Once:
     """Fails in the `at`-th pass, and never again."""
 
-    def __init__(self, at):
-        self.at, self.passes = at, 0
+    def __init__(self, at, error=RuntimeError):
+        self.at, self.error, self.passes = at, error, 0
 
     def __call__(self, tokens):
         self.passes += 1
         if self.passes == self.at:
-            raise RuntimeError("a bad moment")
+            raise self.error("a bad moment")
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def losing(toy, trap):
         def step(self, params, cache, x):
             try:
                 trap(x.tok)
-            except RuntimeError:
+            except (RuntimeError, MemoryError):
                 if backend.donates:
                     backend.lost = True
                     for layer in cache:
@@ -336,13 +336,16 @@ def losing(toy, trap):
 @pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth])
 @pytest.mark.parametrize("at", [2, 3, 5])
 @pytest.mark.parametrize("budget", [2048, 9])
-def test_a_lost_cache_is_built_again_and_nobody_notices(batch, toy, at, budget):
-    model, backend = losing(toy, Once(at))
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_lost_cache_is_built_again_and_nobody_notices(batch, toy, at, budget, error):
+    """Where memory ran out, it is still donated: keeping two takes more."""
+    model, backend = losing(toy, Once(at, error))
     engine, streams = batch(model, GOOD, backend=backend, block_size=4, max_num_batched_tokens=budget)
     check_good(streams)
-    runner = engine.core.runner
-    made = len(runner.memory.cache) + sum(kept is not None for kept in runner.memory.kept)
+    memory = engine.core.runner.memory
+    made = len(memory.cache) + sum(kept is not None for kept in memory.kept)
     assert backend.caches == 2 * made and engine.stats().failed == 0
+    assert memory.donating == (error is MemoryError)
 
 
 @pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth])

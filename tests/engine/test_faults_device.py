@@ -168,40 +168,6 @@ def test_memory_that_runs_out_for_good_fails_all(serve):
     assert engine.run([1, 2], GREEDY, max_tokens=3).collect() == expected([1, 2], 3)
 
 
-def test_memory_that_runs_out_takes_a_donated_cache_with_it(serve):
-    """As on JAX: the failed call has consumed the cache. It is made anew, and still donated: keeping two takes more."""
-
-    class Losing(Breakable):
-        lost = False
-
-        def usable(self, cache):
-            return not self.lost
-
-        def make_cache(self, *args, **sizes):
-            self.lost = False
-            return super().make_cache(*args, **sizes)
-
-    class Spoils(SumPaged):
-        again = False
-
-        def step(self, params, cache, x):
-            if self.again:
-                self.again, self.backend.lost = False, True
-                for half in cache[0]:
-                    half[:] = np.nan
-                raise MemoryError("no more")
-            return super().step(params, cache, x)
-
-    backend = Losing()
-    model = Spoils(backend)
-    engine, streams = start(serve, model, PROMPTS)
-    model.again = True
-    backend.open()
-    check(streams)
-    assert backend.caches == 2 and engine.core.runner.memory.donating
-    assert engine.core.scheduler.budget < 1024
-
-
 def test_what_a_failed_step_had_computed_is_let_go_before_the_next_try(serve):
     """Otherwise the frames of the error would keep the very arrays that leave no room."""
     import gc
@@ -306,6 +272,40 @@ def test_restart_after_a_lost_device(serve, toy, times, caplog):
     assert backend.caches == made * (1 + times)
     assert engine.health().restarts == times and engine.stats().failed == 0
     assert f"beginning again, {times} of 3" in caplog.text
+
+
+class Dies(Breakable):
+    """The device is lost when a state is copied for the `at`-th time: to keep it, or to put it back."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.copies = at, 0
+
+    def compile(self, fn, *, donate=()):
+        if getattr(fn, "__name__", "") != "_copy_states":
+            return fn
+
+        def copy(*args):
+            self.copies += 1
+            if self.copies == self.at:
+                raise Lost("off the bus")
+            return fn(*args)
+
+        return copy
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("toy", [SumState, SumBoth])
+def test_a_device_that_is_lost_when_states_are_kept_or_put_back(serve, toy, at):
+    backend = Dies(at)
+    prompts = [[*PREFIX, *PREFIX, i] for i in range(6)]
+    engine = serve(toy(backend), backend=backend, max_num_seqs=2, block_size=4, restart="on_failure")
+    backend.open()
+    streams = [engine.run(p, GREEDY, max_tokens=5) for p in prompts]
+    check(streams, prompts)
+    stats = engine.stats()
+    assert stats.failed == 0 and stats.prefix_hits and engine.health().restarts == (backend.copies >= at)
+    assert backend.copies >= 4
 
 
 def test_restarts_are_bounded_and_a_step_that_succeeds_renews_them(serve):

@@ -7,13 +7,11 @@ import pytest
 
 import hibachi
 from hibachi import InvalidRequest, NumpyBackend, PromptTooLong, SamplingParams, UnsupportedOperation
-from hibachi.engine.recording.replay import replay
 from hibachi.request import Begun, Request
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, expected
 
-from ..lib.inside import flight
-from .models import Soft, until
-from .test_overlap import Late, Lost
+from .models import Soft
+from .test_overlap import Late, Lost, finish
 
 GREEDY = SamplingParams(temperature=0)
 LIBRARIES = ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
@@ -34,17 +32,6 @@ def begun(prompt, n, *, values=None, known=False, params=GREEDY, kept=None):
 
 def submit(engine, request):
     return engine.submit(engine.check(request))
-
-
-def finish(engine):
-    """All blocks have come back, and the plans can be made again."""
-    until(lambda: engine.stats().running == engine.stats().waiting == 0 and flight(engine) is None)
-    stats = engine.stats()
-    assert stats.free_blocks == stats.blocks
-    engine.core.scheduler.check()
-    if (dump := engine.dump())["complete"]:
-        replay(dump)
-    return stats
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from hibachi.backend.discover import resolve
 from hibachi.engine.runners.kept_inputs import Grown
 from hibachi.engine.scheduler.sequence import Seq
 
+from ..lib.inside import built, kept_inputs
+
 PROMPTS = [[1.0], [2.0, 3.0], [5.0, 1.0, 4.0], [7.0] * 20]
 
 
@@ -145,6 +147,16 @@ def test_else_the_host_puts_them_together(grown, who, lengths, width):
 def test_what_is_older_than_a_step_is_gone(grown):
     grown.begin()
     assert grown.tokens(seqs(4, 6), np.array([3, 4]), 4) is None
+
+
+@pytest.mark.parametrize("lost", [lambda runner: runner.adopt(None), lambda runner: runner.rebuild(keep=False)])
+def test_another_scheduler_or_device_begins_anew(serve, apart, lost):
+    engine = serve(Weighed(), backend=apart)
+    grown = kept_inputs(engine)
+    grown.keep(seqs(0), np.zeros((1, 2)), np.zeros(1), np.array([2]))
+    lost(built(engine).runner)
+    grown.begin()
+    assert grown.tokens(seqs(0), np.array([3]), 3) is None
 
 
 def test_where_each_width_is_compiled_or_the_device_is_the_host_nothing_is_kept():

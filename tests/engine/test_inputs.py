@@ -61,6 +61,13 @@ def test_level_0_knows_them_as_arguments(library, serve):
         assert got[:, 4].tolist() == [float(HOURS[: n + t].sum()) for t in range(3)]
 
 
+def test_rows_are_padded_without_inputs(serve):
+    engine = serve(ToldWhole(), padding_token=np.zeros((1, 5), np.float32), max_model_len=60)
+    streams = [engine.run(p, max_tokens=2, inputs=given(i)) for i, p in enumerate(PROMPTS)]
+    sums = [float(HOURS[: len(p)].sum()) for p in PROMPTS]
+    assert [rows(stream)[0, 4] for stream in streams] == sums
+
+
 def test_a_cache_of_its_own_gets_them_too(serve):
     """The new positions of a call only, chunk by chunk."""
     seen = []
@@ -128,6 +135,13 @@ def test_the_callers_array_may_change_afterwards(serve):
     stream = engine.run(PROMPTS[0], max_tokens=30, inputs={"speaker": mine, "hours": HOURS})
     mine[:] = 50
     assert {row[3] for row in rows(stream).tolist()} == {3.0}
+
+
+def test_arrays_of_another_library_are_taken(serve):
+    import torch
+
+    stream = serve(Told()).run(PROMPTS[0], max_tokens=1, inputs={"speaker": torch.ones(2), "hours": torch.arange(9)})
+    assert rows(stream)[0, 3] == 2.0
 
 
 @pytest.mark.parametrize(

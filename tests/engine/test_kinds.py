@@ -7,6 +7,8 @@ import hibachi
 from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, InvalidRequest
 from hibachi.testing.verify import Subject
 
+from ..lib.inside import built
+from ..lib.leaks import kept
 from .models import ints
 
 
@@ -57,6 +59,14 @@ def test_requests_of_several_kinds_never_share_a_call(engine):
         assert [np.asarray(t).tolist() for t in stream.collect()] == [(last + i).tolist() for i in range(1, 31)]
     kinds = {(shape[2:], str(dtype)) for shape, dtype in one.model.shown}
     assert kinds == {((), "int64"), ((), "float64"), ((2,), "int64"), ((), "int16")}
+
+
+def test_tables_of_kinds_that_nobody_has_any_more_are_dropped(engine):
+    one, held = engine(max_num_seqs=2), []
+    for n in range(1, 40):
+        one.run(np.zeros((2, n), int), max_tokens=1).collect()
+        held.append(kept(built(one).runner.tables))
+    assert held[-1] <= max(held[:5])
 
 
 def test_token_fixes_the_kind_for_all(engine):

@@ -21,7 +21,8 @@ from hibachi import (
 )
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumOwnState, SumPaged, SumState, SumTokens, expected
 
-from .models import PATIENCE, GatedNumpy, Next, ints
+from ..lib.inside import rules
+from .models import PATIENCE, GatedNumpy, Next, ints, until
 
 NUMPY = NumpyBackend()
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -221,6 +222,18 @@ def test_a_predicate_sees_native_tokens_of_all_rows_that_share_it(gated, rung):
     plug.collect()
     assert all(isinstance(b, np.ndarray) and b.dtype.kind == "i" for b in seen)
     assert [b.tolist() for b in seen] == [[4, 4], [8, 8], [6, 6]]
+
+
+def test_equal_rules_are_judged_once_a_step_and_forgotten_with_their_requests(gated):
+    """Even if each request brings its own: 64 different rule objects would cost more than the step."""
+    engine, gate = gated(LEVEL_0, max_num_seqs=8)
+    streams = [engine.run([1, 2], stop_rule=6) for _ in range(8)]
+    assert len(rules(engine)) == 1
+    gate.open()
+    assert all(ints(s.collect()) == [4, 8, 6] for s in streams)
+    del streams
+    assert engine.drain(PATIENCE)
+    until(lambda: not rules(engine))
 
 
 @one_of_each

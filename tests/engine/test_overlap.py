@@ -69,12 +69,14 @@ def served(serve, backend, toy=SumPaged, **options):
 
 
 def finish(engine):
+    """All blocks have come back, and the plans can be made again."""
     until(lambda: engine.stats().running == engine.stats().waiting == 0 and flight(engine) is None)
     stats = engine.stats()
     assert stats.free_blocks == stats.blocks
     engine.core.scheduler.check()
     if (dump := engine.dump())["complete"]:
         replay(dump)
+    return stats
 
 
 def test_steps_begin_before_the_last_one_is_read(serve):

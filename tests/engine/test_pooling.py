@@ -10,8 +10,9 @@ import transformers
 
 import hibachi
 import hibachi.llm.own
-from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi import AutoregressiveBatchInference, SamplingParams, Terms
 from hibachi.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     ModelError,
     NonFiniteOutput,
@@ -182,6 +183,11 @@ def test_who_cancels_a_vector_leaves_nothing(few):
     until(lambda: few.stats().running == few.stats().waiting == 0)
     until(lambda: few.engine.health().state == "idle")
     assert len(few.embed(["a"] * 4)) == 4, "their places are free"
+
+
+def test_terms_hold_for_vectors(few):
+    with pytest.raises(DeadlineExceeded):
+        few.embed([list(range(5, 200))] * 4, terms=Terms(timeout=1e-6))
 
 
 def test_a_model_of_ones_own_with_hidden_states_gives_vectors_too():

@@ -9,19 +9,10 @@ import hibachi
 from hibachi import AutoregressiveBatchInference, SamplingParams
 from hibachi.errors import InvalidRequest
 
+from .test_pooling import CONFIGS as KINDS
+
 PROMPTS = [np.random.default_rng(0).integers(3, 97, n) for n in (3, 30, 1, 12)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, repetition_penalty=1.0)
-KINDS = {
-    "llama": transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    ),
-    "mamba": transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8),
-}
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, NumpyBackend, SamplingParams
 from hibachi.backend.infer import settle_model
+from hibachi.engine.runners.runner import Part, joined
 from hibachi.testing.toys import SumFrames, SumPaged, SumState, SumTokens, TinyDecoder, Toy, tiny_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -50,6 +51,12 @@ def test_tokens_that_a_model_returns(lazy, model, prompt):
     with AutoregressiveBatchInference(model(lazy), backend=lazy, max_model_len=16) as engine:
         items = list(engine.run(prompt, max_tokens=3))
     assert len(items) == 3 and all(lazy.has_settled(item.base) for item in items)
+
+
+def test_tokens_of_several_calls(lazy):
+    parts = [Part(np.arange(2), np.ones(2, int), np.ones(2, int), np.zeros(2, bool)) for _ in range(2)]
+    whole = joined(parts, np.arange(0), lazy)
+    assert any(value is whole.batch for value, _ in lazy.settled)
 
 
 def test_outputs_without_a_sequence(lazy):

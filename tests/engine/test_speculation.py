@@ -44,13 +44,16 @@ class CountingPaged(Counting, SumPaged):
     pass
 
 
-def engine(drafter, k=4, model=SumPaged, **options):
-    found = AutoregressiveBatchInference(
-        model(NumpyBackend()), **{"max_model_len": 64, "overlap": False, "deterministic": False} | options
-    )
+def speculating(model, drafter, k=4, backend=None, **options):
+    options = {"max_model_len": 64, "overlap": False, "deterministic": False} | options
+    found = AutoregressiveBatchInference(model, backend=backend, **options)
     toy_guides(found)
     found.core.drafting = Drafting(Direct(drafter, 10), k)
     return found
+
+
+def engine(drafter, k=4, model=SumPaged, **options):
+    return speculating(model(NumpyBackend()), drafter, k, **options)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

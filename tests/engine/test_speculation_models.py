@@ -15,9 +15,10 @@ from hibachi.engine.speculation.proposals import Ahead
 from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumPaged, SumState, expected
 from hibachi_jax import JaxBackend
 
-from ..guide.toyguides import rule, toy_guides
+from ..guide.toyguides import rule
 from .models import Counting, Soft, until
 from .test_speculation import GREEDY, Oracle, Random
+from .test_speculation import speculating as engine
 
 DRAFTERS = {"right": Oracle, "wrong": lambda: Oracle(0), "half right": lambda: Oracle(2), "random": Random}
 GUIDED = rule(range(0, 5), range(3, 9), [1, 2, 7], most=12)
@@ -30,14 +31,6 @@ KINDS = [
     dict(temperature=2.0, structured_outputs=GUIDED, repetition_penalty=1.3),
     dict(temperature=1.5, top_k=3, logit_bias={3: 2.0}),
 ]
-
-
-def engine(model, drafter, k=4, backend=None, **options):
-    options = {"max_model_len": 64, "overlap": False, "deterministic": False} | options
-    found = AutoregressiveBatchInference(model, backend=backend, **options)
-    toy_guides(found)
-    found.core.drafting = Drafting(Direct(drafter, 10), k)
-    return found
 
 
 def answers(e, n=14):

@@ -55,6 +55,16 @@ def built(engine: Any) -> Any:
     return engine._built
 
 
+def kept_inputs(engine: Any) -> Any:
+    """What level 0 showed its model last, where the model computes."""
+    return engine._built.runner._grown
+
+
+def rules(engine: Any) -> Any:
+    """Rules for the ends of requests that are here."""
+    return engine._built.prompts._stoppers
+
+
 def underlying(tokenizer: Any) -> Any:
     """The tokenizer of the package tokenizers below ours."""
     return tokenizer._raw
