@@ -113,15 +113,6 @@ def run_alone(source, page):
     return out.getvalue()
 
 
-def test_a_block_sees_no_name_of_another(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```python\nx = 1\n```\n\nand\n\n```python\nprint(x)\n```\n")
-    (first, _), (second, _) = programs(page)
-    run_alone(first, page)
-    with pytest.raises(NameError):
-        run_alone(second, page)
-
-
 def test_the_example_of_the_readme_does_the_same_on_every_backend():
     sources = [(s, page) for page in (ROOT / "README.md", ROOT / "docs/models.md") for s, _ in programs(page)]
     printed = [run_alone(source, page) for source, page in sources if "NextNote" in source]

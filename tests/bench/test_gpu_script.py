@@ -90,28 +90,6 @@ def test_what_is_missing_is_said_in_a_sentence(arguments, env, said):
     assert done.returncode and said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_an_old_driver_and_two_kinds_of_devices_are_said(gpu, monkeypatch):
-    def old():
-        import warnings
-
-        warnings.warn("The NVIDIA driver on your system is too old (found version 12080).\nPlease update", stacklevel=1)
-        return False
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", old)
-    with pytest.raises(SystemExit, match=r"driver on your system is too old \(found version 12080\)\. --dry runs"):
-        gpu.device(None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    with pytest.raises(SystemExit, match="two kinds of devices, cuda and xpu"):
-        gpu.device(None)
-    assert gpu.device("cuda") == torch.device("cuda")
-    with pytest.raises(SystemExit, match="There is no cuda:3: PyTorch sees 1"):
-        gpu.device("cuda:3")
-
-
 def test_the_page_has_a_line_for_each_claim(gpu):
     page = (ROOT / "docs" / "accelerators.md").read_text(encoding="utf-8")
     assert [c.text for c in gpu.CLAIMS if f"| {c.text} |" not in page] == []

@@ -1,6 +1,5 @@
 """Engines in processes of their own: scripts of ours in the place of real ones."""
 
-import json
 import shutil
 import sys
 import time
@@ -10,8 +9,6 @@ import pytest
 from benchmarks.bench import process
 from benchmarks.bench.process import EngineSetup, Process
 from benchmarks.bench.session import Session
-from benchmarks.bench.watch import Watch
-from benchmarks.bench.work import write
 from hibachi.errors import ConfigError, EngineFailed
 from hibachi.testing.bench.work import TimedRequest
 
@@ -94,17 +91,6 @@ def test_an_engine_that_fails_at_work_says_why(peers):
         p.run(WORK)
 
 
-def test_an_engine_whose_caller_is_gone_ends(peers):
-    p = Process(setup())
-    write([TimedRequest(0, 60.0, [5], 1)], peers / "work.jsonl")
-    p._process.stdin.write(json.dumps({"run": str(peers / "work.jsonl")}) + "\n")
-    p._process.stdin.flush()
-    time.sleep(0.3)
-    p._process.stdin.close()
-    assert p._process.wait(10) == 1
-    p.close()
-
-
 def test_names_and_interpreters_are_checked(peers):
     with pytest.raises(ConfigError, match="one of echo; got 'other'"):
         Process(setup("other"))
@@ -119,24 +105,6 @@ def test_an_engine_may_be_called_like_its_script(peers):
     )
     with Process(setup("colorsys")) as p:
         assert p.run(WORK).answers[1].tokens == [9]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_who_uses_the_processor_is_seen():
-    import os
-    import subprocess
-
-    burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ninput()"
-    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE) as child:
-        mine, its = Watch(os.getpid()), Watch(child.pid)
-        time.sleep(0.6)
-        while its.use().cpu_seconds < 0.25:
-            time.sleep(0.05)
-        own, child_use = mine.use(), its.use()
-        assert own.cpu_seconds >= child_use.cpu_seconds - 0.05  # a child counts as its parent's
-        assert child_use.peak_rss_mib > 1
-        child.stdin.close()
-    assert its.use().cpu_seconds is None  # it has ended
 
 
 # ---- sessions ------------------------------------------------------------------------------------------------------

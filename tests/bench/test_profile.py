@@ -9,6 +9,8 @@ from benchmarks.bench.profile import FORWARD, PARTS, Profile, StepProfile, from_
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
 from hibachi.errors import ConfigError
 
+from ..lib.inside import core
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -50,8 +52,8 @@ def test_a_compiled_step_is_one_part():
 
 def test_an_engine_without_a_profile_is_untouched():
     with LLM("tiny", max_model_len=64) as llm:
-        core = llm.engine._worker.engine
-        watched = (core, core.scheduler, core.runner, llm.backend)
+        step = core(llm.engine)
+        watched = (step, step.scheduler, step.runner, llm.backend)
         before = [set(vars(each)) for each in watched]
         llm.generate([[5, 6, 7]], GREEDY)
         assert [set(vars(each)) - had for each, had in zip(watched, before, strict=True)] == [set()] * 4

@@ -44,31 +44,6 @@ def test_the_seed_decides(folder, tmp_path):
     assert one == same != other
 
 
-def test_weights_are_spread_as_they_should_be(folder):
-    from hibachi.llm.model.weights import Checkpoint
-
-    weights = Checkpoint(folder)
-    embed = weights["model.embed_tokens.weight"]
-    assert embed.std() == pytest.approx(randommodel._SPREAD, rel=0.05) and abs(embed.mean()) < 0.002
-    assert (weights["model.norm.weight"] == 1).all()
-    assert np.array_equal(embed.view(np.uint32) & 0xFFFF, np.zeros(embed.shape, np.uint32))  # bfloat16 exactly
-
-
-@pytest.mark.slow
-def test_transformers_computes_the_same(folder):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    prompt = [5, 300, 17, 42, 8]
-    with LLM(folder) as llm:
-        [out] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(6):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert out.choices[0].token_ids == ids[5:]
-
-
 def test_what_is_refused(folder):
     with pytest.raises(ConfigError, match="holds a model already"):
         write_model("small", folder)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.bench import plot
 from benchmarks.bench.growth import Cliff, Point
 from benchmarks.bench.plot import plot_growth, plot_profile, plot_results
 from benchmarks.bench.profile import StepProfile
@@ -126,17 +125,3 @@ def test_int8_is_called_so_and_compared_with_eight_bits():
     }
     other = document(run(model="other", tokens_per_second=100.0))
     assert [column(t, "of bound")["hibachi (numpy)"] for t in tables([some, other])] == ["", ""]
-
-
-def test_titles_lie_inside_the_picture(tmp_path, monkeypatch):
-    """However many panels and peers there are."""
-    drawn = []
-    monkeypatch.setattr(plot, "save", lambda figure, path: drawn.append(figure))
-    peers = [run(engine=name, tokens_per_second=90.0) for name in ("vllm", "openvino", "transformers", "llamacpp")]
-    plot_results([offline(), document(*peers), document(run(model="a-rather-long-name")), online()], tmp_path / "a.png")
-    [figure] = drawn
-    figure.canvas.draw()
-    for panel in figure.axes:
-        if panel.get_visible():
-            box = panel.title.get_window_extent() if panel.title.get_text() else panel._left_title.get_window_extent()
-            assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import threading
-import time
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice, pairwise
 
@@ -24,6 +22,9 @@ from hibachi.testing.bench.events import Events
 from hibachi.testing.bench.generator import Generator, check, model_of
 from hibachi.testing.bench.report import Slo
 from hibachi.testing.bench.traffic import Ask, RequestForm
+
+from ..router.mocks import CLOSE, Mock, chunk, of_json
+from ..serve.conftest import ENGINES, site
 
 
 def splits(data, seed):
@@ -154,58 +155,36 @@ def event(text="", usage=None, **more):
 
 
 def stream(*parts):
-    return [b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"] + [
-        p if isinstance(p, float) else b"%x\r\n%s\r\n" % (len(p), p) for p in (*parts, b"")
-    ]
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return [head, *(p if isinstance(p, float) else chunk(p) for p in (*parts, b""))]
 
 
 def refusal(status, message="no"):
-    body = json.dumps({"error": {"message": message}}).encode()
-    return [b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)]
+    return [of_json({"error": {"message": message}}, status)]
 
 
 DONE = b"data: [DONE]\n\n"
 GOOD = stream(event("a"), event("b"), event(usage={"prompt_tokens": 3, "completion_tokens": 4}), DONE)
 
 
-class Fake:
-    """answers: of each request in turn, the last again and again; parts to send, seconds to wait, None: hang up."""
-
-    def __init__(self, *answers):
-        self.answers, self.came, self.connections = list(answers), [], 0
-
-    async def serve(self, reader, writer):
-        self.connections += 1
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                self.came.append(time.perf_counter())
-                length = [int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
-                await reader.readexactly(sum(length))
-                for part in self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]:
-                    if part is None:
-                        return
-                    if isinstance(part, float):
-                        await asyncio.sleep(part)
-                        continue
-                    writer.write(part)
-                    await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+@contextmanager
+def answering(*answers):
+    """A server that answers each request in turn, with the last again and again: parts to send, seconds to wait."""
+    left = list(answers)
+    mock = Mock(script=lambda _: left.pop(0) if len(left) > 1 else left[0]).start()
+    try:
+        yield mock
+    finally:
+        mock.close()
 
 
 @asynccontextmanager
-async def against(*answers, **options):
-    fake = Fake(*answers)
-    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
-    url = Url.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    client = Client(url)
+async def against(mock, **options):
+    client = Client(Url.of(mock.url))
     try:
-        yield fake, Generator(client, RequestForm("completions", "m"), **options)
+        yield Generator(client, RequestForm("completions", "m"), **options)
     finally:
         await client.close()
-        server.close()
 
 
 def asks(*due):
@@ -214,10 +193,11 @@ def asks(*due):
 
 def drive(answers, asked, duration=None, **options):
     async def inner():
-        async with against(*answers, **options) as (fake, generator):
-            return fake, await generator.run(asked, duration=duration)
+        async with against(mock, **options) as generator:
+            return await generator.run(asked, duration=duration)
 
-    return asyncio.run(inner())
+    with answering(*answers) as mock:
+        return mock, asyncio.run(inner())
 
 
 def test_times_and_tokens_of_an_answer():
@@ -235,17 +215,18 @@ def test_times_and_tokens_of_an_answer():
 
 
 def test_a_connection_serves_one_request_after_the_other():
-    fake, loaded = drive([GOOD], asks(*[None] * 20), concurrency=2)
-    assert len(fake.came) == 20 and fake.connections == loaded.connections == 2 and loaded.peak == 2
+    mock, loaded = drive([GOOD], asks(*[None] * 20), concurrency=2)
+    assert len(mock.requests) == 20 and mock.connections == loaded.connections == 2 and loaded.peak == 2
 
 
 def test_a_connection_that_the_server_dropped_is_made_anew():
     async def inner():
-        async with against(GOOD, [None], GOOD) as (fake, generator):
-            return fake, [await generator.one(ask) for ask in asks(None, None)]
+        async with against(mock) as generator:
+            return [await generator.one(ask) for ask in asks(None, None)]
 
-    fake, samples = asyncio.run(inner())
-    assert all(s.ok for s in samples) and fake.connections == 2 and len(fake.came) == 3
+    with answering(GOOD, [CLOSE], GOOD) as mock:
+        samples = asyncio.run(inner())
+    assert all(s.ok for s in samples) and mock.connections == 2 and len(mock.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -256,11 +237,11 @@ def test_a_connection_that_the_server_dropped_is_made_anew():
         ([b"HTTP/1.1 502 X\r\nContent-Length: 3\r\n\r\n<p>"], "HTTP 502", "<p>"),
         (stream(event("a"), event(error={"message": "died"}), DONE), "error in the stream", "died"),
         (stream(event("a")), "cut off", "DONE"),
-        ([*GOOD[:2], None], "bad answer", "middle"),
+        ([*GOOD[:2], CLOSE], "bad answer", "middle"),
         (stream(b"data: {nonsense\n\n", DONE), "bad answer", ""),
         (stream(b"data: 5\n\n", DONE), "bad answer", "chunk"),
         ([b"junk\r\n\r\n"], "bad answer", "status line"),
-        ([None], "connection lost", "instead of answering"),
+        ([CLOSE], "connection lost", "instead of answering"),
         (stream(event("a"), 5.0, DONE), "timed out", "0.3"),
     ],
 )
@@ -273,23 +254,15 @@ def test_errors_by_kind(answer, kind, message):
 
 
 def test_the_client_says_who_it_is():
-    async def inner(**options):
-        heads = []
-
-        async def answer(reader, writer):
-            heads.append(await reader.readuntil(b"\r\n\r\n"))
-            writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        client = Client(Url.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), {"X-A": "b"}, **options)
+    async def ask(**options):
+        client = Client(Url.of(mock.url), {"X-A": "b"}, **options)
         await client.get("/")
         await client.close()
-        server.close()
-        return heads[0].decode()
 
-    assert "\r\nUser-Agent: hibachi\r\nX-A: b\r\n" in asyncio.run(inner())
-    assert "\r\nUser-Agent: mine\r\n" in asyncio.run(inner(agent="mine"))
+    with answering([b"HTTP/1.1 204 No Content\r\n\r\n"]) as mock:
+        asyncio.run(ask())
+        asyncio.run(ask(agent="mine"))
+    assert [(r[b"user-agent"], r[b"x-a"]) for r in mock.requests] == [(b"hibachi", b"b"), (b"mine", b"b")]
 
 
 def test_no_server_is_an_error_of_its_own():
@@ -312,18 +285,18 @@ def test_no_server_is_an_error_of_its_own():
 @pytest.mark.parametrize("status, said", [(401, "--api-key"), (404, "no model 'm'"), (400, "refuses"), (500, "first")])
 def test_the_first_request_says_what_is_wrong(status, said):
     async def inner():
-        async with against(refusal(status)) as (_, generator):
+        async with against(mock) as generator:
             check(await generator.one(asks(None)[0]), "http://x", "m")
 
-    with pytest.raises(ConfigError, match=said):
+    with answering(refusal(status)) as mock, pytest.raises(ConfigError, match=said):
         asyncio.run(inner())
 
 
 def test_requests_go_out_when_they_are_due():
     due, late = [0.0, 0.1, 0.1, 0.25, 0.4], []
     for _ in range(3):  # late only on a busy machine
-        fake, loaded = drive([GOOD], asks(*due))
-        late.append([at - fake.came[0] - planned for at, planned in zip(fake.came, due, strict=True)])
+        mock, loaded = drive([GOOD], asks(*due))
+        late.append([r.came - mock.requests[0].came - planned for r, planned in zip(mock.requests, due, strict=True)])
         assert all(s.sent - s.due > -0.002 for s in loaded.samples) and min(late[-1]) > -0.2
     assert max(min(late, key=max)) < 0.2
 
@@ -349,15 +322,16 @@ def test_nothing_is_sent_after_the_duration():
 
 def test_cancelled_it_gives_what_it_has():
     async def inner():
-        async with against(GOOD, stream(event("a"), 30.0, DONE)) as (fake, generator):
+        async with against(mock) as generator:
             task = asyncio.ensure_future(generator.run(asks(0.0, 0.1, 60.0)))
-            while len(fake.came) < 2:
+            while len(mock.requests) < 2:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
             task.cancel()
             return await task
 
-    loaded = asyncio.run(inner())
+    with answering(GOOD, stream(event("a"), 30.0, DONE)) as mock:
+        loaded = asyncio.run(inner())
     assert loaded.interrupted and [s.error for s in loaded.samples] == [None, "interrupted"]
     of = report.figures(loaded, Slo())
     assert of["ok"] == 1 and of["interrupted"] == 1 and of["failed"] == 0 and of["slo_share"] == 1
@@ -377,35 +351,12 @@ def test_percentiles_and_warnings():
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def served():
-    """A real server of the tiny model, in a thread."""
-    uvicorn = pytest.importorskip("uvicorn")
-    from hibachi.llm.own import open_texts
-    from hibachi.server.app import application
-    from hibachi.server.served import Served
-    from hibachi.server.settings import ServeSettings
-
-    with open_texts("tiny", max_num_seqs=8) as texts:
-        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        app = application(Served(texts, ServeSettings(), template))
-        config = uvicorn.Config(app, port=0, log_level="warning")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def url():
-    with served() as at:
-        yield at
+    """Of a real server of the tiny model."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with ENGINES["own"]("tiny", max_num_seqs=8) as texts, site(texts, chat_template=template) as here:
+        yield here.url
 
 
 def test_the_command(url, tmp_path, capsys):

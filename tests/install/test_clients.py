@@ -196,16 +196,6 @@ def promptfoo(home, asking):
     return json.loads((home / "out.json").read_text())["results"]
 
 
-def test_locust(url, home):
-    programs = strangers(home, "locust")
-    command = [programs / "locust", "-f", CLIENTS / "locustfile.py", "--headless", "--json", "--host", url]
-    found = json.loads(run(*command, "-u", "4", "-r", "4", "-t", "5s", cwd=home))
-    for kind in found:
-        print(f"locust, {kind['name']}: {kind['num_requests']} requests, {kind['num_failures']} failures")
-        assert kind["num_requests"] > 0 == kind["num_failures"]
-    assert {kind["name"] for kind in found} == {"whole", "streamed"}
-
-
 def test_guidellm(url, home):
     """Twenty requests, four at a time, with as many tokens in and out as it asked for."""
     programs = strangers(home, "guidellm")

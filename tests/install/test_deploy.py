@@ -19,17 +19,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from hibachi.router.addresses import places_of
 from hibachi.router.settings import settle
 
+from ..router.mocks import Mock
 from .venvs import ROOT, environment, run
 
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("deploy")]
@@ -540,32 +539,18 @@ class Container:
         assert "Traceback" not in self.log.read_text()
 
 
-class Models(BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="images are for Linux")
 def test_the_commands_of_the_dockerfile_make_a_router(built):
-    upstream = ThreadingHTTPServer(("127.0.0.1", 0), Models)
-    threading.Thread(target=upstream.serve_forever, daemon=True).start()
+    upstream = Mock("m").start()
     try:
-        with Container(built, "route", UPSTREAMS=f"http://127.0.0.1:{upstream.server_port}") as router:
+        with Container(built, "route", UPSTREAMS=upstream.url) as router:
             router.wait_for(router.healthy)
             router.wait_for(lambda: router.ask("GET", "/ready")[0] == 200)
             assert [m["id"] for m in router.ask("GET", "/v1/models")[1]["data"]] == ["m"]
             router.stop()
             assert not router.healthy()
     finally:
-        upstream.shutdown()
-        upstream.server_close()
+        upstream.close()
     assert not list(router.folder.iterdir())  # it needs no file system that it can write to
     names = {p.name.partition("-")[0] for p in (built.home / "opt").rglob("*.dist-info")}
     assert "aiohttp" in names and not names & {"pip", "build", "hatchling", "ziglang", "transformers"}

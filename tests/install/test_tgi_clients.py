@@ -4,8 +4,6 @@ Each is in an environment of its own. What it says to an expression must be what
 pytest's -s the transcripts are shown. T-.. are facts of TGI.
 """
 
-import json
-
 import pytest
 
 from hibachi import LLM, SamplingParams
@@ -154,25 +152,6 @@ MOOD = {
 REGEX = "[a-c]{3}-[0-9]{2}"
 
 
-def test_answers_in_a_form(client, llm):
-    """By its own type of a grammar, whose value is a text or a mapping. Its chats know no form."""
-    schema, regex = f"Grammar(type='json', value={MOOD})", f"Grammar(type='regex', value={REGEX!r})"
-    text = f"Grammar(type='json', value={json.dumps(MOOD)!r})"
-    said = client(
-        {
-            "json": f"client.generate(text, grammar={schema}, max_new_tokens=40)",
-            "json async": f"other.generate(text, grammar={schema}, max_new_tokens=40)",
-            "json text": f"client.generate(text, grammar={text}, max_new_tokens=40)",
-            "json streamed": f"[*client.generate_stream(text, grammar={schema}, max_new_tokens=40)][-1]",
-            "regex": f"client.generate(text, grammar={regex}, max_new_tokens=40)",
-        }
-    )
-    for name in ("json", "json async", "json text", "json streamed", "regex"):
-        form = {"regex": REGEX} if name == "regex" else {"json": MOOD}
-        assert said[name]["generated_text"] == greedy(llm, PROMPT, 40, form).text
-        assert said[name]["details"]["finish_reason"] == "eos_token"
-
-
 # What the server says to what it does not take: as an error of the client's own, whole or as the event of a stream.
 INVALID = {
     "max_new_tokens=1000": "`inputs` tokens + `max_new_tokens` must be <= 512. Given: 4 `inputs` tokens and 1000",
@@ -242,25 +221,6 @@ def test_a_model_that_fails_and_one_that_ends(client, tmp_path):
     tokens = said["ended"]["details"]["tokens"]
     assert [(t["text"], t["special"]) for t in tokens] == [("x", False), ("y", False), ("z", True)]
     assert [e["token"] for e in said["streamed to the end"]] == tokens
-
-
-def test_whole_chats(client, llm):
-    """Errors of OpenAI's routes have OpenAI's shape in every mode: what is text with TGI is a dictionary here."""
-    said = client(
-        {
-            "whole": "client.chat(hello, max_tokens=6, temperature=0)",
-            "async": "other.chat(hello, max_tokens=6, temperature=0, seed=1, logprobs=True, top_logprobs=2)",
-            "invalid": "client.chat(hello, max_tokens=-4)",
-        }
-    )
-    expected = answered(llm, 6)
-    for name in ("whole", "async"):
-        (choice,) = said[name]["choices"]
-        assert said[name]["model"] == "tgi" and said[name]["system_fingerprint"].startswith("fp_")
-        assert choice["message"]["content"] == expected.text and choice["finish_reason"] == "length"
-        assert said[name]["usage"]["completion_tokens"] == 6
-    assert [len(t["top_logprobs"]) for t in said["async"]["choices"][0]["logprobs"]["content"]] == [2] * 6
-    raised(said["invalid"], f"{OURS}BadRequestError", "'message': 'max_tokens must be an integer >= 1")
 
 
 HUB = """

@@ -304,21 +304,6 @@ def test_other_machines_are_told_what_there_is(system, machine, sources, kept, m
     assert not list(kept.iterdir())
 
 
-def test_one_compiles_and_the_others_wait(tmp_path):
-    made, path = [], tmp_path / f"one{SUFFIX}"
-
-    def make(to):
-        made.append(to)
-        to.write_bytes(b"all of it")
-
-    some = [threading.Thread(target=library._made, args=(path, make)) for _ in range(8)]
-    for thread in some:
-        thread.start()
-    for thread in some:
-        thread.join()
-    assert made == [path] and path.read_bytes() == b"all of it"
-
-
 PROCESS = """
 import sys
 from pathlib import Path
@@ -385,36 +370,40 @@ def test_one_that_is_ended_while_it_compiles_holds_up_nobody(how, sources, kept,
     assert process.communicate(timeout=60)[0].startswith(str(kept)) and not list(kept.glob("building-*"))
 
 
-def test_a_lock_is_waited_for_and_the_user_is_told(tmp_path, monkeypatch):
+@pytest.fixture
+def gone(sources, monkeypatch):
+    """Where a library was that has to be compiled anew."""
+    path = library.library().path
+    path.unlink()
+    native.begin_anew(monkeypatch)
+    return path
+
+
+def test_a_lock_is_waited_for_and_the_user_is_told(gone, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
-    path, told = tmp_path / f"one{SUFFIX}", []
-    monkeypatch.setattr(library, "phase", lambda what: told.append(what) or contextlib.nullcontext())
-    with path.with_suffix(".lock").open("w") as file:
+    told, phase = [], library.phase
+    monkeypatch.setattr(library, "phase", lambda what, *more: told.append(what) or phase(what, *more))
+    with gone.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        other = threading.Thread(target=library._made, args=(path, lambda to: to.write_bytes(b"made")))
+        other = threading.Thread(target=library.library)
         other.start()
         while not told:
             time.sleep(0.001)
-        assert not path.exists()
+        assert not gone.exists()
     other.join()
-    assert told == ["waiting for another process, which compiles kernels"] and path.read_bytes() == b"made"
+    assert told[0] == "waiting for another process, which compiles kernels" and gone.exists()
 
 
-def test_where_there_are_no_locks_it_is_made_all_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_a_killed_process_left_is_removed_if_a_lock_says_that_nobody_is_at_it(locks, gone, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(fcntl, "flock", lambda file, how: (_ for _ in ()).throw(OSError(37, "No locks available")))
-    (tmp_path / f"building-one{SUFFIX}-x").mkdir()
-    path = library._made(tmp_path / f"one{SUFFIX}", lambda to: to.write_bytes(b"made"))
-    assert path.read_bytes() == b"made"
-    assert (tmp_path / f"building-one{SUFFIX}-x").exists()  # another process may be at it
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path):
-    left = tmp_path / f"building-one{SUFFIX}-x"
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", lambda file, how: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    left = gone.with_name(f"building-{gone.name}-x")
     left.mkdir()
     (left / "a.o").write_text("")
-    library._made(tmp_path / f"one{SUFFIX}", lambda to: to.write_bytes(b"made"))
-    assert not left.exists()
+    assert library.library().path == gone and gone.exists()
+    assert left.exists() is not locks
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])

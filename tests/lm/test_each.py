@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import threading
 
@@ -21,10 +22,10 @@ from hibachi import (
 )
 from hibachi.llm import each
 from hibachi.llm.texts import Texts
+from hibachi.llm.textstream import TextStream
 from hibachi.llm.tokenizers.own import OwnTokenizer
 
 from ..engine.models import PATIENCE, Background, Turnstile, until
-from ..lib.inside import worker
 from ..lib.letters import Letters
 
 ROWS = 2
@@ -191,17 +192,6 @@ def test_no_more_is_queued_than_twice_the_rows(llm):
         if n == 50:
             break
     assert max(live) <= 2 * ROWS and len(running) - 51 <= 20
-
-
-def test_to_be_far_ahead_queues_no_more(gated):
-    rows = gated.each([[9]] * 20, ahead=20)
-    first = Background(next, rows)
-    gated.gate.wait()  # nothing ends while the first step waits
-    until(lambda: len(rows._window._live) >= 2 * ROWS)
-    first.join(0.01)
-    assert len(rows._window._live) == 2 * ROWS
-    gated.gate.open()
-    assert [first.result().token_ids, *ids(rows)] == [answer([9])] * 20
 
 
 @pytest.mark.parametrize("ahead", [None, 7])
@@ -473,15 +463,18 @@ def test_leaving_cancels_what_runs(leave):
     before = threading.active_count()
     with made(max_model_len=1000) as llm:
         leave(llm)
-        until(lambda: llm.engine.core.finished == worker(llm.engine)._accepted)
+        until(lambda: llm.stats().running == llm.stats().waiting == 0)
     until(lambda: threading.active_count() <= before)  # nor is the thread that reads left
 
 
 def test_nothing_is_kept_of_what_was_read(llm):
-    rows = llm.each(itertools.repeat([3]))
-    for _ in range(50):
-        next(rows)
-        window = rows._window
-        assert len(window._live) + len(window._results) <= 2 * ROWS and not window._broken
-    rows.close()
-    assert not window._live and not window._results and not len(window.gather)
+    def streams():
+        gc.collect()
+        return sum(isinstance(one, TextStream) for one in gc.get_objects())
+
+    before = streams()
+    with llm.each(itertools.repeat([3])) as rows:
+        for _ in range(50):
+            next(rows)
+        assert streams() - before <= 2 * ROWS
+    until(lambda: streams() <= before)

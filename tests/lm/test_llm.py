@@ -337,28 +337,6 @@ def test_leaving_the_loop_frees_the_row(llm):
         stream.completion()
 
 
-def test_leaving_the_asynchronous_loop_frees_the_row(llm):
-    async def main():
-        stream = llm.stream(PROMPTS[0], greedy(400))
-        async for _ in stream:
-            break
-        assert stream.finish_reason == "cancelled"
-
-    asyncio.run(main())
-    until(lambda: llm.stats().running == 0)
-
-
-def test_leaving_the_block_frees_the_row(llm):
-    async def main():
-        async with llm.stream(PROMPTS[0], greedy(400)):
-            pass
-
-    with llm.stream(PROMPTS[0], greedy(400)):
-        pass
-    asyncio.run(main())
-    until(lambda: llm.stats().running == llm.stats().waiting == 0)
-
-
 def test_cancelling_the_task_frees_the_rows(llm):
     async def main():
         with pytest.raises(TimeoutError):

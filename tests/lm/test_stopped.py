@@ -1,6 +1,5 @@
 """What ended a text: the model's own end, a stop token or a stop string, or its limit."""
 
-import asyncio
 from contextlib import closing
 
 import pytest
@@ -83,14 +82,10 @@ def test_an_end_that_is_ignored_and_named_is_a_stop_token(texts):
 
 def test_each_token_may_have_a_piece_of_its_own():
     """A character of four bytes: three pieces are empty, and nothing is lost."""
-
-    async def pieces():
-        with closing(hibachi.LLM("tiny")) as llm:
-            ids = llm.tokenizer.encode("a🙂b")
-            choice = llm.submit(["x"], SamplingParams(temperature=0.0, max_tokens=1))[0].choices[0]
-            choice.each = True
-            return ids, [choice._piece(i) for i in ids]
-
-    ids, found = asyncio.run(pieces())
+    with closing(hibachi.LLM("tiny")) as llm:
+        ids = llm.tokenizer.encode("a🙂b")
+        choice = llm.submit(["x"], SamplingParams(temperature=0.0, max_tokens=1))[0].choices[0]
+        choice.each = True
+        found = choice.pieces(ids)
     assert [p.token_ids for p in found] == [[i] for i in ids]
     assert "".join(p.text for p in found) == "a🙂b" and "" in [p.text for p in found]

@@ -58,14 +58,6 @@ def test_three_faults_and_a_hang_are_named_once_in_two_minutes(sick):
     check_faulty(status, said)
 
 
-@pytest.mark.slow
-def test_a_hang_does_not_keep_the_faults_after_it_from_being_found(sick):
-    some = "smoke or take_gives or pop or idx or write_cache or attend_equals or decoder"
-    status, said = sick("Faulty", arguments=(SOON, "-k", some))
-    check_faulty(status, said)
-    assert row(said, "arrays and arithmetic") == "0/2, 1 HUNG"
-
-
 # ---- the first stage -------------------------------------------------------------------------------------------------
 
 

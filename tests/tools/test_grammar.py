@@ -28,45 +28,15 @@ from . import made as given
 from .formats import CODE, FORMATS, NOW, PROMPTED, REASONING, WEATHER, chat
 from .grammars import IDS, Read, drawn, grammar, guide_of, ids, setting, special, walked
 
-# In each format: a call of WEATHER without its end, behind the text that leads to it; and what makes it whole.
-PARIS = {
-    "hermes": ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3', "}}\n</tool_call>"),
-    "list": ('[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 3', '}, "id": "a1B2c3D4e"}]'),
-    "named": ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3', "}"),
-    "alone": ('{"name": "get_weather", "parameters": {"city": "Paris", "days": 3', "}}"),
-    "wrapped": ('<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3', "}}]</tool_calls>"),
-    "numbered": (
-        '<|calls|><|call|>functions.get_weather:0<|args|>{"city": "Paris", "days": 3',
-        "}<|/call|><|/calls|>",
-    ),
-    "headed": (' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3', "}"),
-    "tagged": (
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3",
-        "\n</parameter>\n</function>\n</tool_call>",
-    ),
-    "keyed": (
-        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3",
-        "</arg_value>\n</tool_call>",
-    ),
-    "typed": (
-        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
-        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
-        '<|open|>argument key="days" type="number"<|sep|>3',
-        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
-    ),
-    "nested": (
-        '<|mini|><tool_call>\n<|mini|><invoke name="get_weather"><|mini|><city>Paris<|mini|></city><|mini|><days>3',
-        "<|mini|></days><|mini|></invoke>\n<|mini|></tool_call>",
-    ),
-    "cdata": (
-        '<function name="get_weather"><param name="city">Paris</param><param name="days">3',
-        "</param></function>",
-    ),
-    "python": ("<|calls|>[get_weather(city='Paris', days=3", ")]<|/calls|>"),
-    "quoted": ('<|call|>call:get_weather{city:<|"|>Paris<|"|>,days:3', "}<|/call|>"),
-    "quoted text": ("<c>call:get_weather{city:<'>Paris<'>,days:3", "}</c>"),
-}
+
+def paris(tools, prompted):
+    """A call of WEATHER without its end, behind the text that leads to it; and what makes it whole."""
+    text = written(tools, [ToolCall("get_weather", '{"city": "Paris", "days": 3}', "a1B2c3D4e")])
+    begun, last, rest = text.strip().removeprefix(prompted).partition("3")
+    return begun + last, rest.removesuffix("<|over|>")
+
+
+PARIS = {name: paris(tools, PROMPTED.get(name, "")) for name, tools in FORMATS.items()}
 CHOSEN = (WEATHER, NOW)
 
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -22,45 +22,6 @@ from ...engine.models import until
 from ...serve.conftest import ENGINES, SLOW, site
 from ...serve.test_run import LONG, SHORT, events, first
 
-MODEL = '''
-import logging, re, time
-import numpy as np
-
-log = logging.getLogger("hibachi.engine")
-
-class Model:
-    """Says the next byte; does what its prompts say."""
-
-    vocab_size, max_model_len = 256, 512
-
-    class tokenizer:
-        encode = staticmethod(lambda text: list(text.encode()))
-        decode = staticmethod(lambda ids: bytes(ids).decode("latin-1"))
-
-    deterministic = False  # no calls but those of requests
-
-    def logits(self, tokens, lengths):
-        for row in tokens.tolist():
-            text = bytes(row).decode("latin-1")
-            if "raise" in text:
-                raise RuntimeError("the weights of /secret/path are gone")
-            if "sleep" in text:
-                time.sleep(1000)
-            if "hog" in text:
-                re.match(r"(a+)+$", "a" * 64 + "b")
-            if "exit" in text:
-                import os
-                os._exit(3)
-        return np.eye(256, dtype=np.float32)[(tokens[:, -1] + 1) % 256] * 10
-'''
-
-
-@pytest.fixture
-def model(tmp_path):
-    file = tmp_path / "model.py"
-    file.write_text(MODEL)
-    return f"{file}:Model"
-
 
 def ask(server, prompt, **more):
     """(status, body); whatever happens, something."""
@@ -70,14 +31,19 @@ def ask(server, prompt, **more):
     return None, None
 
 
-def send(server, prompt):
-    """Without waiting for the answer."""
-    body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
-    sock = socket.create_connection(("127.0.0.1", int(server.port)), timeout=20)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    sock.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-    server._connections.append(sock)
-    return sock
+@pytest.fixture
+def send():
+    """send(server, prompt): a socket on which the answer comes, without waiting for it."""
+    with ExitStack() as stack:
+
+        def go(server, prompt):
+            body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", int(server.port)), timeout=20))
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            return sock
+
+        yield go
 
 
 # ---- limits (finding 16; S3) ----------------------------------------------------------------------------------------
@@ -106,7 +72,7 @@ def test_16_a_body_does_not_lift_the_servers_timeout(tmp_path):
 @pytest.mark.parametrize(
     "how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "hog", "stopped"))]
 )
-def test_14_with_restart_another_engine_begins(start, model, how):
+def test_14_with_restart_another_engine_begins(start, model, how, send):
     """Its process dies, its forward hangs, with the interpreter or without, or it is stopped from outside."""
     server = start("--model", model, "--restart", "--stall-after", "1").ready()
     assert ask(server, "a")[0] == 200
@@ -122,7 +88,7 @@ def test_14_with_restart_another_engine_begins(start, model, how):
 
 
 @pytest.mark.parametrize("how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "stopped"))])
-def test_14_the_server_ends_if_it_is_to_end_with_its_engine(start, model, how):
+def test_14_the_server_ends_if_it_is_to_end_with_its_engine(start, model, how, send):
     server = start("--model", model, "--exit-on-failure", "--stall-after", "1").ready()
     assert ask(server, "a")[0] == 200
     if how == "stopped":
@@ -133,7 +99,7 @@ def test_14_the_server_ends_if_it_is_to_end_with_its_engine(start, model, how):
 
 
 @pytest.mark.slow
-def test_14_not_while_another_engine_may_begin(start, model):
+def test_14_not_while_another_engine_may_begin(start, model, send):
     server = start("--model", model, "--exit-on-failure", "--restart").ready()
 
     def ready():
@@ -150,7 +116,7 @@ def test_14_not_while_another_engine_may_begin(start, model):
     assert sum("being started again" in line for line in server.log) == 3
 
 
-def test_14_an_engine_here_that_fails_for_good_ends_the_server_too(start, model):
+def test_14_an_engine_here_that_fails_for_good_ends_the_server_too(start, model, send):
     server = start("--model", model, "--engine", "own", "--exit-on-failure", "--stall-after", "1").ready()
     send(server, "sleep")
     assert server.popen.wait(20) == 1
@@ -161,7 +127,7 @@ def test_14_an_engine_here_that_fails_for_good_ends_the_server_too(start, model)
 
 @pytest.mark.parametrize("engine", ["own", "child"])
 @pytest.mark.parametrize("how", ["sleep", pytest.param("hog", marks=pytest.mark.slow)])
-def test_15_whatever_hangs_the_end_comes_in_time(start, model, engine, how):
+def test_15_whatever_hangs_the_end_comes_in_time(start, model, engine, how, send):
     if (engine, how) == ("own", "hog"):
         pytest.skip("the interpreter that would hear the signal is held")
     server = start("--model", model, "--engine", engine, "--drain-timeout", "1").ready()
@@ -176,7 +142,7 @@ def test_15_whatever_hangs_the_end_comes_in_time(start, model, engine, how):
             until(lambda: os.kill(server.engine, 0))
 
 
-def test_15_a_second_signal_ends_at_once_though_the_loop_hangs(start, model):
+def test_15_a_second_signal_ends_at_once_though_the_loop_hangs(start, model, send):
     server = start("--model", model, "--drain-timeout", "20").ready()
     send(server, "sleep")
     time.sleep(0.3)
@@ -333,16 +299,6 @@ def test_17_a_log_that_nobody_can_write_ends_nothing(model):
     finally:
         popen.kill()
         popen.wait()
-
-
-def test_25_a_model_of_files_is_called_by_its_last_name(tmp_path):
-    from hibachi.llm.remote.identity import name_of
-
-    folder = tmp_path / "deep" / "my-model"
-    folder.mkdir(parents=True)
-    (folder / "weights.gguf").touch()
-    assert [name_of(str(path)) for path in (folder, folder / "weights.gguf")] == ["my-model", "weights"]
-    assert [name_of(name) for name in ("org/name", "tiny", "pkg:Class")] == ["org/name", "tiny", "pkg:Class"]
 
 
 def test_28_a_handshake_must_come_in_time(start, tmp_path):

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from hibachi.errors import EngineFailed
+from hibachi.engine.health import Health
 from hibachi.request import Terms
 from hibachi.server.flight import of_tenant
 from hibachi.server.web.tenants import Tenant, Tenants, salt_of
 
 from ...engine.models import until
-from ...lib.inside import worker
 from ...serve.conftest import ENGINES, site
 
 KEYS = (("k-a", "a"), ("k-b", "b"), ("k-ops", "ops"))
@@ -254,11 +253,10 @@ def test_10_what_is_left_of_a_recording_for_one_tenant():
     assert of_tenant({"complete": True, "events": []}, "a") == {"events": []}
 
 
-def test_10_health_says_what_failed_to_admins_only():
+def test_10_health_says_what_failed_to_admins_only(monkeypatch):
     tenants = Tenants(KEYS, NAMED)
     with ENGINES["own"]("tiny") as texts, site(texts, tenants=tenants) as here:
-        texts.generate("a")
-        worker(texts.engine)._refusal = lambda: EngineFailed("The secret of the device.")
+        monkeypatch.setattr(here.served.what, "health", lambda: Health("failed", "The secret of the device."))
         for headers, reason in ((OPS, "secret"), (A, "is failed"), ({}, "is failed")):
             answer = here.client.get("/health", headers=headers)
             assert answer.status_code == 503 and reason in answer.json()["reason"]
