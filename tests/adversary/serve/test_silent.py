@@ -49,7 +49,7 @@ def text_of(template, messages, **variables):
         return render_chat(template, given, bos_token="<s>", eos_token="</s>", **more)
 
     with refusing():
-        return rendered(render, asked.messages, asked.template)
+        return rendered(render, asked.chat.messages, asked.chat.variables)
 
 
 # ---- tool history (findings 12 and 13, D1) ---------------------------------------------------------------------------
