@@ -30,13 +30,13 @@ from hibachi.engine.runners.cached import CachedRunner
 from hibachi.engine.runners.extra_inputs import ExtraInputs, check_taken, declared_by, kept_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Grouping, bucket
-from hibachi.engine.runners.heads import Head, ReturnedTokens, Sampled
+from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.memory import position_bytes
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.nine import NineRunner
 from hibachi.engine.runners.overlapping import OverlappingRunner
 from hibachi.engine.runners.owncache.runner import OwnCacheRunner
-from hibachi.engine.runners.runner import Runner
+from hibachi.engine.runners.runner import ModelRows, Runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.runners.uncached import WholeRunner
@@ -129,6 +129,7 @@ def build(
     tables = Tables(spec.rows, prompts.kind)
     sampler = None if vocab is None else _sampler(backend, spec, vocab, tables)
     beside = _beside(spec, backend)
+    rows = ModelRows(spec.model, backend, tables, beside)
     runner: Runner
     remarks: list[str] = []
     size = 0
@@ -150,13 +151,8 @@ def build(
         examples = _examples(spec.model, prompts, vocab)
         kind = prompts.kind
         assert kind is not None  # of all: these examples have fixed it
-        tally, name = Tally(), type(spec.model).__name__
-        head = (
-            ReturnedTokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
-        )
-        runner = own = OwnCacheRunner(
-            spec.model, backend, tables, spec.rows, head, kind, tally, examples, beside, spec.longest
-        )
+        head, tally = _head(rows, sampler)
+        runner = own = OwnCacheRunner(rows, head, kind, tally, examples, spec.longest)
         limits = _own_limits(spec, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)
@@ -168,16 +164,7 @@ def build(
     else:
         scheduler = RecordedScheduler(_whole_limits(spec), policy)
         remarks.append(WHOLE_SEQUENCES)
-        runner = whole = WholeRunner(
-            spec.model,
-            backend,
-            tables,
-            spec.rows,
-            sampler,
-            _grouping(spec, tokens, backend),
-            deterministic,
-            beside,
-        )
+        runner = whole = WholeRunner(rows, sampler, _grouping(spec, tokens, backend), deterministic)
         if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(spec.model.logits):
             kind = kind_of_ids(spec.codebooks)
             whole.try_calls(_examples(spec.model, prompts, vocab), prompts.fitted(kind).padding)
@@ -333,15 +320,19 @@ def cached_runner(
     beside: ExtraInputs | None = None,
 ) -> CachedRunner:
     """A runner for a model of level 2, limited to call sizes that give the same bits."""
-    tally, name = Tally(), type(model).__name__
-    if sampler is None:
-        head: Head = ReturnedTokens(backend, tally, name)
-    else:
-        head = Sampled(sampler, tables.of(kind_of_ids(codebooks_of(model))), tally, name)
-    runner = OverlappingRunner(model, backend, scheduler, tables, head, dtype, tally, beside=beside)
+    rows = ModelRows(model, backend, tables, beside or ExtraInputs(declared_by(model), tables.rows))
+    head, tally = _head(rows, sampler)
+    runner = OverlappingRunner(rows, scheduler, head, dtype, tally)
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner
+
+
+def _head(of: ModelRows, sampler: RowSampler | FrameSampler | None) -> tuple[Sampled | ReturnedTokens, Tally]:
+    tally, name = Tally(), type(of.model).__name__
+    if sampler is None:
+        return ReturnedTokens(of.backend, tally, name), tally
+    return Sampled(sampler, of.tables.of(kind_of_ids(codebooks_of(of.model))), tally, name), tally
 
 
 def _shapes_of_same_bits(runner: CachedRunner, rows: int) -> CallShapes:

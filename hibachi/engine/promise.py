@@ -20,11 +20,13 @@ from hibachi.common.phases import phase
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.heads import Sampled
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
+from hibachi.engine.runners.runner import ModelRows
 from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
@@ -210,7 +212,8 @@ class _Probe:
         assert isinstance(real, Sampled)
         told = _Told(real.sampler, self._drawn, texts)
         head = Sampled(told, real.table, tally, type(own.model).__name__)
-        runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", tally, self._memory)
+        of = ModelRows(own.model, own.backend, tables, ExtraInputs(declared_by(own.model), self._limits.rows))
+        runner = CachedRunner(of, scheduler, head, "", tally, self._memory)
         runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
             job = Job(

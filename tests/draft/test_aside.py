@@ -185,10 +185,10 @@ def test_forgetting_that_raises_is_a_failure_of_the_next_answer(aside, caplog):
 
 
 def test_closing_ends_the_thread_and_its_questions(aside, caplog):
-    drafter = Does([[1], [2]])
+    drafter, before = Does([[1], [2]]), set(threading.enumerate())
     mine = aside(drafter)
     asked(mine)
-    thread = mine._thread
+    [thread] = {*threading.enumerate()} - before
     mine.close()
     thread.join(SOON)
     assert not thread.is_alive()

@@ -9,8 +9,8 @@ from hibachi.engine.speculation.howmany import PROBE, SAVED, TRIALS, Depth, HowM
 MAIN, DRAFT = 1e-3, 1e-4  # seconds of a step
 
 
-def knowing(main=lambda tokens: MAIN, draft=lambda tokens: DRAFT):
-    how = HowMany()
+def knowing(main=lambda tokens: MAIN, draft=lambda tokens: DRAFT, how=None):
+    how = how or HowMany()
     depth = Depth(how)
     for size in (1, 2, 3, 4, 6, 8, 16, 32, 64):
         for _ in range(TRIALS):
@@ -77,7 +77,8 @@ def test_a_long_prompt_is_paid_over_several_steps():
 
 
 def test_where_none_pay_it_is_tried_within_a_hundredth_of_the_time_and_found_when_it_does():
-    depth, spent, tried = knowing(), 0.0, set()
+    how, spent, tried = HowMany(), 0.0, set()
+    depth = knowing(how=how)
     for _ in range(3000):
         asked = depth.choose([4, 4, 4], [0.02] * 3, [8] * 3)
         assert sorted(asked) in ([0, 0, 0], [0, 0, 1])
@@ -88,7 +89,7 @@ def test_where_none_pay_it_is_tried_within_a_hundredth_of_the_time_and_found_whe
     assert 0.5 * PROBE * 3 <= spent <= PROBE * 3 + SAVED
     assert tried == {0, 1, 2}
 
-    how, dice = depth._how, random.Random(0)
+    dice = random.Random(0)
     for _ in range(3000):  # from now on four of five guesses are right
         if depth.choose([4], [how.records.rate("a")], [8])[0]:
             how.records.note("a", 1, int(dice.random() < 0.8))

@@ -9,7 +9,7 @@ import pytest
 from hibachi import AutoregressiveBatchInference, ModelError, NumpyBackend
 from hibachi.engine.runners import uncached
 from hibachi.engine.runners.kept_inputs import Room, Rooms, wants_own
-from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
+from hibachi.engine.runners.tokentable import TokenHistory, TokenKind, TokenTable
 from hibachi.engine.scheduler.sequence import Seq
 
 PROMPTS = [[1.0], [2.0, 3.0], [5.0, 1.0, 4.0], [7.0] * 20]
@@ -139,13 +139,13 @@ def always(monkeypatch):
 @pytest.fixture
 def batches(monkeypatch):
     """Of each batch that is put together from the table of all tokens: its rows."""
-    made, put_together = [], uncached.WholeRunner._batch
+    made, put_together = [], TokenTable.window
 
     def counted(self, rows, *rest):
         made.append(len(rows))
         return put_together(self, rows, *rest)
 
-    monkeypatch.setattr(uncached.WholeRunner, "_batch", counted)
+    monkeypatch.setattr(TokenTable, "window", counted)
     return made
 
 
@@ -159,7 +159,7 @@ def plain(model, prompt, new):
 
 
 def rooms_of(engine):
-    return engine._built.runner._rooms
+    return engine.core.runner.rooms
 
 
 MODELS = [Weighed, Writes, WritesLate, Wraps, Pointer, SameMemory, Address, Former, OnePiece, Held, FailsOnce]
@@ -281,22 +281,22 @@ def test_a_model_that_writes_is_told_of_once(serve, caplog):
 def test_nothing_is_kept_when_all_have_ended(serve, stop):
     one = serve(Weighed(), padding_token=-5.0)
     one.run(PROMPTS[2], max_tokens=9, stop_rule=stop).collect()
-    assert one.drain(10) and not rooms_of(one)._now
+    assert one.drain(10) and not len(rooms_of(one))
 
 
 def test_what_a_cancelled_request_leaves_goes_with_the_next_steps(serve):
     one = serve(Weighed(), padding_token=-5.0)
     next(one.run(PROMPTS[3], max_tokens=150))
     one.run(PROMPTS[0], max_tokens=3).collect()
-    assert one.drain(10) and not rooms_of(one)._now and len(rooms_of(one)._last) <= 1
+    assert one.drain(10) and len(rooms_of(one)) <= 1
 
 
 @pytest.mark.parametrize("lost", [lambda runner: runner.adopt(None), lambda runner: runner.rebuild(keep=False)])
 def test_another_scheduler_or_device_begins_anew(serve, lost):
     one = serve(Weighed())
     ask(rooms_of(one), seqs(0), [2])
-    lost(one._built.runner)
-    assert not rooms_of(one)._now and not rooms_of(one)._last
+    lost(one.core.runner)
+    assert not len(rooms_of(one))
 
 
 class Device(NumpyBackend):
@@ -385,15 +385,16 @@ def test_what_is_older_than_a_step_is_gone(rooms):
 
 @pytest.mark.parametrize(("most", "columns"), [(0, 3), (5, 8), (1000, 19)])
 def test_a_room_begins_with_room_for_what_may_come_or_a_little(most, columns):
-    assert Room((2, 3), np.float64, np.array([3, 3]), most)._array.shape == (2, columns)
+    assert Room((2, 3), np.float64, np.array([3, 3]), most).columns == columns
 
 
 def test_the_newest_token_may_have_left_the_table(serve):
     """A row that comes back with more tokens than the table holds has all of them in its history."""
-    runner = serve(Weighed(), token=1.0)._built.runner
-    history, kind = TokenHistory(np.arange(2000.0)), TokenKind((), np.dtype(np.float64))
-    runner.tables.fill(0, kind, history)
-    assert runner._newest(np.array([0]), np.array([2000])).tolist() == [1999.0]
+    tables = serve(Weighed(), token=1.0).core.runner.tables
+    history = TokenHistory(np.arange(2000.0))
+    tables.fill(0, TokenKind((), np.dtype(np.float64)), history)
+    row, newest = np.zeros(1, np.intp), np.array([1999])
+    assert tables.at(0).packed(row, newest, np.ones(1, np.intp), row, newest).tolist() == [1999.0]
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 1000])
@@ -404,7 +405,7 @@ def test_a_room_grows_and_has_no_more_than_will_come(most):
         room.add(np.array([n, n]), max(most - n, 1))
     assert room.view(43).tolist() == [[0, 1, 2, *range(40)], [3, 4, 5, *range(40)]]
     assert room.view(44) is None and room.lengths.tolist() == [43, 43]
-    assert room._array.shape[1] <= max(43 * 2, 3 + most)
+    assert room.columns <= max(43 * 2, 3 + most)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.layout import StepInputs
 from hibachi.common.shapes import size_for
 from hibachi.engine.runners.calls import CheckedStep
-from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.heads import Head, Outputs, Pooled, Sampled
 from hibachi.engine.runners.inputs import Inputs
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.memory import Memory, RecurrentStep
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import (
+    ModelRows,
     Outcome,
     Part,
     Runner,
@@ -74,30 +74,19 @@ class CachedRunner(Runner):
 
     def __init__(
         self,
-        model: Any,
-        backend: ArrayBackend,
+        of: ModelRows,
         scheduler: Scheduler,
-        tables: Tables,
         head: Head,
         dtype: str,
         tally: Tally,
         memory: Memory | None = None,
-        beside: ExtraInputs | None = None,
     ) -> None:
+        model, backend, tables, _ = of
         super().__init__(backend, tables)
         self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
         self.model, self.limits = model, scheduler.limits
         self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
-        self.inputs: Inputs = Inputs(
-            model,
-            backend,
-            self.limits,
-            tables,
-            scheduler.block_table,
-            self.tally,
-            beside or ExtraInputs(declared_by(model), self.limits.rows),
-            recurrent=bool(self.memory.states),
-        )
+        self.inputs: Inputs = Inputs(of, self.limits, scheduler.block_table, tally, recurrent=bool(self.memory.states))
         self.few_shapes = "it has a state" if self.memory.states else ""
         self.main: ModelCall = ModelCall(head, model, backend, self.memory)
         self._vectors: ModelCall | None = None  # made when first needed

@@ -12,9 +12,9 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.layout import StepInputs
 from hibachi.common.shapes import CallShapes
-from hibachi.engine.runners.extra_inputs import ExtraInputs
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
+from hibachi.engine.runners.runner import ModelRows
 from hibachi.engine.runners.tokentable import Tables
 from hibachi.engine.scheduler.lower import NAMES, Packed, lower, lower_one, pad
 from hibachi.engine.scheduler.step import Limits
@@ -32,19 +32,9 @@ class Inputs:
     tables: Tables
     block_table: Any
 
-    def __init__(
-        self,
-        model: Any,
-        backend: ArrayBackend,
-        limits: Limits,
-        tables: Tables,
-        block_table: Any,
-        tally: Tally,
-        beside: ExtraInputs,
-        *,
-        recurrent: bool,
-    ) -> None:
-        self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
+    def __init__(self, of: ModelRows, limits: Limits, block_table: Any, tally: Tally, *, recurrent: bool) -> None:
+        model, backend, self.tables, beside = of
+        self.backend, self.limits, self.block_table = backend, limits, block_table
         self._tally, self._recurrent, self._beside, declared = tally, recurrent, beside, beside.declared
         self._wants_more = bool(declared.knows or declared.draws or declared.inputs)  # beside tokens
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)

@@ -88,6 +88,11 @@ class Room:
         self._make(shape, dtype, most)
 
     @property
+    def columns(self) -> int:
+        """Of its memory, free ones included."""
+        return self._array.shape[1]
+
+    @property
     def tokens(self) -> HostArray:
         """[B, S, *tok]"""
         return self._array[:, : self._end]
@@ -133,6 +138,10 @@ class Rooms:
         self._tried = set[bool]()  # views that were: are they contiguous?
         self._last: dict[tuple[int, ...], Room] = {}  # by who shared the call
         self._now: dict[tuple[int, ...], Room] = {}
+
+    def __len__(self) -> int:
+        """Calls whose inputs are kept."""
+        return len(self._last) + len(self._now)
 
     def begin(self) -> None:
         """Begin a step: inputs older than the last step are dropped."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from typing_extensions import override
@@ -15,6 +15,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.library import Library
 from hibachi.backend.nine import NineBackend
 from hibachi.engine.runners.calls import Awaiter, Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
+from hibachi.engine.runners.extra_inputs import ExtraInputs
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
 from hibachi.engine.runners.meters import Tally
@@ -26,6 +27,15 @@ from hibachi.engine.scheduler.step import StepPlan
 from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
+
+
+class ModelRows(NamedTuple):
+    """A model, the library that computes it, and what its rows have: their tokens, and what comes beside them."""
+
+    model: Any
+    backend: ArrayBackend
+    tables: Tables
+    beside: ExtraInputs
 
 
 @dataclass(slots=True, eq=False)

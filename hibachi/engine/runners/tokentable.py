@@ -90,8 +90,8 @@ class Tables:
     """The tokens of all running rows on the host, in a table for each kind of token."""
 
     def __init__(self, rows: int, kind: TokenKind | None = None) -> None:
-        """kind: of all requests; None means each has its own."""
-        self._rows = rows
+        """rows: the most there may be at once. kind: of all requests; None means each has its own."""
+        self.rows = rows
         self._kinds = [kind] * rows
         self._tables: dict[TokenKind, TokenTable] = {}
         self._at: list[TokenTable | None] = [None if kind is None else self.of(kind)] * rows
@@ -103,7 +103,7 @@ class Tables:
 
     def of(self, kind: TokenKind) -> TokenTable:
         if (found := self._tables.get(kind)) is None:
-            found = self._tables[kind] = TokenTable(self._rows, *kind)
+            found = self._tables[kind] = TokenTable(self.rows, *kind)
         return found
 
     def at(self, row: int) -> TokenTable:

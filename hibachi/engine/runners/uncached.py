@@ -23,6 +23,7 @@ from hibachi.engine.runners.groups import Alone, Call, Grouping, Trials, telling
 from hibachi.engine.runners.kept_inputs import WORTH, Grown, Rooms
 from hibachi.engine.runners.runner import (
     AwaitingRunner,
+    ModelRows,
     Outcome,
     Part,
     check_output,
@@ -89,20 +90,17 @@ class WholeRunner(AwaitingRunner):
 
     def __init__(
         self,
-        model: Any,
-        backend: ArrayBackend,
-        tables: Tables,
-        rows: int,
+        of: ModelRows,
         sampler: RowSampler | FrameSampler | None,
         grouping: Grouping,
         deterministic: bool | None,
-        beside: ExtraInputs,
     ) -> None:
-        """rows: the most there may be at once. deterministic: True means one row a call, unless `try_calls` finds
-        better. None means as `try_calls` finds it.
+        """deterministic: True means one row a call, unless `try_calls` finds better. None means as `try_calls` finds
+        it.
         """
+        model, backend, tables, beside = of
         super().__init__(backend, tables)
-        self._rows, self.sampler, self.grouping = rows, sampler, grouping
+        self._rows, self.sampler, self.grouping = tables.rows, sampler, grouping
         self._asked, self._tried = bool(deterministic), deterministic is False
         kind = ModelKind.LOGITS if sampler else ModelKind.FORWARD
         wait = self.wait
@@ -114,7 +112,7 @@ class WholeRunner(AwaitingRunner):
         self.name: str = self._step.name
         self._beside = beside
         self._grown = Grown(backend, useful=sampler is None)
-        self._rooms = Rooms(backend, self.name, useful=sampler is None)
+        self.rooms: Rooms = Rooms(backend, self.name, useful=sampler is None)
         if deterministic:
             self.grouping = self._alone
 
@@ -125,12 +123,12 @@ class WholeRunner(AwaitingRunner):
     @override
     def adopt(self, scheduler: Scheduler) -> None:
         self._grown.clear()
-        self._rooms.clear()
+        self.rooms.clear()
 
     @override
     def rebuild(self, *, keep: bool) -> None:
         self._grown.clear()
-        self._rooms.clear()
+        self.rooms.clear()
 
     @override
     def admit(self, seq: Seq) -> None:
@@ -206,13 +204,13 @@ class WholeRunner(AwaitingRunner):
             return self._run_longer(plan, self.sampler)
         if self._grown.useful:
             self._grown.begin()
-        if self._rooms.useful:
-            self._rooms.begin()
+        if self.rooms.useful:
+            self.rooms.begin()
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
-        if self._rooms.useful:
-            self._rooms.end()
+        if self.rooms.useful:
+            self.rooms.end()
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
@@ -224,10 +222,10 @@ class WholeRunner(AwaitingRunner):
             shown_rows, shown_lengths, width = self._shape(rows, lengths, call)
             seqs = [job.seq for job in jobs]
             batch = partial(self._batch, shown_rows, shown_lengths, width, jobs[0].padding)
-            kept = self._rooms.useful and len(shown_rows) * width * kind.nbytes >= WORTH
+            kept = self.rooms.useful and len(shown_rows) * width * kind.nbytes >= WORTH
             if kept:
                 newest = partial(self._newest, shown_rows, shown_lengths)
-                shown: Array = self._rooms.tokens(seqs, shown_lengths, width, kind, newest, batch)
+                shown: Array = self.rooms.tokens(seqs, shown_lengths, width, kind, newest, batch)
             else:
                 shown = self._grown.tokens(seqs, shown_lengths, width) if self._grown.useful else None
                 shown = self.backend.put(batch()) if shown is None else shown
@@ -235,7 +233,7 @@ class WholeRunner(AwaitingRunner):
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
             if kept:
                 put = self.backend.put
-                out = self._rooms.ask(shown, lambda tokens: self._answer(put(tokens), shown_rows, shown_lengths))
+                out = self.rooms.ask(shown, lambda tokens: self._answer(put(tokens), shown_rows, shown_lengths))
             else:
                 # A copy where it is kept for the next step, as the model may write into what it is shown.
                 tokens = self.backend.copy(shown) if self._grown.useful else shown
@@ -251,7 +249,7 @@ class WholeRunner(AwaitingRunner):
                 self._grown.keep(seqs, shown, out, shown_lengths)
             part = token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
             if kept:
-                self._rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
+                self.rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
             return part
 
     def _run_longer(self, plan: StepPlan, sampler: RowSampler) -> Outcome:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,38 +26,35 @@ from hibachi.testing.verify.spy import Spy
 CANDIDATES = 8  # tokens whose log-probabilities are compared
 
 
+class Asked(NamedTuple):
+    """What engines are asked. prompts: (S, *tok), or inputs of a feed-forward model. n: tokens of an answer. pads:
+    tokens [1, *tok] that rows may be padded with.
+    """
+
+    prompts: list[HostArray]
+    n: int
+    pads: list[HostArray]
+
+
 class Engines:
     """Engines for a model, which are made when they are first asked for.
 
-    vocab: size of the logits; None means tokens come out. prompts:
-    (S, *tok), or inputs of a feed-forward model. new: tokens of an answer. pads: tokens [1, *tok] that rows may be
-    padded with. tolerance: of log-probabilities and real values, absolute and relative.
+    vocab: size of the logits; None means tokens come out. tolerance: of log-probabilities and real values, absolute and
+    relative.
     """
 
     backend: ArrayBackend
     kind: ModelKind
     vocab: int | None
-    prompts: list[HostArray]
-    n: int
-    pads: list[HostArray]
     tolerance: float
 
     def __init__(
-        self,
-        model: Any,
-        backend: ArrayBackend,
-        *,
-        kind: ModelKind,
-        vocab: int | None,
-        prompts: Sequence[HostArray],
-        new: int,
-        pads: Sequence[HostArray],
-        tolerance: float,
+        self, model: Any, backend: ArrayBackend, kind: ModelKind, vocab: int | None, asked: Asked, tolerance: float
     ) -> None:
         self.spy: Spy = Spy(model, backend, kind)
-        self.backend, self.kind, self.vocab = backend, kind, vocab
+        self.backend, self.kind, self.vocab, self.tolerance = backend, kind, vocab, tolerance
         self.takes_lengths: bool = takes_lengths(model, kind)
-        self.prompts, self.n, self.pads, self.tolerance = list(prompts), new, list(pads), tolerance
+        self.prompts, self.n, self.pads = asked
         self.declared: Declared = declared_by(model)
         self._engines: dict[str, Any] = {}
         self._held: Any = None  # a stream, which would be cancelled if it were dropped

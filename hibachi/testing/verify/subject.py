@@ -24,7 +24,7 @@ from hibachi.engine.runners.stops import as_token
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.testing.verify import prompts
 from hibachi.testing.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Span, WholeDriver
-from hibachi.testing.verify.engines import Engines
+from hibachi.testing.verify.engines import Asked, Engines
 from hibachi.testing.verify.ownpasts import OwnDriver
 
 KINDS = {
@@ -389,20 +389,10 @@ class Subject:
         if self.vocab is not None:  # of a log-probability: that of two logits
             largest = max((float(np.abs(v[np.isfinite(v)]).max(initial=0)) for v in self.base.values()), default=1.0)
             tolerance *= 2 * largest
-        return Engines(
-            self.model,
-            self.backend,
-            kind=self.kind,
-            vocab=self.vocab,
-            prompts=distinct,
-            new=1
-            if not self.kind.has_tokens
-            else ANSWER
-            if self.limit is None
-            else min(ANSWER, self.limit - self.long),
-            pads=self.driver.fills if isinstance(self.driver, WholeDriver) else [],
-            tolerance=max(CLOSE, tolerance),
-        )
+        new = ANSWER if self.limit is None else min(ANSWER, self.limit - self.long)
+        pads = self.driver.fills if isinstance(self.driver, WholeDriver) else []
+        answers = Asked(distinct, new if self.kind.has_tokens else 1, pads)
+        return Engines(self.model, self.backend, self.kind, self.vocab, answers, max(CLOSE, tolerance))
 
     def close(self) -> None:
         self.driver.close()

@@ -30,11 +30,12 @@ class Prefixes:
     def __init__(self, layout: Layout, template: Past, pool: BlockPool, copies: Copies) -> None:
         self._layout, self._template, self._pool, self._copies = layout, template, pool, copies
         self._size = pool.block_size
-        self._kept: dict[Hashable, tuple[int, list[Array]]] = {}  # node -> block, its arrays
+        self.kept: dict[Hashable, tuple[int, list[Array]]] = {}
+        """{node: (block, its arrays)}"""
         self._taken = pool.taken
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def keep_left(self, of: Mapping[int, Past], seqs: Mapping[int, Seq]) -> None:
         """Keep what is wanted of the rows that have gone. of: the pasts that they are still in. seqs: whose."""
@@ -69,10 +70,10 @@ class Prefixes:
         place = past.place(row)
         for n, block, node in idle:
             end = (n + 1) * self._size
-            if node in self._kept or end > past.counts[place] or not self._pool.publishes(block, node):
+            if node in self.kept or end > past.counts[place] or not self._pool.publishes(block, node):
                 continue
             found = self._layout.cut(past, place, end - self._size, end)
-            self._kept[node] = block, [None if a is None else self._layout.backend.copy(a) for a in found]
+            self.kept[node] = block, [None if a is None else self._layout.backend.copy(a) for a in found]
 
     def past(self, row: int, sources: Sequence[CopySource], of: Mapping[int, Past], width: int) -> Past | None:
         """The past of a row that starts with the blocks of these sources, `width` positions wide; None if one is not
@@ -81,7 +82,7 @@ class Prefixes:
         blocks = []
         for n, source in enumerate(sources):
             if source.lender < 0:
-                _, arrays = self._kept.pop(source.node, (0, None))  # it moves into the row's past
+                _, arrays = self.kept.pop(source.node, (0, None))  # it moves into the row's past
             else:
                 past, end = of.get(source.lender), (n + 1) * self._size
                 place = 0 if past is None else past.place(source.lender)
@@ -97,7 +98,7 @@ class Prefixes:
         """Free what the scheduler has given to others."""
         if self._pool.taken != self._taken:
             self._taken = self._pool.taken
-            self._kept = {node: kept for node, kept in self._kept.items() if self._pool.keeps(kept[0], node)}
+            self.kept = {node: kept for node, kept in self.kept.items() if self._pool.keeps(kept[0], node)}
 
     def clear(self) -> None:
-        self._kept.clear()
+        self.kept.clear()

@@ -19,7 +19,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.common.phases import phase
 from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.calls import drop_frames, is_signal
-from hibachi.engine.runners.extra_inputs import KNOWN, ExtraInputs
+from hibachi.engine.runners.extra_inputs import KNOWN
 from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.meters import Meeting, Tally
@@ -27,7 +27,7 @@ from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.runners.owncache.prefixes import Prefixes
 from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.engine.runners.owncache.trial import OwnCacheTrial
-from hibachi.engine.runners.runner import Outcome, Part, Runner, isolate
+from hibachi.engine.runners.runner import ModelRows, Outcome, Part, Runner, isolate
 from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -40,6 +40,8 @@ log: logging.Logger = logging.getLogger("hibachi.engine")
 
 class OwnCacheRunner(Runner):
     """Computes rows with pasts that the model makes.
+
+    pasts: of the rows. prefixes: what is kept of rows that have gone; None means nothing is.
 
     apart: each row is computed by itself, its prompt in one call and then token by token, whatever the plan says. So no
     bit depends on other rows, on chunks, or on whether it was preempted.
@@ -54,25 +56,20 @@ class OwnCacheRunner(Runner):
 
     def __init__(
         self,
-        model: Any,
-        backend: ArrayBackend,
-        tables: Tables,
-        rows: int,
+        of: ModelRows,
         head: Sampled | ReturnedTokens,
         kind: TokenKind,
         tally: Tally,
         examples: Sequence[HostArray],
-        beside: ExtraInputs,
         longest: int,
     ) -> None:
-        """rows: the most there may be at once. kind: of the tokens. examples: prompts, of whose tokens those for trials
-        are drawn. longest: tokens of a request.
-
-        Raises ConfigError.
+        """kind: of the tokens. examples: prompts, of whose tokens those for trials are drawn. longest: tokens of a
+        request. Raises ConfigError.
         """
+        model, backend, tables, beside = of
         super().__init__(backend, tables)
         self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
-        self._rows, self.head, self._kind = rows, head, kind
+        self._rows, self.head = tables.rows, head
         self.name: str = head.name
         self._beside = beside
         vocab = None if self.sampler is None else self.sampler.shape[-1]
@@ -95,7 +92,7 @@ class OwnCacheRunner(Runner):
                 f"attribute `example_prompts` of a model names prompts of ids that it can be tried on."
             ) from e
         self._encoded, self.layout = self._step.encoded, self._step.layout
-        self._pasts = SteppedRows(self._step, backend.shapes.length)
+        self.pasts: SteppedRows = SteppedRows(self._step, backend.shapes.length)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self._meeting = Meeting(self.name)
@@ -110,7 +107,7 @@ class OwnCacheRunner(Runner):
         if not self._trial.mixes and not self._trial.parted:
             self.remarks.append("rows of one length only share calls, as its step takes no lengths")
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
-        self._prefixes: Prefixes | None = None
+        self.prefixes: Prefixes | None = None
 
     def bound(self, positions: int, chunk: int) -> None:
         """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""
@@ -138,31 +135,31 @@ class OwnCacheRunner(Runner):
         self.rebuild(keep=False)
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
-            self._prefixes = Prefixes(self.layout, self._template, scheduler.pool, scheduler.copies)
+            self.prefixes = Prefixes(self.layout, self._template, scheduler.pool, scheduler.copies)
 
     @override
     def rebuild(self, *, keep: bool) -> None:
-        self._pasts.of.clear()
+        self.pasts.of.clear()
         if self._encoded is not None:
             self._encoded.clear()
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     @override
     def idle(self) -> None:
         self._keep()
         self._forget([row for row, seq in self._seqs.items() if seq.row != row], encoded=True)
-        if self._prefixes is not None:
-            self._prefixes.drop()
+        if self.prefixes is not None:
+            self.prefixes.drop()
 
     def _keep(self) -> None:
         """Keep what is wanted of the rows that have gone, before their pasts do."""
-        if self._prefixes is not None:
-            self._prefixes.keep_left(self._pasts.of, self._seqs)
+        if self.prefixes is not None:
+            self.prefixes.keep_left(self.pasts.of, self._seqs)
 
     def _forget(self, rows: Sequence[int], encoded: bool = False) -> None:
         """encoded: also what is kept of the request's inputs."""
-        self._pasts.forget(rows)
+        self.pasts.forget(rows)
         if encoded and self._encoded is not None:
             self._encoded.forget(rows)
 
@@ -255,8 +252,8 @@ class OwnCacheRunner(Runner):
     @override
     def run(self, plan: StepPlan) -> Outcome:
         self._keep()
-        if self._prefixes is not None:
-            self._prefixes.begin(plan.copies, self._pasts.of, self.backend.shapes.length)
+        if self.prefixes is not None:
+            self.prefixes.begin(plan.copies, self.pasts.of, self.backend.shapes.length)
         self.idle()
         outcome = Outcome([], {})
         for idx in self._calls(plan):
@@ -344,15 +341,15 @@ class OwnCacheRunner(Runner):
             drop = np.zeros(len(idx), np.int64)
             emit = plan.emit[idx]
             drop[emit] = ahead.end[emit] - ahead.kept(part, plan.end[idx[emit]])
-            past = self._pasts.of[int(rows[0])]
+            past = self.pasts.of[int(rows[0])]
             for n in np.unique(drop[drop > 0]).tolist():
                 some = np.flatnonzero(drop == n)
-                self._pasts.of |= dict.fromkeys(rows[some].tolist(), self.layout.shortened(past, some.tolist(), n))
+                self.pasts.of |= dict.fromkeys(rows[some].tolist(), self.layout.shortened(past, some.tolist(), n))
         return part
 
     def _alone(self, row: int, prompt: int, end: int) -> Array:
         """The logits of a row after its first `end` tokens, in calls that depend on nothing but the row."""
-        past = self._pasts.of.get(row)
+        past = self.pasts.of.get(row)
         have = 0 if past is None else past.counts[past.place(row)]
         if have not in range(prompt, end):
             self._forget([row])
@@ -364,7 +361,7 @@ class OwnCacheRunner(Runner):
     def _catch_up(self, rows: Any, start: Any) -> None:
         """Compute again what is not there: of a row whose past a failed step has taken along."""
         for row, n in zip(rows.tolist(), start.tolist(), strict=True):
-            past = self._pasts.of.get(row)
+            past = self.pasts.of.get(row)
             if n and (past is None or past.counts[past.place(row)] != n):
                 self._forget([row])
                 if self._trial.whole:
@@ -403,7 +400,7 @@ class OwnCacheRunner(Runner):
         wide = shapes.length(int(start.max())) if int(start[0]) else 0
         self.tally.call(size * q, n * q, (size, q, wide) if shapes.compiled else None)
         encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
-        return self._pasts.advance(rows.tolist(), start.tolist(), tokens, filled, encoded, keep)
+        return self.pasts.advance(rows.tolist(), start.tolist(), tokens, filled, encoded, keep)
 
 
 def _pieces(n: int) -> list[int]:
