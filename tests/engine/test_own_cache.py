@@ -192,27 +192,26 @@ def test_a_past_never_has_more_positions_than_the_cache(serve):
 
 
 def test_pasts_are_freed_with_their_requests(serve):
-    model = SumOwn(NUMPY)
-    engine = serve(model, max_model_len=60)
+    engine = serve(SumOwn(NUMPY), max_model_len=60)
     stream = engine.run([1, 2, 3], SamplingParams(temperature=0, max_tokens=50))
     next(stream)
     stream.close()
-    until(lambda: not engine._worker.engine.runner._pasts.of)
+    until(lambda: not engine.core.runner.pasts.of)
     assert answers(engine) == right()
-    until(lambda: not engine._worker.engine.runner._pasts.of)
+    until(lambda: not engine.core.runner.pasts.of)
 
 
 def test_a_row_that_another_request_has_got_is_not_taken_for_the_one_before(serve):
     """Three rows shared a past; the last ended, and a new request has its row and a past of its own."""
-    runner = serve(SumOwn(NUMPY))._worker.engine.runner
+    pasts = serve(SumOwn(NUMPY)).core.runner.pasts
 
     def past(rows, numbers):
         array = np.array(numbers, np.float32).reshape(len(rows), 1, -1)
         return Past({"layers": [(array,)]}, [array], rows, [2] * len(rows), 2, len(rows))
 
     before, new = past([0, 1, 2], [[1, 1], [2, 2], [3, 3]]), past([2], [[7, 7]])
-    runner._pasts.of = {0: before, 1: before, 2: new}
-    assert runner._pasts.gathered([0, 1, 2], [2, 2, 2], 3).arrays[0].tolist() == [[[1, 1]], [[2, 2]], [[7, 7]]]
+    pasts.of = {0: before, 1: before, 2: new}
+    assert pasts.gathered([0, 1, 2], [2, 2, 2], 3).arrays[0].tolist() == [[[1, 1]], [[2, 2]], [[7, 7]]]
 
 
 # ---- faults stay alone -----------------------------------------------------------------------------------------------
@@ -602,7 +601,7 @@ def test_alone_in_company_in_chunks_and_preempted_the_bits_are_the_same():
 def test_a_model_whose_bits_do_not_depend_on_the_batch_shares_calls_and_keeps_the_promise():
     with AutoregressiveBatchInference(SumOwn(NUMPY)) as engine:
         assert engine.deterministic and engine.selfcheck() == 16
-        assert not engine._worker.engine.runner.apart and answers(engine) == right()
+        assert not engine.core.runner.apart and answers(engine) == right()
 
 
 def test_a_model_whose_bits_depend_on_the_batch_says_so(caplog):
@@ -617,7 +616,7 @@ def test_a_model_whose_bits_depend_on_the_batch_says_so(caplog):
             engine.selfcheck()
     assert "deterministic=False for Mixes.step" in caplog.text
     with AutoregressiveBatchInference(Mixes(NUMPY), deterministic=True) as engine:
-        assert engine.deterministic and engine._worker.engine.runner.apart and answers(engine) == right()
+        assert engine.deterministic and engine.core.runner.apart and answers(engine) == right()
     assert "computes each row by itself" in caplog.text
 
 

@@ -1,5 +1,7 @@
 """Encoders beside a cache of the model's own: `encode` is called once for each request, which keeps its output."""
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -111,9 +113,18 @@ def test_bits_do_not_depend_on_the_company(serve, model):
 
 
 def test_what_was_encoded_is_freed_with_its_request(serve):
-    engine = serve(Translator(), max_num_seqs=2)
+    held = []
+
+    class Looks(Translator):
+        def step(self, tokens, lengths, past, encoded):
+            held.append(weakref.ref(encoded["values"]))
+            return super().step(tokens, lengths, past, encoded)
+
+    engine = serve(Looks(), max_num_seqs=2)
+    held.clear()  # of trials, which keep their examples
     answers(engine)
-    until(lambda: not engine._worker.engine.runner._encoded._rows.of)
+    assert held
+    until(lambda: not any(array() is not None for array in held))
 
 
 def test_prefixes_are_shared_between_equal_sources_only(serve):

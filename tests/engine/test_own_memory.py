@@ -12,8 +12,7 @@ import pytest
 import hibachi
 from hibachi import NumpyBackend, OwnCache, SamplingParams
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.engine.runners.owncache.layout import Group, Leaf, Past, has_views
-from hibachi.engine.runners.owncache.layout import Layout as RealLayout
+from hibachi.engine.runners.owncache.layout import Group, Layout, Leaf, Past, has_views
 
 LAYERS = 6
 ROWS, POSITIONS = 8, 160
@@ -59,7 +58,7 @@ def arrays_of(tree):
 
 def pasts_of(engine, given):
     """Bytes of all pasts as they are, room left out. given: to the call."""
-    pasts = {id(past): past for past in engine._worker.engine.runner._pasts.of.values()}
+    pasts = {id(past): past for past in engine.core.runner.pasts.of.values()}
     return sum(a.nbytes for past in pasts.values() for a in past.arrays) + sum(a.nbytes for a in arrays_of(given))
 
 
@@ -151,8 +150,7 @@ def test_what_is_kept_for_others_takes_what_its_blocks_may(serve):
         tracemalloc.start()
 
         def enters(past):
-            runner = engine._worker.engine.runner
-            arrays = [a for _, arrays in runner._prefixes._kept.values() for a in arrays]
+            arrays = [a for _, arrays in engine.core.runner.prefixes.kept.values() for a in arrays]
             kept = sum(a.nbytes for a in arrays)
             idle = engine.stats().cached_blocks
             more = tracemalloc.get_traced_memory()[0] - 1.25 * pasts_of(engine, past) - kept - 600 * len(arrays)
@@ -172,10 +170,9 @@ def test_what_is_kept_for_others_takes_what_its_blocks_may(serve):
 # ---- taken apart -----------------------------------------------------------------------------------------------------
 
 
-def layout(arrays, backend=None):
-    backend = backend or NumpyBackend()
-    leaves = [Leaf(f"[{i}]", 0, 1, (0, 0, 64), backend.xp.float32) for i in range(arrays)]
-    return RealLayout(leaves, backend, "Model.step")
+def layout(arrays):
+    leaves = [Leaf(f"[{i}]", 0, 1, (0, 0, 64), np.float32) for i in range(arrays)]
+    return Layout(leaves, NumpyBackend(), "Model.step")
 
 
 def past(arrays, rows, width, seed=0):
@@ -207,26 +204,6 @@ def test_pasts_are_joined_array_by_array():
     assert all(np.array_equal(a, b) for a, b in zip(joined.arrays, want, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(left.arrays, rest, strict=True))
     assert joined.tree == joined.arrays and joined.rows == [2, 0, 3] and left.counts == [300]
-
-
-def test_sources_go_while_they_are_joined():
-    one = past(16, [0, 1, 2], 300)
-    gone = []
-
-    class Watched(NumpyBackend):
-        pass
-
-    backend = Watched()
-    made = layout(16, backend)
-    real = made._joined
-
-    def joined(leaf, i, sources, new):
-        gone.append(sum(a is None for a in one.arrays))
-        return real(leaf, i, sources, new)
-
-    made._joined = joined
-    made.arranged([Group([(one, 2), (one, 0)], [2, 0], [300, 300], 300)])
-    assert gone == list(range(16))
 
 
 def test_where_nothing_changes_arrays_are_the_same_ones():

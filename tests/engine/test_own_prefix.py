@@ -18,7 +18,7 @@ from hibachi import (
     Terms,
 )
 from hibachi.engine.recording.replay import read, replay
-from hibachi.engine.runners.owncache.layout import Past
+from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.scheduler.copies import CopySource
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
@@ -41,8 +41,9 @@ def computed(model):
     return n
 
 
-def runner_of(engine):
-    return engine._worker.engine.runner
+def kept_by(engine):
+    """Blocks that are kept for requests to come."""
+    return engine.core.runner.prefixes
 
 
 def answer(engine, prompt, params=GREEDY, **terms):
@@ -74,10 +75,10 @@ class Slow(SumOwn):
 
 
 def gated(own, **options):
-    """An engine that takes one step at a time, and what lets it."""
+    """An engine that takes one step at a time, what lets it, and its model."""
     model = Slow(NUMPY)
     engine, model.gate = own(model, **options), Turnstile()
-    return engine, model.gate
+    return engine, model.gate, model
 
 
 # ---- what is found ---------------------------------------------------------------------------------------------------
@@ -92,29 +93,33 @@ def test_a_second_identical_prompt_computes_its_end_only(own, new_only):
     until(lambda: engine.stats().running == 0)
     stats = engine.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (42, 20) and stats.free_blocks == stats.blocks
-    assert stats.cached_blocks == len(runner_of(engine)._prefixes) == 7  # of 28 positions, computed and full
+    kept = kept_by(engine).kept.values()
+    assert stats.cached_blocks == len(kept) == 7  # of 28 positions, computed and full
+    # A view would keep the whole past.
+    assert all(a.shape == (1, 1, 4) and a.base is None for _, arrays in kept for a in arrays)
 
 
-def test_the_last_token_of_a_prompt_is_always_computed(own):
-    engine = own()
-    assert [answer(engine, ids(20)) for _ in range(2)] == [(expected(ids(20), 8), n) for n in (0, 16)]
+TURN = [*ids(10), *expected(ids(10), 8)]
 
 
-def test_what_was_generated_is_found_by_the_next_turn(own):
-    engine = own()
-    turn, _ = answer(engine, ids(10))
-    assert answer(engine, [*ids(10), *turn, 3]) == (expected([*ids(10), *turn, 3], 8), 16)
+@pytest.mark.parametrize(
+    "prompts, options, reused",
+    [
+        ((ids(20), ids(20)), {}, (0, 16)),  # the last token of a prompt is always computed
+        ((ids(10), [*TURN, 3]), {}, (0, 16)),  # what was generated is found by the next turn
+        ((ids(30), ids(30), ids(30) + ids(9, 1), ids(30)[:17]), {"max_num_batched_tokens": 6}, (0, 28, 28, 16)),
+        ((ids(21), ids(21)), {"enable_prefix_caching": False}, (0, 0)),
+    ],
+)
+def test_what_prompts_have_in_common_is_found(own, prompts, options, reused):
+    engine = own(**options)
+    assert [answer(engine, p) for p in prompts] == [(expected(p, 8), n) for p, n in zip(prompts, reused, strict=True)]
+    assert bool(engine.stats().cached_blocks) is bool(any(reused)) is (kept_by(engine) is not None)
 
 
 def test_another_salt_finds_nothing(own):
     engine = own()
     assert [answer(engine, ids(21), cache_salt=salt)[1] for salt in ("a", "b", None, "b")] == [0, 0, 0, 20]
-
-
-def test_switched_off_nothing_is_found_or_kept(own):
-    engine = own(enable_prefix_caching=False)
-    assert [answer(engine, ids(21))[1] for _ in range(2)] == [0, 0]
-    assert engine.stats().prefix_queries == engine.stats().cached_blocks == 0 and runner_of(engine)._prefixes is None
 
 
 def test_a_burst_with_a_common_prefix_computes_it_once(own):
@@ -128,7 +133,7 @@ def test_a_burst_with_a_common_prefix_computes_it_once(own):
 
 
 def test_a_running_request_lends_what_it_has(own):
-    engine, gate = gated(own)
+    engine, gate, _ = gated(own)
     first = engine.run(ids(21), SamplingParams(temperature=0, max_tokens=30))
     gate.wait()
     gate.let()
@@ -139,26 +144,19 @@ def test_a_running_request_lends_what_it_has(own):
     assert first.collect() == expected(ids(21), 30) and first.reused == 0
 
 
-def test_prompts_in_chunks_and_longer_ones(own):
-    model = SumOwn(NUMPY)
-    engine = own(model, max_num_batched_tokens=6)
-    for prompt, reused in ((ids(30), 0), (ids(30), 28), (ids(30) + ids(9, 1), 28), (ids(30)[:17], 16)):
-        assert answer(engine, prompt) == (expected(prompt, 8), reused)
-
-
 def test_who_comes_at_once_after_another_finds_what_that_one_had(own):
-    engine, gate = gated(own, max_num_seqs=1)
+    engine, gate, model = gated(own, max_num_seqs=1)
     streams = [engine.run(ids(21), GREEDY) for _ in range(3)]
     gate.open()
     assert [stream.collect() for stream in streams] == [expected(ids(21), 8)] * 3
     assert [stream.reused for stream in streams] == [0, 20, 20]
-    assert computed(engine._worker.engine.runner._step._step.__self__) == 21 + 7 + 2 * (1 + 7)
+    assert computed(model) == 21 + 7 + 2 * (1 + 7)
 
 
 def test_a_preempted_request_goes_on_from_what_is_left_of_it(own):
     tokens = []
     for reuse in (False, True):
-        engine, gate = gated(own, max_num_seqs=4, cache_tokens=80, enable_prefix_caching=reuse)
+        engine, gate, model = gated(own, max_num_seqs=4, cache_tokens=80, enable_prefix_caching=reuse)
         prompts = [ids(15, i) for i in range(4)]
         long = SamplingParams(temperature=0, max_tokens=30)
         streams = [engine.run(prompt, long) for prompt in prompts]
@@ -166,7 +164,7 @@ def test_a_preempted_request_goes_on_from_what_is_left_of_it(own):
         assert [stream.collect() for stream in streams] == [expected(prompt, 30) for prompt in prompts]
         stats = engine.stats()
         assert stats.preemptions and stats.free_blocks == stats.blocks
-        tokens.append(computed(runner_of(engine)._step._step.__self__))
+        tokens.append(computed(model))
     assert tokens[1] < tokens[0]
 
 
@@ -178,7 +176,7 @@ def test_what_is_kept_makes_room_for_what_runs(own):
     for i in range(12):
         prompt = ids(21, i)
         assert answer(engine, prompt) == (expected(prompt, 8), 0)
-        kept = runner_of(engine)._prefixes
+        kept = kept_by(engine)
         until(lambda kept=kept: len(kept) == engine.stats().cached_blocks)
         assert len(kept) <= 16
     stats = engine.stats()
@@ -186,20 +184,11 @@ def test_what_is_kept_makes_room_for_what_runs(own):
     assert answer(engine, ids(21, 11))[1] == 20 and answer(engine, ids(21, 0))[1] == 0  # the newest is there
 
 
-def test_arrays_of_what_is_kept_are_as_long_as_a_block(own):
-    """A view would keep the whole past."""
-    engine = own()
-    answer(engine, ids(21))
-    kept = runner_of(engine)._prefixes._kept
-    assert [a.shape for _, arrays in kept.values() for a in arrays] == [(1, 1, 4)] * 7
-    assert all(a.base is None for _, arrays in kept.values() for a in arrays)
-
-
 def test_dropped_prefixes_are_freed(own):
     engine = own()
     answer(engine, ids(21))
     engine.reset_cache()
-    until(lambda: not len(runner_of(engine)._prefixes))
+    until(lambda: not len(kept_by(engine)))
     assert answer(engine, ids(21))[1] == 0
 
 
@@ -301,15 +290,15 @@ def test_without_memory_for_a_copy_the_tokens_are_computed(own, monkeypatch):
     def no_memory(*args):
         raise MemoryError
 
-    monkeypatch.setattr(type(runner_of(engine).layout), "begun", no_memory)
+    monkeypatch.setattr(Layout, "begun", no_memory)
     assert answer(engine, ids(21)) == (expected(ids(21), 8), 20)
     computed(model)
-    monkeypatch.setattr(type(runner_of(engine).layout), "cut", no_memory)
+    monkeypatch.setattr(Layout, "cut", no_memory)
     assert answer(engine, ids(21, 3)) == (expected(ids(21, 3), 8), 0)
 
 
 def test_cancelled_in_its_prompt_nothing_is_kept_that_nobody_heard_of(own):
-    engine, gate = gated(own, max_num_batched_tokens=6)
+    engine, gate, _ = gated(own, max_num_batched_tokens=6)
     stream = engine.run(ids(40), GREEDY)
     gate.wait()
     gate.let()
@@ -323,11 +312,11 @@ def test_only_what_is_there_is_copied(own):
     """Whatever the scheduler believes: a past may have gone with a failed step."""
     engine = own()
     answer(engine, ids(21))
-    runner, pool = runner_of(engine), engine._worker.engine.scheduler.pool
-    made, layout = runner._prefixes, runner.layout
+    runner, pool = engine.core.runner, engine.core.scheduler.pool
+    made = runner.prefixes
     blocks = pool.match(None, [np.array(ids(21)[at : at + 4], np.int32).tobytes() for at in (0, 4)], 2)[0]
     nodes = [pool.node(block) for block in blocks]
-    assert len(nodes) == 2 and set(nodes) <= set(made._kept)
+    assert len(nodes) == 2 and set(nodes) <= set(made.kept)
     array = np.arange(6, dtype=np.float32).reshape(1, 1, 6)
     short = Past({"layers": [(array,)]}, [array], [3], [6], 6, 1)
     assert made.past(0, [CopySource(nodes[0], 3), CopySource(nodes[1], 3)], {3: short}, 8) is None
@@ -337,7 +326,7 @@ def test_only_what_is_there_is_copied(own):
     made.clear()
     assert made.past(0, [CopySource(nodes[0], -1)], {}, 4) is None
     made.keep(short, 3, [(0, blocks[0], nodes[0]), (1, blocks[1], nodes[1]), (0, blocks[1], nodes[0] + 99)])
-    assert [*made._kept] == [nodes[0]] and layout.uncut == ""
+    assert [*made.kept] == [nodes[0]] and runner.layout.uncut == ""
     runner.rebuild(keep=True)
     assert not len(made)
 
@@ -345,18 +334,16 @@ def test_only_what_is_there_is_copied(own):
 def test_the_past_of_another_request_is_not_kept(own):
     engine = own()
     answer(engine, ids(21))
-    runner, pool = runner_of(engine), engine._worker.engine.scheduler.pool
-    array = np.zeros((1, 1, 8), np.float32)
-    runner._prefixes.clear()
+    core, array = engine.core, np.zeros((1, 1, 8), np.float32)
+    made, pool, copies = core.runner.prefixes, core.scheduler.pool, core.scheduler.copies
+    made.clear()
     block = pool.match(None, [np.array(ids(21)[:4], np.int32).tobytes()], 1)[0][0]
-    for seq, kept in ((object(), 0), (None, 1)):
-        runner._pasts.of[0] = Past({"layers": [(array,)]}, [array], [0], [8], 8, 1)
-        runner._seqs[0] = gone = Seq(8, 1)
-        engine._worker.engine.scheduler.copies.leave(seq or gone, 0, [block])
-        runner._keep()
-        assert len(runner._prefixes) == kept
-    runner._pasts.of.clear()
-    runner._seqs.clear()
+    pasts = {0: Past({"layers": [(array,)]}, [array], [0], [8], 8, 1)}
+    for whose, kept in ((Seq(8, 1), 0), (None, 1)):
+        gone = Seq(8, 1)
+        copies.leave(gone, 0, [block])
+        made.keep_left(pasts, {0: whose or gone})
+        assert len(made) == kept
 
 
 # ---- which models ----------------------------------------------------------------------------------------------------
@@ -435,7 +422,7 @@ def test_bits_are_the_same_with_and_without():
     found, hits = [], []
     for reuse in (True, False):
         with AutoregressiveBatchInference(Sums(), backend="numpy", enable_prefix_caching=reuse, block_size=4) as engine:
-            assert engine.deterministic and not runner_of(engine).apart
+            assert engine.deterministic and not engine.core.runner.apart
             found += [told([engine.run(*each) for each in zip(prompts, params, strict=True)]) for _ in range(2)]
             hits.append(engine.stats().prefix_hits)
     assert found[1:] == [found[0]] * 3 and hits[0] > 100 and hits[1] == 0
@@ -513,7 +500,7 @@ def test_whatever_comes_each_stream_is_that_of_a_solo_run(library, new_only, see
         stats = engine.stats()
         until(lambda: engine.stats().free_blocks == engine.stats().blocks)
         assert stats.prefix_hits > 50
-        until(lambda: len(runner_of(engine)._prefixes) <= engine.stats().cached_blocks)
+        until(lambda: len(kept_by(engine)) <= engine.stats().cached_blocks)
     gc.collect()
 
 

@@ -90,7 +90,7 @@ class Room:
     @property
     def columns(self) -> int:
         """Of its memory, free ones included."""
-        return self._array.shape[1]
+        return int(self._array.shape[1])
 
     @property
     def tokens(self) -> HostArray:
