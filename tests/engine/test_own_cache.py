@@ -39,6 +39,30 @@ def right(prompts=PROMPTS, n=8):
     return [expected(prompt, n) for prompt in prompts]
 
 
+class Attends:
+    """Attention with weights: rounding differs with the width of the past and the number of rows."""
+
+    vocab_size, max_model_len, past = 50, 64, OwnCache()
+
+    def __init__(self, seed=0):
+        draw = np.random.default_rng(seed).normal
+        self.tokens, self.places = draw(size=(50, 16)).astype("f"), draw(size=(64, 16)).astype("f")
+        self.weights = [draw(size=(16, 16)).astype("f") / 4 for _ in range(3)]
+
+    def step(self, tokens, lengths, past):
+        place = lengths[:, None] - tokens.shape[1] + np.arange(tokens.shape[1])
+        x = self.tokens[tokens] + self.places[place]
+        q, k, v = (x @ w for w in self.weights)
+        if past is not None:
+            k, v = np.concatenate([past[0], k], 1), np.concatenate([past[1], v], 1)
+        column = np.arange(k.shape[1]) - (k.shape[1] - lengths[:, None])
+        seen = (column[:, None] >= 0) & (column[:, None] <= place[..., None])
+        scores = np.where(seen, q @ k.swapaxes(1, 2), -1e30)
+        share = np.exp(scores - scores.max(-1, keepdims=True))
+        x = x + (share / share.sum(-1, keepdims=True)) @ v
+        return x[:, -1] @ self.tokens.T, (k, v)
+
+
 # ---- any nesting -----------------------------------------------------------------------------------------------------
 
 
@@ -272,75 +296,43 @@ def test_a_call_that_fails_once_harms_nobody(serve):
     assert answers(serve(Once(NUMPY), max_num_seqs=5, max_model_len=60)) == right()
 
 
-class Odd(SumOwn):
-    """Returns pasts that are wrong, once it is armed."""
-
-    def __init__(self, how):
-        super().__init__(NUMPY)
-        self.how, self.armed = how, False
-
-    def step(self, tokens, lengths, past):
-        logits, new = super().step(tokens, lengths, past)
-        if not self.armed or past is None:
-            return logits, new
-        seen = new["layers"][0][0]
-        return {
-            "none": lambda: (logits, None),
-            "alone": lambda: logits,
-            "three": lambda: (logits, new, 3),
-            "two more": lambda: (logits, {"layers": [(np.concatenate([seen, seen[..., -1:]], 2),)]}),
-            "short": lambda: (logits, {"layers": [(seen[..., 2:],)]}),
-            "dtype": lambda: (logits, {"layers": [(seen.astype(np.float64),)]}),
-            "axes": lambda: (logits, {"layers": [(seen.transpose(2, 1, 0),)]}),
-            "rows": lambda: (logits, {"layers": [(np.concatenate([seen, seen[:1]]),)]}),
-            "place": lambda: (logits, {"layer": [(seen,)]}),
-            "another": lambda: (logits, {"layers": [(seen, seen)]}),
-            "lists": lambda: (logits, {"layers": [(seen.tolist(),)]}),
-            "logits": lambda: (logits[:, None], new),
-        }[self.how]()
-
-
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        ("none", r"arrays at \['layers'\]\[0\]\[0\]; got none\. Return \(logits, past\)"),
-        ("alone", r"must return a pair \(logits, past\); got ndarray"),
-        ("three", r"must return a pair \(logits, past\); got tuple"),
-        ("two more", r"shape \(1, 1, 5\) .*, or the 1 new ones only; got \(1, 1, 6\) of float32"),
-        ("short", r"1 rows, 5 positions, or the 1 new ones only; got \(1, 1, 3\)"),
-        ("dtype", r"dtype float32: .* of float64\. Return the past that was given"),
-        ("axes", r"got \(5, 1, 1\)"),
-        ("rows", r"1 rows.*got \(2, 1, 5\)"),
-        ("place", r"got \['layer'\]\[0\]\[0\]"),
-        ("another", r"got \['layers'\]\[0\]\[0\], \['layers'\]\[0\]\[1\]"),
-        ("lists", "got none"),
-        ("logits", r"must return shape \(1, 10\); got \(1, 1, 10\)"),
-    ],
-)
-def test_a_wrong_past_is_named(serve, how, words):
-    model = Odd(how)
-    engine = serve(model, max_model_len=60)
-    model.armed = True
-    with pytest.raises(InvalidModelOutput, match=rf"Odd\.step must return .*{words}" if "must" not in words else words):
-        engine.run([1, 2, 3, 4], GREEDY).collect()
-    model.armed = False
-    assert engine.run([1, 2, 3, 4], GREEDY).collect() == expected([1, 2, 3, 4], 8)
-
-
-SPOILT = {
-    "axis": lambda seen: seen.transpose(0, 2, 1),
-    "dtype": lambda seen: seen.astype(np.float64),
-    "length": lambda seen: seen[..., :0],
-    "two more": lambda seen: np.concatenate([seen, seen[..., -1:]], 2),
-    "a row less": lambda seen: seen[1:],
-    "no array": lambda seen: None,
+OF_SHAPE = r"past whose array \['layers'\]\[0\]\[0\] has shape .* and dtype float32: 1 rows, \d+ positions.*; got "
+ODD = {
+    "none": (
+        lambda logits, seen: (logits, None),
+        r"arrays at \['layers'\]\[0\]\[0\]; got none\. Return \(logits, past\)",
+    ),
+    "alone": (lambda logits, seen: logits, r"a pair \(logits, past\); got ndarray"),
+    "three": (lambda logits, seen: (logits, seen, 3), r"a pair \(logits, past\); got tuple"),
+    "two more": (lambda logits, seen: (logits, past_of(np.concatenate([seen, seen[..., -1:]], 2))), OF_SHAPE),
+    "empty": (lambda logits, seen: (logits, past_of(seen[..., :0])), OF_SHAPE),
+    "dtype": (
+        lambda logits, seen: (logits, past_of(seen.astype(np.float64))),
+        r"float64\. Return the past that was given",
+    ),
+    "axes": (lambda logits, seen: (logits, past_of(seen.transpose(0, 2, 1))), OF_SHAPE),
+    "a row more": (lambda logits, seen: (logits, past_of(np.concatenate([seen, seen[:1]]))), OF_SHAPE),
+    "a row less": (lambda logits, seen: (logits, past_of(seen[1:])), OF_SHAPE),
+    "place": (lambda logits, seen: (logits, {"layer": [(seen,)]}), r"got \['layer'\]\[0\]\[0\]"),
+    "another": (
+        lambda logits, seen: (logits, past_of(seen, seen)),
+        r"got \['layers'\]\[0\]\[0\], \['layers'\]\[0\]\[1\]",
+    ),
+    "lists": (lambda logits, seen: (logits, past_of(seen.tolist())), "got none"),
+    "logits": (lambda logits, seen: (logits[:, None], past_of(seen)), r"shape \(1, 10\); got \(1, 1, 10\)"),
 }
 
 
+def past_of(*arrays):
+    return {"layers": [arrays]}
+
+
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 6}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_wrong_past_ends_its_own_request_only(serve, how, options):
-    class Wrong(SumOwn):
+@pytest.mark.parametrize("how", ODD)
+def test_a_wrong_past_is_named_and_ends_its_own_request_only(serve, how, options):
+    change, words = ODD[how]
+
+    class Odd(SumOwn):
         """Wrong as soon as a token of a call is 9; what it was given is written to as well."""
 
         armed = False
@@ -351,9 +343,9 @@ def test_a_wrong_past_ends_its_own_request_only(serve, how, options):
                 return logits, new
             if past is not None:
                 past["layers"][0][0][:] = 5
-            return logits, {"layers": [(SPOILT[how](new["layers"][0][0]),)]}
+            return change(logits, new["layers"][0][0])
 
-    model = Wrong(NUMPY)
+    model = Odd(NUMPY)
     engine = serve(model, max_num_seqs=6, max_model_len=60, **options)
     model.armed = True
     prompts = [[i % 9, *PROMPTS[i]] for i in range(12)]
@@ -361,7 +353,7 @@ def test_a_wrong_past_ends_its_own_request_only(serve, how, options):
     for prompt, stream in zip(prompts, [engine.run(prompt, GREEDY) for prompt in prompts], strict=True):
         if 9 in [*prompt, *expected(prompt, 7)]:
             failed += 1
-            with pytest.raises(InvalidModelOutput, match=r"Wrong\.step must return a past"):
+            with pytest.raises(InvalidModelOutput, match=rf"Odd\.step must return .*{words}"):
                 stream.collect()
         else:
             assert stream.collect() == expected(prompt, 8)
@@ -401,32 +393,49 @@ def test_a_past_without_rows_and_positions_is_refused(made, words):
         AutoregressiveBatchInference(Made(made), backend="numpy")
 
 
-def turned(keys, buffer):
-    return keys[::-1].copy()
-
-
-def of_one_row(keys, buffer):
-    return np.broadcast_to(keys[:1], keys.shape)
-
-
-def in_one_buffer(keys, buffer):
+class Buffered(Attends):
     """The array of all calls, as where memory for the longest text is made once."""
-    view = buffer[: len(keys), : keys.shape[1]]
-    view[...] = keys
-    return view
+
+    buffer = np.zeros((8, 64, 16), np.float32)
+
+    def step(self, tokens, lengths, past):
+        logits, (k, v) = super().step(tokens, lengths, past)
+        view = self.buffer[: len(k), : k.shape[1]]
+        view[...] = k
+        return logits, (view, v)
 
 
-@pytest.mark.parametrize("returned", [turned, of_one_row, in_one_buffer], ids=lambda f: f.__name__)
-def test_a_past_that_is_not_of_each_row_alone_is_refused(returned):
-    class Wrong(Attends):
-        buffer = np.zeros((8, 64, 16), np.float32)
+def changed(before=lambda new, lengths, past: (lengths, past), after=lambda logits, seen, past: (logits, seen)):
+    """A model that changes what it is given, or what it returns."""
+
+    class Changed(SumOwn):
+        def __init__(self):
+            super().__init__(NUMPY)
 
         def step(self, tokens, lengths, past):
-            logits, (k, v) = super().step(tokens, lengths, past)
-            return logits, (returned(k, self.buffer), v)
+            logits, new = super().step(tokens, *before(np.full_like(lengths, tokens.shape[1]), lengths, past))
+            logits, seen = after(logits, new["layers"][0][0], past)
+            return logits, past_of(seen)
 
-    with pytest.raises(ConfigError, match=r"Wrong\.step must go on from the past.*return its rows in the order of"):
-        AutoregressiveBatchInference(Wrong(), backend="numpy", deterministic=False)
+    return Changed
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Buffered,
+        changed(after=lambda logits, seen, past: (logits, seen[::-1].copy())),
+        changed(after=lambda logits, seen, past: (logits, np.broadcast_to(seen[:1], seen.shape))),
+        changed(before=lambda new, lengths, past: (new, None)),
+        changed(before=lambda new, lengths, past: (lengths, past and past_of(past["layers"][0][0][::-1]))),
+        changed(after=lambda logits, seen, past: (logits if past is None else np.roll(logits, 1, axis=1), seen)),
+    ],
+    ids=["in one buffer", "turned", "of one row", "ignores the past", "mixes its rows", "is wrong"],
+)
+def test_a_model_that_does_not_go_on_from_its_past_is_refused(make):
+    words = rf"{make.__name__}\.step must go on from the past.*return its rows in the order of.*eval"
+    with pytest.raises(ConfigError, match=words):
+        AutoregressiveBatchInference(make(), backend="numpy", deterministic=False)
 
 
 def test_states_that_come_back_in_another_order_are_refused():
@@ -439,24 +448,6 @@ def test_states_that_come_back_in_another_order_are_refused():
         AutoregressiveBatchInference(Wrong(NUMPY), backend="numpy", deterministic=False)
 
 
-@pytest.mark.parametrize("how", ["ignores the past", "mixes its rows", "is wrong"])
-def test_a_model_that_does_not_go_on_from_its_past_is_refused(how):
-    class Wrong(SumOwn):
-        def step(self, tokens, lengths, past):
-            if past is not None and how == "ignores the past":
-                logits, new = super().step(tokens, np.full_like(lengths, tokens.shape[1]), None)
-                return logits, new
-            if past is not None and how == "mixes its rows":
-                past = {"layers": [(past["layers"][0][0][::-1],)]}
-            logits, new = super().step(tokens, lengths, past)
-            if past is not None and how == "is wrong":
-                logits = np.roll(logits, 1, axis=1)
-            return logits, new
-
-    with pytest.raises(ConfigError, match=r"Wrong\.step must go on from the past.*eval"):
-        AutoregressiveBatchInference(Wrong(NUMPY), backend="numpy")
-
-
 def test_rows_of_one_length_only_share_calls_where_a_longer_one_is_seen(caplog):
     class Looks(SumOwn):
         def step(self, tokens, lengths, past):
@@ -466,17 +457,6 @@ def test_rows_of_one_length_only_share_calls_where_a_longer_one_is_seen(caplog):
     with AutoregressiveBatchInference(Looks(NUMPY), backend="numpy", max_model_len=60) as engine:
         assert answers(engine) == right()
     assert "Looks.step: rows of one length only share calls, as a row beside a longer one gets other" in caplog.text
-
-
-def test_a_past_that_grows_by_two_for_one_token_is_refused():
-    class Grows(SumOwn):
-        def step(self, tokens, lengths, past):
-            logits, new = super().step(tokens, lengths, past)
-            seen = new["layers"][0][0]
-            return logits, new if past is None else {"layers": [(np.concatenate([seen, seen[..., -1:]], 2),)]}
-
-    with pytest.raises(ConfigError, match=r"failed when it was tried .* 4 positions, or the 1 new ones only; got"):
-        AutoregressiveBatchInference(Grows(NUMPY), backend="numpy")
 
 
 def test_declared_axes_must_fit():
@@ -547,39 +527,7 @@ def test_what_takes_a_cache_of_the_engine_is_refused_by_name(serve):
         engine.run([1] * 60)
 
 
-def test_a_model_of_several_levels_is_used_at_the_highest(serve):
-    class Both(SumOwn):
-        def logits(self, tokens, lengths):
-            raise AssertionError
-
-    assert answers(serve(Both(NUMPY), max_model_len=60)) == right()
-
-
 # ---- the promise -----------------------------------------------------------------------------------------------------
-
-
-class Attends:
-    """Attention with weights: rounding differs with the width of the past and the number of rows."""
-
-    vocab_size, max_model_len, past = 50, 64, OwnCache()
-
-    def __init__(self, seed=0):
-        draw = np.random.default_rng(seed).normal
-        self.tokens, self.places = draw(size=(50, 16)).astype("f"), draw(size=(64, 16)).astype("f")
-        self.weights = [draw(size=(16, 16)).astype("f") / 4 for _ in range(3)]
-
-    def step(self, tokens, lengths, past):
-        place = lengths[:, None] - tokens.shape[1] + np.arange(tokens.shape[1])
-        x = self.tokens[tokens] + self.places[place]
-        q, k, v = (x @ w for w in self.weights)
-        if past is not None:
-            k, v = np.concatenate([past[0], k], 1), np.concatenate([past[1], v], 1)
-        column = np.arange(k.shape[1]) - (k.shape[1] - lengths[:, None])
-        seen = (column[:, None] >= 0) & (column[:, None] <= place[..., None])
-        scores = np.where(seen, q @ k.swapaxes(1, 2), -1e30)
-        share = np.exp(scores - scores.max(-1, keepdims=True))
-        x = x + (share / share.sum(-1, keepdims=True)) @ v
-        return x[:, -1] @ self.tokens.T, (k, v)
 
 
 def told(streams):
