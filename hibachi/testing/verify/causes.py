@@ -29,201 +29,197 @@ class Cause:
     saw: tuple[str, ...] = ()
 
 
-def _cause(key: str, what: str, mend: str) -> Cause:
-    return Cause(key, what, mend)
-
-
 EVAL = "Call .eval() on it before it is used."
-FAILS = _cause("fails-alone", "It cannot compute a request alone", "Mend what it says first.")
-NAN = _cause(
+FAILS = Cause("fails-alone", "It cannot compute a request alone", "Mend what it says first.")
+NAN = Cause(
     "not-finite", "It returns NaN", "Look for an overflow or a division by zero; a float16 model may need float32."
 )
-ONE = _cause(
+ONE = Cause(
     "batch-of-one",
     "It fails on a batch of one row, and not on two",
     "A batch of one row is a batch: look for squeeze() without a dimension, and for code that tells the two apart.",
 )
-INPUTS = _cause(
+INPUTS = Cause(
     "writes-input",
     "It writes into its arguments",
     "Copy them first: the engine calls again with the same arguments when a step has failed.",
 )
-TRAINING = _cause("training-mode", "It is in training mode, so dropout draws anew in every call", EVAL)
-RANDOM = _cause(
+TRAINING = Cause("training-mode", "It is in training mode, so dropout draws anew in every call", EVAL)
+RANDOM = Cause(
     "random",
     "The same call does not give the same twice: dropout, or a random generator",
     "Switch dropout off. Return logits, and the engine draws, from a seed of each request; or declare `draws = n`, and "
     "draw with the random numbers that it gives you: `x.uniform`, `x.normal`.",
 )
-STATE = _cause(
+STATE = Cause(
     "shared-state",
     "It keeps state of its own, which all rows and requests share",
     "An output may depend on the arguments only. What a request must remember belongs in the cache that `step` gets "
     "and returns (level 2); keep nothing in the model, its class or its module.",
 )
-STATISTICS = _cause(
+STATISTICS = Cause(
     "batch-statistics",
     "Statistics over the batch: a row changes with the content of the others, not with copies of itself nor with their "
     "order. That is batch normalisation in training mode, or a mean or softmax over dimension 0",
     "Normalise with stored statistics (in PyTorch: call .eval()), and reduce over the dimensions of one row only.",
 )
-SIZE = _cause(
+SIZE = Cause(
     "batch-size",
     "A row changes with the number of rows, whatever is in them",
     "Look for code that uses the size of dimension 0: a sum over the batch, a division by it, a branch for one row.",
 )
-ORDER = _cause(
+ORDER = Cause(
     "row-order", "The outputs are right, but in another order than the rows", "Return output i for row i of the input."
 )
-MIXED = _cause(
+MIXED = Cause(
     "rows-mixed",
     "Rows influence each other: a row depends on which others are in the batch",
     "Look for an operation across dimension 0 (of packed tokens: across rows), a sort, a roll, a reshape that joins "
     "batch and sequence, or row 0 used for all.",
 )
-LENGTH = _cause(
+LENGTH = Cause(
     "other-length",
     "A row reads the length or place of another: rows of equal length are right, rows of different length are not",
     "Each row has its own x.start and x.kv_len, its tokens are cu_q[i] to cu_q[i + 1] - 1, x.seg says whose one is.",
 )
-RAGGED = _cause(
+RAGGED = Cause(
     "other-place",
     "It takes the tokens or outputs of one row for those of another where not all rows are in the same phase",
     "Return one output for each entry of x.last, and find a row's tokens by x.cu_q or x.seg.",
 )
-LEAKS = _cause(
+LEAKS = Cause(
     "padding-leaks",
     "Padding leaks into the row: what is in the padding changes the output",
     "Mask it: row i has width - lengths[i] padding tokens in front of its own. Attention must hide them (-inf before "
     "softmax), sums and means must leave them out. Or never pad: leave padding_token out; `--no-padding` judges it so.",
 )
-COUNTS = _cause(
+COUNTS = Cause(
     "padding-counts",
     "Padding is counted: how much of it there is changes the output, its values do not",
     "Positions, means and lengths must come from `lengths`, not from the width of the batch: the first token of row i "
     "stands at width - lengths[i], and its position is 0.",
 )
-RIGHT = _cause(
+RIGHT = Cause(
     "padding-right",
     "It expects padding behind the tokens of a row",
     "Rows are padded on the left: the last lengths[i] tokens of row i are its own, the newest is always last.",
 )
-PAD = _cause(
+PAD = Cause(
     "padding",
     "A row with padding in front is not what it is alone",
     "Mask the padding by `lengths`, or never pad: leave padding_token out; `--no-padding` judges it so.",
 )
-POSITION = _cause(
+POSITION = Cause(
     "resume-position",
     "The wrong position on resume: a prompt that goes on in a later call is not computed as it is in one call, though "
     "it sees what came before",
     "Use x.pos, the position of each new token in its sequence. Counting from 0 in each call is right for a prompt at "
     "once only.",
 )
-PAST = _cause(
+PAST = Cause(
     "past-lost",
     "A call does not see what earlier calls have computed",
     "Attend over the cache (`backend.attend`), not over this call's tokens alone; begin with the state that `step` "
     "gets.",
 )
-OWN_PAST = _cause(
+OWN_PAST = Cause(
     "past-not-continued",
     "Token by token, or in chunks, it computes something else than at once: it does not go on from `past`",
     "Hand `past` to the network, and return the cache that comes back. The new tokens of row i stand at positions "
     "lengths[i] - q to lengths[i] - 1, q of them; none may see a later one.",
 )
-OWN_CHUNKS = _cause(
+OWN_CHUNKS = Cause(
     "chunk-not-continued",
     "Where a chunk of several tokens follows a past, it computes something else than at once; one by one it is right",
     "Hand `past` to the network for several tokens as well: some networks start anew with each prompt. Until then an "
     "engine gives it prompts whole, which its log says: a long one holds up the others.",
 )
-OWN_PADDING = _cause(
+OWN_PADDING = Cause(
     "past-padding",
     "Padding in the past of a shorter row changes its output: rows of equal length are right, others are not",
     "Rows are right-aligned in `past`: row i has lengths[i] - q real positions, at the end. Hide what lies before by a "
     "mask made from `lengths`, and count positions from `lengths`, not from the width of the past.",
 )
-NAN_PAST = _cause(
+NAN_PAST = Cause(
     "past-nan",
     "NaN in the past of one row comes to the others, though a row's numbers do not",
     "A sum or a product over several rows counts others with the weight 0, and 0 times NaN is NaN: compute each row "
     "of `past` by itself, or choose values (`where`) in place of multiplying by a mask.",
 )
-RETURN = _cause(
+RETURN = Cause(
     "state-not-returned",
     "The state comes back as it was given",
     "Return the new state of every layer, at its place in the list: `return logits, [*new_states]`.",
 )
-LAST = _cause(
+LAST = Cause(
     "wrong-output",
     "It ignores x.last: the output of another token than the one asked for",
     "Return the outputs of the tokens x.last, in its order, one for each: `backend.take(h, x.last)`.",
 )
-MIDDLE = _cause(
+MIDDLE = Cause(
     "middle-output",
     "The output of a token amid a prompt is not that of a prompt that ends there",
     "What belongs to a token is at x.pos; x.kv_len and the size of the call belong to the whole row. Requests for "
     "log-probabilities of the prompt get wrong ones.",
 )
-FUTURE = _cause(
+FUTURE = Cause(
     "looks-ahead",
     "A token sees those that come after it in the call",
     "Mask the attention causally: `backend.attend` does.",
 )
-SLOT = _cause(
+SLOT = Cause(
     "wrong-slot",
     "It writes to the cache where the request has no place",
     "Write key and value of token t to slot x.slot[t]: block * block size + offset. `backend.attend` does.",
 )
-BLOCKS = _cause(
+BLOCKS = Cause(
     "block-table",
     "It depends on which blocks of the cache a request holds",
     "Position p of row i lies in block x.block_table[i, p // block size]: blocks need not be neighbours.",
 )
-STALE = _cause(
+STALE = Cause(
     "stale-cache",
     "It reads what an earlier request left in the cache",
     "Row i may read positions 0 to x.kv_len[i] - 1 only, and x.pos says how far each token sees.",
 )
-PREFIX = _cause(
+PREFIX = Cause(
     "own-cache",
     "It does not see tokens that another request has computed, though they are in the row's blocks",
     "Read the past through x.block_table only, not from memory of its own by row.",
 )
-ROW = _cause(
+ROW = Cause(
     "row-index",
     "It depends on which row of the engine a request holds",
     "x.row is where a request is kept, not who it is: use it for nothing that reaches the output.",
 )
-SLACK = _cause(
+SLACK = Cause(
     "padded-step",
     "Padding tokens in a step change the output (they stand at block 0, and rows of padding at the end)",
     "Count rows by x.kv_len or x.cu_q: tokens from x.cu_q[-1] on are padding, as are rows without tokens.",
 )
-PROBABLE = _cause("probabilities", "It returns probabilities: never negative, with the sum 1", LOGITS)
-ROUNDING = _cause(
+PROBABLE = Cause("probabilities", "It returns probabilities: never negative, with the sum 1", LOGITS)
+ROUNDING = Cause(
     "rounding",
     "Bits depend on the batch, by no more than rounding",
     "Matrix products, sums and attention round differently in other shapes; a library's fast kernels promise no more.",
 )
-ENGINE = _cause(
+ENGINE = Cause(
     "comings-and-goings",
     "Through an engine a request gets something else than alone, though every call for itself is right",
     "Rows come and go at every step, and stand elsewhere in the batch: remember nothing of them but what the engine "
     "hands over. If it is rounding, allow more: --tolerance.",
 )
-ONES = _cause(
+ONES = Cause(
     "one-token",
     "Prompts of one token and longer ones do not go together",
     "Look for code that takes the token before the last one, or that tells a width of one apart.",
 )
-LONGEST = _cause(
+LONGEST = Cause(
     "longest-context",
     "It does not compute the longest request that it allows",
     "Positions 0 to max_model_len - 1 may come: make tables that large, or max_model_len smaller.",
 )
-NEIGHBOUR = _cause(
+NEIGHBOUR = Cause(
     "long-neighbour",
     "A short row gets something else beside one that is far longer",
     "Compute what depends on a length by row, from `lengths` or positions, and not from the longest row of the call: "
@@ -234,13 +230,13 @@ BORDER = Cause(
     "A short row gets something else beside one that is longer than a length which the model names",
     f"{NEIGHBOUR.mend} Until then an engine lets rows of one length only share calls, which its log says.",
 )
-FAILED = _cause(
+FAILED = Cause(
     "after-failures",
     "Where a step has failed, requests that are not to blame get something else than alone",
     "Their rows are run again in parts: the same arguments must give the same, whatever happened in between. Keep "
     "nothing in the model. If it does so, this is a defect of hibachi: please report it.",
 )
-OTHER = _cause(
+OTHER = Cause(
     "unnamed", "An output depends on more than the request", "Look at the trials that failed, the first one first."
 )
 

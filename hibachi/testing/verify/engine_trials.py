@@ -18,7 +18,6 @@ from hibachi.errors import InvalidRequest
 from hibachi.testing.verify.answers import Trouble, show
 from hibachi.testing.verify.drive import Found, Outputs
 from hibachi.testing.verify.engines import Engines
-from hibachi.testing.verify.spy import SpiedCall
 from hibachi.testing.verify.subject import Subject, Variant
 
 LONGEST = 4096  # the longest context that is tried
@@ -206,12 +205,12 @@ def raises(s: Subject) -> Iterator[Variant]:
     """Before the model computes, and after; with the first token, and later."""
     e = s.engines
 
-    def before(call: SpiedCall, more: int) -> None:
-        if any(e.is_guilty(row, more) for row in call.rows):
+    def before(rows: list[HostArray], more: int) -> None:
+        if any(e.is_guilty(row, more) for row in rows):
             raise Poison("made to fail by hibachi verify")
 
-    def after(call: SpiedCall, out: Any, more: int) -> Any:
-        before(call, more)
+    def after(rows: list[HostArray], out: Any, more: int) -> Any:
+        before(rows, more)
         return out
 
     def fail(hook: str, way: Callable[..., Any], more: int) -> Trouble | None:
@@ -226,8 +225,8 @@ def raises(s: Subject) -> Iterator[Variant]:
 def nan(s: Subject) -> Iterator[Variant]:
     e = s.engines
 
-    def spoil(call: SpiedCall, out: Array) -> Any:
-        wrong = np.array([np.nan if e.is_guilty(row) else 0 for row in call.rows], np.float32)
+    def spoil(rows: list[HostArray], out: Array) -> Any:
+        wrong = np.array([np.nan if e.is_guilty(row) else 0 for row in rows], np.float32)
         return out + e.backend.put(wrong.reshape(-1, *(1,) * (out.ndim - 1)))
 
     def fail() -> Trouble | None:
@@ -263,7 +262,7 @@ def shapes(s: Subject) -> Iterator[Variant]:
     """An output of a wrong shape is refused, and the next requests are served."""
     e = s.engines
 
-    def fail(name: str, spoil: Callable[[SpiedCall, Any], Any]) -> Trouble | None:
+    def fail(name: str, spoil: Callable[[list[HostArray], Any], Any]) -> Trouble | None:
         engine = e.engine()
         e.spy.after = spoil
         try:
@@ -276,10 +275,10 @@ def shapes(s: Subject) -> Iterator[Variant]:
         got = e.together(engine, e.prompts)
         return e.differs(range(len(got)), got, f"after an output with {name}")
 
-    ways: dict[str, Callable[[SpiedCall, Any], Any]] = {
-        "a row too few": lambda call, out: out[:-1, ...],
-        "a dimension too many": lambda call, out: out[None, ...][:0, ...],
-        "a tuple": lambda call, out: (out, None),
+    ways: dict[str, Callable[[list[HostArray], Any], Any]] = {
+        "a row too few": lambda rows, out: out[:-1, ...],
+        "a dimension too many": lambda rows, out: out[None, ...][:0, ...],
+        "a tuple": lambda rows, out: (out, None),
     }
     for name, spoil in ways.items():
         yield _variant(name, partial(fail, name, spoil))

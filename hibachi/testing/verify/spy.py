@@ -7,13 +7,11 @@ models are wrapped.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -28,20 +26,10 @@ _DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "draws", "inp
 PATIENCE = 60.0  # seconds that a call is held at most
 
 
-@dataclass(frozen=True, slots=True)
-class SpiedCall:
-    """One call of the model. rows: for each row of its output, all tokens up to the one whose output it is."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    rows: list[HostArray]
-
-
 class Spy:
-    """before(call): called in the engine's thread before each call of the model; may raise.
-    after(call, out): gives what the engine gets as the call's output.
-    record: copies of calls are put into this list, if there is one.
+    """before(rows): called in the engine's thread before each call of the model; may raise. rows: for each row of its
+    output, all tokens up to the one whose output it is.
+    after(rows, out): gives what the engine gets as the call's output.
     """
 
     calls: int
@@ -56,15 +44,14 @@ class Spy:
         else:
             self.model = self._wrapped(model, kind)
         self.calls = 0
-        self.record: list[SpiedCall] | None = None
         self._sequences: dict[int, HostArray] = {}  # by row, of a model with a cache
         self._gate: tuple[int, threading.Event, threading.Event] | None = None
         self.undo()
 
     def undo(self) -> None:
         """No more failing or spoiling."""
-        self.before: Callable[[SpiedCall], None] = lambda call: None
-        self.after: Callable[[SpiedCall, Array], Any] = lambda call, out: out
+        self.before: Callable[[list[HostArray]], None] = lambda rows: None
+        self.after: Callable[[list[HostArray], Array], Any] = lambda rows, out: out
 
     @contextmanager
     def holding(self, call: int) -> Iterator[threading.Event]:
@@ -79,15 +66,13 @@ class Spy:
 
     # ---- the call ----------------------------------------------------------------------------------------------
 
-    def _see(self, call: SpiedCall) -> None:
+    def _see(self, rows: list[HostArray]) -> None:
         self.calls += 1
         gate = self._gate
         if gate is not None and self.calls == gate[0]:
             gate[1].set()
             gate[2].wait(PATIENCE)
-        if self.record is not None:
-            self.record.append(self._copied(call))
-        self.before(call)
+        self.before(rows)
 
     def _compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         compiled = self._plain.compile(fn, donate=donate)
@@ -95,10 +80,10 @@ class Spy:
         def step(*args: Any) -> Any:
             if not args or not isinstance(args[-1], StepInputs):
                 return compiled(*args)  # something else of the engine
-            call = SpiedCall(compiled, args, {}, self._rows(args[-1]))
-            self._see(call)
+            rows = self._rows(args[-1])
+            self._see(rows)
             out, cache = compiled(*args)
-            return self.after(call, out), cache
+            return self.after(rows, out), cache
 
         return step
 
@@ -125,12 +110,11 @@ class Spy:
             rows = (
                 list(batch) if not kind.has_tokens else [r[len(r) - n :] for r, n in zip(batch, lengths, strict=True)]
             )
-            call = SpiedCall(inner, (tokens, *args), options, rows)
-            self._see(call)
-            out = inner(*call.args, **options)
+            self._see(rows)
+            out = inner(tokens, *args, **options)
             if is_awaited(out, self._plain.owns):
-                return self._later(call, out)
-            return self.after(call, one_array(self._plain, out))
+                return self._later(rows, out)
+            return self.after(rows, one_array(self._plain, out))
 
         return _like(model, run, "logits" if kind is ModelKind.LOGITS else "forward")
 
@@ -138,32 +122,14 @@ class Spy:
         """Likewise, of a model with a cache of its own. Which requests its rows belong to cannot be seen."""
 
         def run(*args: Any, **options: Any) -> Any:
-            call = SpiedCall(model.step, args, options, [])
-            self._see(call)
+            self._see([])
             logits, past = model.step(*args, **options)
-            return self.after(call, logits), past
+            return self.after([], logits), past
 
         return _like(model, run, "step")
 
-    async def _later(self, call: SpiedCall, out: Awaitable[Any]) -> Any:
-        return self.after(call, one_array(self._plain, await out))
-
-    # ---- calls that were recorded ------------------------------------------------------------------------------
-
-    def again(self, call: SpiedCall) -> tuple[list[Array], list[str]]:
-        """Run a recorded call once more: the arrays that it gives, and the names of the inputs that it changed."""
-        mine = self._copied(call)
-        with self._plain.guard():
-            out = call.fn(*mine.args, **mine.options)
-            if is_awaited(out, self._plain.owns):
-                out = asyncio.run(_await(out))
-        get, before, after = self._plain.get, _inputs(call), _inputs(mine)
-        changed = [n for n in before if not np.array_equal(get(before[n]), get(after[n]), equal_nan=True)]
-        return [a for a in _leaves(out) if self._plain.owns(a)], changed
-
-    def _copied(self, call: SpiedCall) -> SpiedCall:
-        weights, args = call.args[: _steps(call)], call.args[_steps(call) :]
-        return replace(call, args=(*weights, *copied(self._plain, args)), options=copied(self._plain, call.options))
+    async def _later(self, rows: list[HostArray], out: Awaitable[Any]) -> Any:
+        return self.after(rows, one_array(self._plain, await out))
 
 
 def _like(model: Any, run: Callable[..., Any], name: str) -> Any:
@@ -188,43 +154,3 @@ def _unstopped(model: Any) -> Any:
         return None if name in ("stop_token", "stop_rule") else getattr(model, name)
 
     return type(type(model).__name__, (), {"__getattr__": of})()
-
-
-async def _await(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
-def copied(backend: ArrayBackend, value: Any) -> Any:
-    """The same with copies of all arrays of the backend, in lists, tuples, dicts and step inputs."""
-    if backend.owns(value):
-        return backend.xp.asarray(value, copy=True)
-    if isinstance(value, dict):
-        return {k: copied(backend, v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [copied(backend, v) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, StepInputs):
-        return replace(value, **{f.name: copied(backend, getattr(value, f.name)) for f in fields(value)})
-    return value
-
-
-def _steps(call: SpiedCall) -> bool:
-    """Is it the step of a model with a cache? Its arguments begin with the weights, and end with the inputs."""
-    return bool(call.args) and isinstance(call.args[-1], StepInputs)
-
-
-def _inputs(call: SpiedCall) -> dict[str, Array]:
-    """What a call may not change: all but weights and cache."""
-    if _steps(call):
-        x = call.args[-1]
-        given = {f.name: getattr(x, f.name) for f in fields(StepInputs) if f.name != "inputs"} | dict(x.inputs or {})
-        return {f"x.{name}": array for name, array in given.items() if array is not None}
-    return dict(zip(("tokens", "lengths"), call.args, strict=False)) | call.options
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
-    else:
-        yield value
