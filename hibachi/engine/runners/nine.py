@@ -20,10 +20,10 @@ from hibachi.backend.nine import NineBackend
 from hibachi.backend.protocol import BATCH_DIM, SEQ_DIM
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.calls import Theirs, mend_shape
+from hibachi.engine.runners.calls import mend_shape
 from hibachi.engine.runners.groups import Call, Grouping
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.runner import AwaitingRunner, Outcome, Part, isolate, jobs_of
+from hibachi.engine.runners.runner import AwaitingRunner, Outcome, Part, jobs_of
 from hibachi.engine.runners.tokentable import TokenKind
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
@@ -93,11 +93,8 @@ class NineRunner(AwaitingRunner):
 
     @override
     def run(self, plan: StepPlan) -> Outcome:
-        outcome = Outcome([], {})
-        for call in self.grouping.calls(plan, kinds=len(self._kinds) > 1):
-            run = partial(blamed, self.theirs, self.backend.name, partial(self._call, plan, call))
-            outcome += isolate(run, call.idx, self.backend, self.theirs)
-        return outcome
+        calls = self.grouping.calls(plan, kinds=len(self._kinds) > 1)
+        return self.isolated((call.idx, blaming(self, partial(self._call, plan, call))) for call in calls)
 
     def _call(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         ops = self._ops
@@ -204,11 +201,8 @@ class NineFeedforwardRunner(AwaitingRunner):
 
     @override
     def run(self, plan: StepPlan) -> Outcome:
-        outcome = Outcome([], {})
-        for call in Grouping(padded=True).calls(plan, kinds=True):
-            run = partial(blamed, self.theirs, self.backend.name, partial(self._call, plan))
-            outcome += isolate(run, call.idx, self.backend, self.theirs)
-        return outcome
+        calls = Grouping(padded=True).calls(plan, kinds=True)
+        return self.isolated((call.idx, blaming(self, partial(self._call, plan))) for call in calls)
 
     def _call(self, plan: StepPlan, idx: Any) -> Part:
         ops, n = self._ops, len(idx)
@@ -238,19 +232,24 @@ def taken(ops: Any, array: Array, places: Sequence[int], n: int) -> Array:
     return slices[0] if len(slices) == 1 else ops.cat(slices, BATCH_DIM)
 
 
-def blamed(theirs: Theirs, name: str, call: Callable[[Any], Part], idx: Any) -> Part:
-    """Run `call(idx)`; an error of an operation is one of the backend, not of the model or of hibachi."""
-    try:
-        return call(idx)
-    except MemoryError:
-        raise
-    except Exception as e:
-        if theirs.raised is e or (isinstance(e, HibachiError) and not isinstance(e, InvalidTensorOperation)):
+def blaming(runner: AwaitingRunner, call: Callable[[Any], Part]) -> Callable[[Any], Part]:
+    """The same call; an error of an operation is one of the backend, not of the model or of hibachi."""
+
+    def blamed(idx: Any) -> Part:
+        try:
+            return call(idx)
+        except MemoryError:
             raise
-        raise BackendError(
-            f"The backend {name} raised {text_of(e)} while it moved tokens. `hibachi conformance` tells what is wrong "
-            f"with it."
-        ) from e
+        except Exception as e:
+            own = isinstance(e, HibachiError) and not isinstance(e, InvalidTensorOperation)
+            if runner.theirs.raised is e or own:
+                raise
+            raise BackendError(
+                f"The backend {runner.backend.name} raised {text_of(e)} while it moved tokens. `hibachi conformance` "
+                f"tells what is wrong with it."
+            ) from e
+
+    return blamed
 
 
 def agreed(fine: bool, operations: str, expected: Any, got: Any) -> None:

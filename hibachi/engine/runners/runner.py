@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -165,6 +165,13 @@ class Runner:
     def run(self, plan: StepPlan) -> Outcome:
         """Compute a step. Raises StepFailed; errors of single rows are in the outcome."""
         raise NotImplementedError
+
+    def isolated(self, calls: Iterable[tuple[Any, Callable[[Any], Part]]]) -> Outcome:
+        """The outcome of calls, each with the places in the plan that it is for: see `isolate`."""
+        outcome = Outcome([], {})
+        for idx, call in calls:
+            outcome += isolate(call, idx, self.backend, self.theirs)
+        return outcome
 
     def adopt(self, scheduler: Scheduler) -> None:
         """Go on with another scheduler of the same limits, under which nothing has run yet."""

@@ -202,18 +202,14 @@ class WholeRunner(AwaitingRunner):
             self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
         if plan.draft is not None and isinstance(self.sampler, RowSampler):
             return self._run_longer(plan, self.sampler)
-        if self._grown.useful:
-            self._grown.begin()
-        if self.rooms.useful:
-            self.rooms.begin()
-        outcome = Outcome([], {})
-        for call in self.grouping.calls(plan, kinds=self.tables.several):
-            outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
-        if self.rooms.useful:
-            self.rooms.end()
+        self._grown.begin()
+        self.rooms.begin()
+        calls = self.grouping.calls(plan, kinds=self.tables.several)
+        outcome = self.isolated((call.idx, partial(self._forward, plan, call)) for call in calls)
+        self.rooms.end()
         return outcome
 
-    def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
+    def _forward(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         rows, lengths = plan.rows[idx], plan.end[idx]
         jobs = jobs_of(plan, idx)
         kind = jobs[0].kind
@@ -255,16 +251,15 @@ class WholeRunner(AwaitingRunner):
     def _run_longer(self, plan: StepPlan, sampler: RowSampler) -> Outcome:
         """`run` where rows have proposals."""
         longer = Longer(plan, self.backend, sampler, self.tables.at(plan.rows[0]))
-        shown = Outcome([], {})
-        for call in self.grouping.calls(longer.plan, kinds=False):  # (ids are of one kind)
-            shown += isolate(lambda idx: self._show(longer, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
+        calls = self.grouping.calls(longer.plan, kinds=False)  # (ids are of one kind)
+        shown = self.isolated((call.idx, partial(self._show, longer, call)) for call in calls)
         idx, faults = longer.settle(shown.faults)
         drawn = Outcome([], faults, shown.short)
         if len(idx):
             drawn += isolate(longer.part, idx, self.backend, self.theirs)
         return drawn
 
-    def _show(self, longer: Longer, idx: Any, call: Call) -> Part:
+    def _show(self, longer: Longer, call: Call, idx: Any) -> Part:
         """Call the model for some rows of the plan of a `Longer`, which gets the logits."""
         plan, padding = longer.plan, longer.plan.seqs[int(idx[0])].owner.padding
         assert self.sampler is not None
@@ -328,10 +323,8 @@ class FeedforwardRunner(AwaitingRunner):
 
     @override
     def run(self, plan: StepPlan) -> Outcome:
-        outcome = Outcome([], {})
-        for call in Grouping(padded=True).calls(plan, kinds=True):
-            outcome += isolate(lambda idx: self._forward(plan, idx), call.idx, self.backend, self.theirs)
-        return outcome
+        calls = Grouping(padded=True).calls(plan, kinds=True)
+        return self.isolated((call.idx, partial(self._forward, plan)) for call in calls)
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         batch = np.stack([j.request.prompt for j in jobs_of(plan, idx)])

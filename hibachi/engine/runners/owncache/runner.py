@@ -27,7 +27,7 @@ from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.runners.owncache.prefixes import Prefixes
 from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.engine.runners.owncache.trial import OwnCacheTrial
-from hibachi.engine.runners.runner import ModelRows, Outcome, Part, Runner, isolate
+from hibachi.engine.runners.runner import ModelRows, Outcome, Part, Runner
 from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -255,10 +255,7 @@ class OwnCacheRunner(Runner):
         if self.prefixes is not None:
             self.prefixes.begin(plan.copies, self.pasts.of, self.backend.shapes.length)
         self.idle()
-        outcome = Outcome([], {})
-        for idx in self._calls(plan):
-            outcome += isolate(self._tried(plan), idx, self.backend, self.theirs)
-        return outcome
+        return self.isolated((idx, self._tried(plan)) for idx in self._calls(plan))
 
     def _tried(self, plan: StepPlan) -> Callable[[Any], Part]:
         """A call for `isolate`: a row that fails is tried again without proposals, once it is alone. None fails for
