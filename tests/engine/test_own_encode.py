@@ -213,57 +213,29 @@ def test_an_output_of_one_size(serve):
     assert answers(serve(Pooled(), max_num_seqs=3)) == ALL
 
 
-class Bare(Translator):
-    inputs = {}  # noqa: RUF012
-
-
-class Forgets(Translator):
-    def step(self, tokens, lengths, past):
-        return None
-
-
-class TwoLengths(Translator):
-    def encode(self, source):
-        out = super().encode(source)
-        return {**out, "half": out["values"][:, ::2]}
-
-
-class TwoAxes(Translator):
-    def encode(self, source):
-        return source[:, :, None] * source[:, None, :]
-
-
-class NoBatch(Translator):
-    def encode(self, source):
-        return source[0]
-
-
-class NoArray(Translator):
-    def encode(self, source):
-        return 3
-
-
-class Raises(Translator):
-    def encode(self, source):
-        raise KeyError("x")
+def raises(source):
+    raise KeyError("x")
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("changes", "words"),
     [
-        (Bare, "must take inputs that the model declares"),
-        (Forgets, "must take what `encode` makes: expected a parameter `encoded`"),
-        (TwoLengths, "must return arrays that grow alike"),
-        (TwoAxes, "at most one other axis that grows"),
-        (NoBatch, "must have one row"),
-        (NoArray, "must return arrays of NumPy|must return arrays of numpy"),
-        (Raises, "failed when it was tried"),
+        ({"inputs": {}}, "must take inputs that the model declares"),
+        (
+            {"step": lambda self, tokens, lengths, past: None},
+            "must take what `encode` makes: expected a parameter `encoded`",
+        ),
+        ({"encode": lambda self, source: [source, source[:, ::2]]}, "must return arrays that grow alike"),
+        ({"encode": lambda self, source: source[:, :, None] * source[:, None, :]}, "at most one other axis that grows"),
+        ({"encode": lambda self, source: source[0]}, "must have one row"),
+        ({"encode": lambda self, source: 3}, "must return arrays of (NumPy|numpy)"),
+        ({"encode": lambda self, source: raises(source)}, "failed when it was tried"),
     ],
-    ids=lambda x: x.__name__ if isinstance(x, type) else "",
+    ids=["undeclared", "not taken", "two lengths", "two axes", "no batch", "no array", "raises"],
 )
-def test_encoders_that_cannot_work_are_refused_when_the_engine_is_made(model, words, serve):
+def test_encoders_that_cannot_work_are_refused_when_the_engine_is_made(changes, words, serve):
     with pytest.raises(ConfigError, match=words):
-        serve(model())
+        serve(type("Wrong", (Translator,), changes)())
 
 
 @pytest.mark.parametrize("inputs", [None, {}, {"source": [[1]]}, {"source": [1.5]}, {"source": 3}], ids=str)

@@ -23,6 +23,7 @@ from hibachi.engine.scheduler.copies import CopySource
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
 
+from .frames import OwnFrames
 from .models import Turnstile, until
 from .test_own_cache import Attends, Poisoned, told
 
@@ -526,38 +527,15 @@ def test_requests_with_other_inputs_share_nothing(own):
     assert found[0][0] == found[3][0] == expected(ids(21), 8) and found[1][0] == found[2][0] != found[0][0]
 
 
-MORE = np.array([1, 2])
-
-
-class Frames:
-    """Tokens of several codebooks."""
-
-    vocab_size, codebooks, max_model_len, past = 10, 2, 60, OwnCache()
-
-    def step(self, tokens, lengths, past):
-        seen = tokens if past is None else np.concatenate([past, tokens], 1)
-        real = np.arange(seen.shape[1]) >= seen.shape[1] - lengths[:, None]
-        total = ((seen * real[..., None]).sum(1) + MORE) % 10
-        return np.eye(10, dtype=np.float32)[total] * 100, seen
-
-
-def test_frames_are_found_too(own):
-    engine = own(Frames())
-    prompt = np.random.default_rng(0).integers(0, 10, (21, 2))
+def test_frames_are_tried_as_ids_are_and_found_too(own):
+    engine = own(OwnFrames(), deterministic=None)
+    assert engine.deterministic and engine.selfcheck() == 16
+    prompt = np.random.default_rng(0).integers(0, OwnFrames.vocab_size, (21, OwnFrames.codebooks))
     found = []
     for _ in range(2):
         stream = engine.run(prompt, GREEDY)
         found.append(([np.asarray(frame).tolist() for frame in stream], stream.reused))
     assert [reused for _, reused in found] == [0, 20] and found[0][0] == found[1][0]
-    total = prompt.sum(0)
-    for frame in found[0][0]:
-        assert frame == ((total + MORE) % 10).tolist()
-        total = total + frame
-
-
-def test_frames_are_tried_as_ids_are(serve):
-    engine = serve(Frames(), max_model_len=60, deterministic=None)
-    assert engine.deterministic and engine.selfcheck() == 16
 
 
 def test_a_recording_can_be_played_again(own, tmp_path):

@@ -351,16 +351,12 @@ def rooms():
     return rooms
 
 
-def test_the_next_step_gets_one_token_more(rooms):
+def test_the_next_step_gets_one_token_more_and_the_same_again_the_same(rooms):
+    assert ask(rooms, seqs(4, 6), [2, 3]).tolist() == [[0, 0, 0]] * 2
     assert ask(rooms, seqs(4, 6), [3, 4]).tolist() == [[0, 0, 0, 9]] * 2
     assert ask(rooms, seqs(4, 6), [3, 4]).tolist() == [[0, 0, 0, 9]] * 2  # tried again in the same step
     rooms.begin()
     assert ask(rooms, seqs(4, 6), [4, 5], 4, newest=8.0).tolist() == [[0, 0, 9, 8]] * 2
-
-
-def test_a_step_that_is_made_again_gets_the_same(rooms):
-    assert ask(rooms, seqs(4, 6), [2, 3]).tolist() == [[0, 0, 0]] * 2
-    assert ask(rooms, seqs(4, 6), [3, 4]).tolist() == [[0, 0, 0, 9]] * 2
 
 
 @pytest.mark.parametrize(
@@ -381,11 +377,6 @@ def test_else_all_is_put_together(rooms, who, lengths, width):
 def test_what_is_older_than_a_step_is_gone(rooms):
     rooms.begin()
     assert ask(rooms, seqs(4, 6), [3, 4]).tolist() == [[0] * 4] * 2
-
-
-@pytest.mark.parametrize(("most", "columns"), [(0, 3), (5, 8), (1000, 19)])
-def test_a_room_begins_with_room_for_what_may_come_or_a_little(most, columns):
-    assert Room((2, 3), np.float64, np.array([3, 3]), most).columns == columns
 
 
 def test_the_newest_token_may_have_left_the_table(serve):
