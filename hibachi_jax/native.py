@@ -27,7 +27,15 @@ from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.native import CODES, LANES, Int4Backend, Int8Backend, OwnLayout, unpacked
 from hibachi.backend.packing import BITS, INTO, Rows, as_stored, pack
 from hibachi.backend.program import ACTIVATIONS
-from hibachi.backend.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
+from hibachi.backend.shapechecks import (
+    check_attend,
+    check_convolve,
+    check_draw,
+    check_experts,
+    check_route,
+    check_scan,
+    expect,
+)
 from hibachi.errors import UnsupportedOperation
 from hibachi_jax.backend import JaxBackend
 
@@ -325,8 +333,7 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
-        for t in how:
-            expect("draw", x, parameter=(t, (len(x),)))
+        check_draw(x, how, self._run.draw_parameters())
         kept = (t.astype(jnp.int32 if jnp.isdtype(t.dtype, "integral") else jnp.float32) for t in how)
         return _of_rows("draw", jnp.int32, x.astype(jnp.float32), *kept)
 

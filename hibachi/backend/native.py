@@ -21,7 +21,7 @@ from hibachi.backend import masks
 from hibachi.backend.array_backend import Array, HostArray, LayerCache
 from hibachi.backend.attention_terms import terms
 from hibachi.backend.host_arrays import PackedWeight, address_of
-from hibachi.backend.kernels.abi import Sizes
+from hibachi.backend.kernels.abi import Sizes, addresses
 from hibachi.backend.kernels.library import NUMERICS, library
 from hibachi.backend.kernels.memory import Reused, Slabs, zeros
 from hibachi.backend.kernels.threads import most_threads
@@ -29,7 +29,7 @@ from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.native_layers import NativeLayers
 from hibachi.backend.packing import BITS, INTO, Rows, as_stored, pack
 from hibachi.backend.program import ACTIVATIONS, Program, program
-from hibachi.backend.shapechecks import expect
+from hibachi.backend.shapechecks import check_draw, expect
 from hibachi.common.shapes import CallShapes
 from hibachi.errors import UnsupportedOperation
 
@@ -323,11 +323,9 @@ class NativeBackend(NativeLayers):
         token, most = self.empty((len(x),), self.xp.int32), self.empty((len(x),), self.xp.float32)
         integers = [self.xp.isdtype(t.dtype, "integral") for t in how]
         kept = [self.index(t) if i else self.row_major(self.float32(t)) for t, i in zip(how, integers, strict=True)]
-        for t in kept:
-            expect("draw", x, parameter=(t, (len(x),)))
-        self._run.draw(
-            self.address(x), *x.shape, *(self.address(t) for t in kept), self.address(token), self.address(most)
-        )
+        check_draw(x, kept, self._run.draw_parameters())
+        places = addresses([self.address(t) for t in kept])
+        self._run.draw(self.address(x), *x.shape, places, self.address(token), self.address(most))
         return token, most
 
     @override

@@ -18,6 +18,14 @@ def expect(operation: str, x: Any, **given: Given) -> None:
     raise ValueError(f"{operation}: expected {wanted} as x is {list(x.shape)}; got {got}.")
 
 
+def check_draw(x: Any, how: Sequence[Any], n: int) -> None:
+    """n: arrays that the kernel takes; another number means that it was built from other sources."""
+    if len(how) != n:
+        raise ValueError(f"draw: expected {n} parameters, as the kernels have; got {len(how)}. Install hibachi anew.")
+    for t in how:
+        expect("draw", x, parameter=(t, (len(x),)))
+
+
 def check_route(x: Any, k: int) -> None:
     if x.ndim != 2 or not 1 <= k <= x.shape[1]:
         raise ValueError(f"route: expected x [tokens, experts] and 1 <= k <= experts; got {list(x.shape)} and k = {k}.")

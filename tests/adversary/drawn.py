@@ -20,6 +20,8 @@ import numpy as np
 import hibachi
 from hibachi import SamplingParams, StopRule, StructuredOutputs, Terms
 
+from ..lib.filters import TRIED
+
 WORDS = 64  # ordinary token ids of our own models; beyond them are those that make a model hostile
 STOP = 7  # a stop token of some innocent requests
 SALTS = (None, "a", "b", "c")  # of all requests: those with one salt share prefixes, as long as they are in the cache
@@ -303,9 +305,7 @@ PATTERNS = ("", "a", "[a-z]+", "(", "(?=a)", "a{1000000}", "(a*)*b" * 9, SURROGA
 
 FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
     SamplingParams: {
-        "temperature": (0, 1e-320, 1e-5, 0.7, 1, 50, 1e38, 1e39, 1e300, np.float64(0.7)),
-        "top_k": (-1, *WHOLE),
-        "top_p": (1e-320, 1e-9, 0.5, 1),
+        **{name: (*tried.right, *tried.far) for name, tried in TRIED.items()},
         "seed": (0, 3, 2**31, 2**63, 2**64 + 5, HUGE, None),
         "max_tokens": WHOLE,
         "stop": TEXTS,
@@ -313,11 +313,6 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "ignore_eos": (True, False),
         "skip_special_tokens": (True, False),
         "logprobs": WHOLE,
-        "min_p": (0, 1e-320, 0.2, 1),
-        "typical_p": (1e-320, 0.1, 0.9, 1),
-        "repetition_penalty": (1e-320, 1e-30, 0.5, 1.3, 1e30, 1e39, 1e300),
-        "presence_penalty": (-2, 0.5, 2),
-        "frequency_penalty": (-2, 0.5, 2),
         "logit_bias": (
             *(
                 {},

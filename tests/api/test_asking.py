@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -13,23 +14,18 @@ from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
 from hibachi.llm.dialects.openai.parse import ParsedRequest
-from hibachi.request import SamplingParams, Terms
+from hibachi.request import FILTERS, SamplingParams, Terms
+
+from ..lib.filters import TRIED
 
 # What the server was started with; none of it is a default of SamplingParams.
 SERVER = SamplingParams(
-    temperature=0.7,
-    top_k=40,
-    top_p=0.9,
+    **{f.name: TRIED[f.name].some[-1] for f in FILTERS},
     seed=3,
     max_tokens=99,
     stop=("END",),
     stop_token_ids=(2,),
     ignore_eos=True,
-    min_p=0.1,
-    typical_p=0.8,
-    repetition_penalty=1.1,
-    presence_penalty=0.2,
-    frequency_penalty=0.3,
     logit_bias={1: 0.5},
     allowed_token_ids=(1, 2, 3),
     bad_words=("bad",),
@@ -118,14 +114,7 @@ def test_a_chat_that_says_nothing_more():
 
 # field: [(what is sent, the parameter, its value)]; what counts as nothing in Python still overrules the server.
 PARAMETERS = {
-    "temperature": [(0, "temperature", 0.0), (0.5, "temperature", 0.5)],
-    "top_p": [(1, "top_p", 1.0), (0.01, "top_p", 0.01)],
-    "top_k": [(-1, "top_k", -1), (0, "top_k", 0), (7, "top_k", 7)],
-    "min_p": [(0, "min_p", 0.0), (1, "min_p", 1.0)],
-    "typical_p": [(0.01, "typical_p", 0.01), (1, "typical_p", 1.0)],
-    "repetition_penalty": [(0.01, "repetition_penalty", 0.01), (1, "repetition_penalty", 1.0)],
-    "presence_penalty": [(x, "presence_penalty", x) for x in (-2.0, 0.0, 2.0)],
-    "frequency_penalty": [(x, "frequency_penalty", x) for x in (-2.0, 0.0, 2.0)],
+    **{f.name: [(x, f.name, x if f.integer else float(x)) for x in TRIED[f.name].right] for f in FILTERS},
     "n": [(1, "n", 1), (3, "n", 3)],
     "best_of": [(2, "best_of", 2), (3, "best_of", 3)],
     "max_tokens": [(1, "max_tokens", 1), (2**31, "max_tokens", 2**31 - 1)],
@@ -173,23 +162,12 @@ def test_negative_seeds_are_seeds_of_their_own():
 
 # What is sent, the parameter that is named, and what is said.
 WRONG = [
-    ({"temperature": -0.01}, "temperature", "temperature must be a finite number >= 0 (0 is greedy); got -0.01."),
-    ({"top_p": 0}, "top_p", "top_p must be a number in (0, 1]; got 0.0."),
-    ({"top_p": 1.01}, "top_p", "top_p must be a number in (0, 1]; got 1.01."),
-    ({"top_k": -2}, "top_k", "top_k must be an integer >= -1 (0 or -1: no limit); got -2."),
-    ({"min_p": -0.01}, "min_p", "min_p must be a number in [0, 1]; got -0.01."),
-    ({"min_p": 1.01}, "min_p", "min_p must be a number in [0, 1]; got 1.01."),
-    ({"typical_p": 0}, "typical_p", "typical_p must be a number in (0, 1]; got 0.0."),
-    ({"typical_p": 1.01}, "typical_p", "typical_p must be a number in (0, 1]; got 1.01."),
-    (
-        {"repetition_penalty": 0},
-        "repetition_penalty",
-        "repetition_penalty must be a finite number > 0 (1: none); got 0.0.",
+    *(
+        ({f.name: x}, f.name, f"{f.name} must be {TRIED[f.name].words}; got {x if f.integer else float(x)}.")
+        for f in FILTERS
+        for x in TRIED[f.name].wrong
+        if type(x) is int or (type(x) is float and not f.integer and math.isfinite(x))
     ),
-    ({"presence_penalty": 2.01}, "presence_penalty", "presence_penalty must be a number in [-2, 2]; got 2.01."),
-    ({"presence_penalty": -2.01}, "presence_penalty", "presence_penalty must be a number in [-2, 2]; got -2.01."),
-    ({"frequency_penalty": 2.01}, "frequency_penalty", "frequency_penalty must be a number in [-2, 2]; got 2.01."),
-    ({"frequency_penalty": -2.01}, "frequency_penalty", "frequency_penalty must be a number in [-2, 2]; got -2.01."),
     ({"n": 0}, "n", "n must be an integer from 1 to 16384; got 0."),
     ({"n": 4}, "n", "n must be at most 3; got 4."),
     ({"n": 3, "best_of": 2}, "best_of", "best_of must be an integer from n, 3, to 16384; got 2."),

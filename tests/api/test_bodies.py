@@ -42,6 +42,7 @@ from hibachi.llm.dialects.openai.bodies import (
     taken,
 )
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
+from hibachi.request import FILTERS
 
 NAMES = (
     "openai.bodies",
@@ -169,23 +170,16 @@ NEEDED = object()
 # Each field: its type, and what it is when it is left out. Null is the same as leaving it out where that is None.
 FREE = {name: (ANY, UNSET) for name in IGNORED}
 GENERATION = FREE | {
+    **{f.name: (INT if f.integer else FLOAT, None) for f in FILTERS},
     "model": (TEXT, None),
     "max_tokens": (INT, None),
-    "temperature": (FLOAT, None),
-    "top_p": (FLOAT, None),
     "n": (INT, None),
     "stop": (STOPS, None),
     "seed": (INT, None),
-    "presence_penalty": (FLOAT, None),
-    "frequency_penalty": (FLOAT, None),
     "logit_bias": (BIAS, None),
     "stream": (BOOL, None),
     "stream_options": (STREAM, None),
     "best_of": (INT, None),
-    "top_k": (INT, None),
-    "min_p": (FLOAT, None),
-    "typical_p": (FLOAT, None),
-    "repetition_penalty": (FLOAT, None),
     "min_tokens": (INT, None),
     "ignore_eos": (BOOL, None),
     "stop_token_ids": (IDS, None),

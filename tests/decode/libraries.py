@@ -9,8 +9,11 @@ import pytest
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.numpy_backend import NumpyBackend
 from hibachi.engine.sampling.draw import How, sample, sample_near
+from hibachi.request import FILTERS
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
+
+from ..lib.filters import DEFAULTS
 
 NUMPY = NumpyBackend()
 LIBRARIES = {
@@ -30,12 +33,12 @@ def compiled(library, function, **options):
     return library.compile(partial(function, library, **options))
 
 
-def how(n, library, *, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0):
-    """The parameters of n rows; scalars hold for all of them."""
-    columns = How(temperature, top_k, top_p, min_p, typical_p, u)
-    kinds = How(*[np.float32] * 6)._replace(top_k=np.int32)
-    arrays = (np.broadcast_to(np.asarray(c, kind), n).copy() for c, kind in zip(columns, kinds, strict=True))
-    return How(*map(library.put, arrays))
+def how(n, library, *, u, **params):
+    """The parameters of n rows, as `SamplingParams` has them by default; scalars hold for all of them."""
+    columns = [np.broadcast_to(np.asarray(params.get(f.name, DEFAULTS[f.name])), n) for f in FILTERS if f.draws]
+    kinds = [np.int32 if f.integer else np.float32 for f in FILTERS if f.draws]
+    arrays = (column.astype(kind) for column, kind in zip(columns, kinds, strict=True))
+    return How(*map(library.put, arrays), library.put(np.broadcast_to(np.asarray(u, np.float32), n).copy()))
 
 
 def draw(logits, *, u, filtered=True, typical=True, library=NUMPY, **params):

@@ -10,19 +10,14 @@ import pytest
 from hibachi import InvalidRequest, NumpyBackend, SamplingParams, StopRule
 from hibachi.testing.toys import SumFrames, SumLogits, SumPaged, expected
 
+from ..lib.filters import TRIED
+
 NUMPY = NumpyBackend()
 NAN, INF = float("nan"), float("inf")
 
 # field: (its range in words, values that are out of it)
 RANGES = {
-    "temperature": ("a finite number >= 0 (0 is greedy)", [-0.1, NAN, INF, "hot", None, True]),
-    "top_k": ("an integer >= -1 (0 or -1: no limit)", [-2, 1.5, "3", None, True]),
-    "top_p": ("a number in (0, 1]", [0, -0.5, 1.01, NAN, None]),
-    "min_p": ("a number in [0, 1]", [-0.01, 1.01, NAN, "x", True]),
-    "typical_p": ("a number in (0, 1]", [0, 1.5, NAN, None]),
-    "repetition_penalty": ("a finite number > 0 (1: none)", [0, -1, INF, NAN, "2"]),
-    "presence_penalty": ("a number in [-2, 2]", [-2.1, 2.1, NAN, None]),
-    "frequency_penalty": ("a number in [-2, 2]", [-2.1, 2.1, INF, "1"]),
+    **{name: (tried.words, tried.wrong) for name, tried in TRIED.items()},
     "seed": ("an integer >= 0 (or None)", [-1, 0.5, "7", True]),
     "max_tokens": ("an integer >= 1 (or None: no limit)", [0, -3, 1.5, True]),
     "min_tokens": ("an integer >= 0", [-1, 0.5, None, True]),
@@ -70,11 +65,14 @@ def test_what_contradicts_itself_is_refused(params, message):
     assert str(e.value) == message
 
 
-def test_the_ends_of_the_ranges_are_fine():
-    least = dict(temperature=0, top_k=-1, top_p=1e-9, min_p=0, typical_p=1e-9, repetition_penalty=1e-9, max_tokens=1)
-    most = dict(temperature=1e30, top_p=1, min_p=1, typical_p=1, min_tokens=16, n=100, best_of=100, seed=2**70)
-    SamplingParams(**least, presence_penalty=-2, frequency_penalty=-2, logit_bias={0: -100}, logprobs=0)
-    SamplingParams(**most, presence_penalty=2, frequency_penalty=2, logit_bias={2**31: 100}, prompt_logprobs=0)
+@pytest.mark.parametrize("name, value", [(name, x) for name, t in TRIED.items() for x in (*t.right, *t.far)])
+def test_the_ends_of_the_ranges_are_fine(name, value):
+    SamplingParams(**{name: value})
+
+
+def test_the_ends_of_other_ranges_are_fine():
+    SamplingParams(max_tokens=1, logit_bias={0: -100}, logprobs=0)
+    SamplingParams(min_tokens=16, n=100, best_of=100, seed=2**70, logit_bias={2**31: 100}, prompt_logprobs=0)
 
 
 def test_lists_may_be_arrays_or_single_and_are_kept_as_tuples():
@@ -127,11 +125,10 @@ def test_a_limit_below_min_tokens_is_refused(serve):
 # ---- copies with changes: what does not change is not checked again --------------------------------------------
 
 OTHERS = {
-    "temperature": 1e40, "top_k": 2**40, "top_p": 0.5, "seed": 7, "max_tokens": 2**40, "stop": "x", "n": 3,
-    "stop_token_ids": [np.int64(3)], "ignore_eos": True, "logprobs": 2**33, "min_p": 0.1, "typical_p": 0.5,
-    "repetition_penalty": 1e-40, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {3: 1, 4: 2},
-    "allowed_token_ids": [1, 2], "bad_words": ["y"], "logits_processors": [print], "min_tokens": 3,
-    "include_stop": True, "best_of": 4, "prompt_logprobs": 2, "skip_special_tokens": False,
+    **{name: (*tried.far, tried.right[1])[0] for name, tried in TRIED.items()}, "seed": 7, "max_tokens": 2**40,
+    "stop": "x", "n": 3, "stop_token_ids": [np.int64(3)], "ignore_eos": True, "logprobs": 2**33,
+    "logit_bias": {3: 1, 4: 2}, "allowed_token_ids": [1, 2], "bad_words": ["y"], "logits_processors": [print],
+    "min_tokens": 3, "include_stop": True, "best_of": 4, "prompt_logprobs": 2, "skip_special_tokens": False,
     "codebooks": [{"temperature": 0}, {"top_k": 2**40}], "structured_outputs": {"choice": ["a", "b"]},
     "num_speculative_tokens": 2**40,
 }  # fmt: skip

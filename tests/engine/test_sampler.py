@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hibachi import InvalidRequest, NumpyBackend, SamplingParams
-from hibachi.engine.runners.sampler import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
+from hibachi.engine.sampling.draw import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
 from hibachi.engine.sampling.uniforms import uniforms
+from hibachi.request import DRAWN
 from hibachi.testing.verify import Subject, verify
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 
 from ..decode.reference import distribution, edited, fits
+from ..lib.filters import DEFAULTS, TRIED, nudged
 from .sampling import Row, Rows
 
 NUMPY = NumpyBackend()
@@ -43,8 +45,7 @@ def expected(logits, row):
     )
     if max(changed) == -INF:
         return None
-    filters = dict(top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, typical_p=p.typical_p)
-    return distribution(changed, temperature=p.temperature, **filters)
+    return distribution(changed, **{name: getattr(p, name) for name in DRAWN})
 
 
 def agrees(token, logits, row):
@@ -52,15 +53,14 @@ def agrees(token, logits, row):
     u = float(uniforms(np.array([row.seed]), np.array([len(row.prompt) + len(row.output)]))[0])
     params = row.params
     for off in (0, -2e-6, 2e-6):
-        near = {n: min(1.0, getattr(params, n) * (1 + off)) for n in ("top_p", "min_p", "typical_p")}
-        row.params = params.with_(**near)
+        row.params = nudged(params, off)
         p = expected(logits, row)
         row.params = params
         before = sum(p[:token])
         if p[token] > 0 and before - 2e-5 < u < before + p[token] + 2e-5:
             return True
     if params.temperature == 0:  # of two that are equal but for rounding, either
-        row.params = params.with_(temperature=1e-6, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        row.params = params.with_(**{name: DEFAULTS[name] for name in DRAWN} | {"temperature": 1e-6})
         p = expected(logits, row)
         row.params = params
         return p[token] > 0.1
@@ -106,14 +106,7 @@ ids = st.integers(0, 9)
 some_params = st.builds(
     SamplingParams,
     max_tokens=st.none(),
-    temperature=st.sampled_from([0, 0.4, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 0, 1, 3, 9, 40]),
-    top_p=st.sampled_from([1.0, 1.0, 0.2, 0.73]),
-    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.6]),
-    typical_p=st.sampled_from([1.0, 1.0, 0.35, 0.9]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 0.7, 2.0]),
-    presence_penalty=st.sampled_from([0.0, 0.0, -1.5, 2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.0, -0.3, 0.9]),
+    **{name: st.sampled_from([DEFAULTS[name]] * 2 + [*tried.some]) for name, tried in TRIED.items()},
     logit_bias=st.dictionaries(ids, st.sampled_from([-100.0, -1.25, 0.0, 3.0]), max_size=3),
     allowed_token_ids=st.none() | st.lists(ids, min_size=1, max_size=8),
     min_tokens=st.sampled_from([0, 0, 2, 5]),
@@ -168,6 +161,7 @@ def mixed_rows(n=32):
         dict(allowed_token_ids=[1, 2, 3], temperature=0),
         dict(min_tokens=60, top_p=0.9),
         dict(presence_penalty=1.0, logprobs=3),
+        *({name: TRIED[name].some[-1]} for name in DRAWN),
     ]
     rows = [
         Row(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ..tensor.native import DTYPES, computed, digest, every_variant, parameters, skip_without
+from ..tensor.native import DTYPES, WRITTEN, computed, digest, every_variant, parameters, skip_without
 
 skip_without()
 from hibachi.backend.numpy_backend import Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
@@ -63,7 +63,7 @@ def drawn(backend):
     found = {name: {} for name in DRAWN}
     for columns in COLUMNS:
         x = backend.put(logits(columns))
-        how = [backend.put(t) for t in parameters(EACH, seed=columns)]
+        how = [backend.put(t) for t in parameters(EACH, seed=columns, names=WRITTEN)]
         for name, outputs in (
             ("best", backend.best(x)),
             ("mass", backend.mass(x)),

@@ -17,6 +17,9 @@ from hibachi import Paged, StepInputs
 from hibachi.backend.kernels import abi, build, library
 from hibachi.backend.kernels.library import SWITCH, NativeUnavailable, why_missing
 from hibachi.engine.scheduler.lower import lower
+from hibachi.request import DRAWN
+
+from ..lib.filters import DEFAULTS, TRIED
 
 DTYPES = ("float32", "bfloat16")
 
@@ -255,22 +258,27 @@ def _drawn(backend, random):
     logits = backend.put(rounded(4 * random.normal(size=(40, 1000))))
     out = dict(zip(("place", "largest"), backend.best(logits), strict=True))
     out |= dict(zip(("mass's largest", "mass"), backend.mass(logits), strict=True))
-    out["token"], out["drawn's largest"] = backend.draw(logits, [backend.put(t) for t in parameters(40)])
+    out["token"], out["drawn's largest"] = backend.draw(logits, [backend.put(t) for t in parameters(40, names=WRITTEN)])
     return out
 
 
-def parameters(rows, seed=1):
-    """`How` rows are drawn, host arrays: temperatures, and filters of all kinds, each by itself and all together."""
+KEPT = {"top_k": [1, 3, 40, 5000], "top_p": [0.1, 0.5, 0.95], "min_p": [0.01, 0.3], "typical_p": [0.2, 0.9]}
+WRITTEN = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # what has parameters of draws with digests
+
+
+def parameters(rows, seed=1, names=DRAWN):
+    """`How` rows are drawn, host arrays: temperatures, and filters of all kinds, each by itself and all together.
+
+    names: of DRAWN, in its order; the others do nothing.
+    """
     random = np.random.default_rng(seed)
-    temperature = random.choice(np.float32([0, 0.3, 1, 1.7]), rows)
-    some = [random.random(rows) < 0.4 for _ in range(4)]
-    top_k = np.where(some[0], random.choice([1, 3, 40, 5000], rows), 0).astype(np.int32)
-    top_p = np.where(some[1], random.choice([0.1, 0.5, 0.95], rows), 1)
-    min_p = np.where(some[2], random.choice([0.01, 0.3], rows), 0)
-    typical_p = np.where(some[3], random.choice([0.2, 0.9], rows), 1)
-    floats = (temperature, top_p, min_p, typical_p, random.uniform(0.001, 0.999, rows))
-    temperature, top_p, min_p, typical_p, u = (t.astype(np.float32) for t in floats)
-    return temperature, top_k, top_p, min_p, typical_p, u
+    how = {name: np.full(rows, DEFAULTS[name]) for name in DRAWN}
+    how["temperature"] = random.choice(np.float32([0, 0.3, 1, 1.7]), rows)
+    some = {name: random.random(rows) < 0.4 for name in names[1:]}
+    for name in names[1:]:
+        how[name] = np.where(some[name], random.choice(KEPT.get(name, TRIED[name].some), rows), how[name])
+    how["u"] = random.uniform(0.001, 0.999, rows)
+    return tuple(each.astype(np.int32 if name == "top_k" else np.float32) for name, each in how.items())
 
 
 def same_arrays(got, want):

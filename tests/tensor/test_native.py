@@ -507,8 +507,8 @@ def test_a_draw_depends_on_its_row_only(native, threads):
 def test_what_cannot_be_drawn_from_is_told_and_what_cannot_come_does_not(native):
     nan, inf = float("nan"), float("inf")
     rows = [[1.0, nan, 2.0] * 11, [-inf] * 33, [0.0] * 32 + [inf], [-inf] * 32 + [-5.0], [-inf, 1.0, -inf] * 11]
-    how = [np.full(5, value, np.float32) for value in (1, 1, 0, 1, 0.999)]
-    token, most = drawn(native, np.float32(rows), (how[0], np.zeros(5, np.int32), *how[1:]))
+    how = parameters(5, names=())
+    token, most = drawn(native, np.float32(rows), (np.ones(5, np.float32), *how[1:-1], np.full(5, 0.999, np.float32)))
     assert torch.isfinite(most).tolist() == [False, False, False, True, True]
     assert token[3] == 32 and token[4] == 31
     assert all(0 <= t < 33 for t in token.tolist())

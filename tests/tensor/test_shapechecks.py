@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import hibachi
+from hibachi.request import DRAWN
 
+from ..lib.filters import DEFAULTS
 from .native import skip_without
 
 skip_without()
@@ -106,7 +108,7 @@ def test_vectors_of_other_lengths(library):
         lambda: library.rms_norm(x, w, 1e-5),
         lambda: library.layer_norm(x, w, None, 1e-5),
         lambda: library.layer_norm(x, ones(library, 8), w, 1e-5),
-        lambda: library.draw(x, [ones(library, 3)] * 5 + [ones(library, 2)]),
+        lambda: library.draw(x, [ones(library, 3)] * len(DRAWN) + [ones(library, 2)]),
     ):
         with pytest.raises(ValueError, match=r"expected .* as x is \[3, 8\]; got"):
             wrong()
@@ -142,9 +144,8 @@ def test_parameters_of_a_draw_may_have_other_dtypes_and_be_next_to_nothing(libra
     u = np.linspace(0.05, 0.95, 8)
 
     def drawn(**given):
-        how = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0) | given
-        kinds = [np.float16, np.int16, np.float32, np.float32, np.float32]
-        parameters = [library.put(np.full(8, v, k)) for v, k in zip(how.values(), kinds, strict=True)]
+        kinds = dict.fromkeys(DRAWN, np.float32) | {"temperature": np.float16, "top_k": np.int16}
+        parameters = [library.put(np.full(8, (DEFAULTS | given)[name], kind)) for name, kind in kinds.items()]
         return library.get(library.draw(logits, [*parameters, library.put(u.astype(np.float32))])[0]).tolist()
 
     assert drawn() == [0, 0, 2, 3, 4, 5, 6, 7]

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 7
+ABI = 8
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -96,7 +96,8 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "route": "b:ipnnnipp",
     "experts": "b:ippppp",
     "best": "b:pnnpp",
-    "draw": "b:pnnpppppppp",
+    "draw_parameters": "n:",
+    "draw": "b:pnnppp",
     "mass": "b:pnnpp",
     "keep_bits": "b:ppnn",
     "kept_rows": "b:ipnppppnn",

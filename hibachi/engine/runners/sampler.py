@@ -18,17 +18,13 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.rowedits import RowEdits
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.sampling import draw as sampling
+from hibachi.engine.sampling.draw import CANDIDATES, FAR, NEAR, PLAIN, WORTH, path_of
 from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named
 from hibachi.engine.sampling.uniforms import uniforms
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import FILTERS, SamplingParams
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-# How a row is drawn: one of these, and two flags. The near ones are right for most rows; the others go one further.
-PLAIN, NEAR, FAR, FULL = range(4)
-MASS, TYPICAL = 4, 8
-CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
-WORTH = 4  # below this ratio of vocabulary to candidates, sorting the whole row takes no longer
 LOGITS = "The engine takes the softmax itself: leave it out, or return the log of the probabilities."
 ROUNDED = 1e-2  # off the sum of probabilities that may be of 16 bits
 LOOKS, SURE = 8, 3  # calls of an engine that are looked at, until so many of their rows are probabilities
@@ -132,7 +128,7 @@ class RowSampler:
         if self.backend.draws:
             found = self.backend.program(_drawn)(logits, how)
         else:
-            found = self.backend.program(_draw, PLAIN)(logits, how)[:2]
+            found = self.backend.program(sampling.draw_by, PLAIN)(logits, how)[:2]
         return found
 
     def begin_late(
@@ -244,7 +240,8 @@ class RowSampler:
             groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]
             drawn = [self._run(path, self.rows(logits, at), rows[at], positions[at]) for at in groups]
             return np.concatenate([ids for ids, _ in drawn]), np.concatenate([ok for _, ok in drawn])
-        ids, ok, inside = self.backend.program(_draw, path)(logits, self._how(rows, positions, logits.shape[0]))
+        how = self._how(rows, positions, logits.shape[0])
+        ids, ok, inside = self.backend.program(sampling.draw_by, path)(logits, how)
         tokens, ok, *found = self.backend.fetch([t for t in (ids, ok, inside) if t is not None])()
         tokens, ok = tokens[:n], ok[:n]
         if found and len(at := np.flatnonzero(~found[0][:n] & ok)):
@@ -286,33 +283,8 @@ def nothing_left() -> InvalidRequest:
     return InvalidRequest(_NOTHING_LEFT)
 
 
-def path_of(params: SamplingParams, vocab_size: int) -> int:
-    """The program that first draws for a row with these parameters."""
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    typical = TYPICAL if params.typical_p < 1 else 0
-    if params.temperature == 0:
-        return PLAIN
-    if params.min_p > 0:
-        return NEAR | typical
-    if top_k:
-        fitting = (p for p, size in CANDIDATES.items() if top_k < size and (p == NEAR or WORTH * size <= vocab_size))
-        return next(fitting, FULL) | typical
-    if params.top_p < 1:
-        return NEAR | MASS | typical
-    return FULL | typical if typical else PLAIN
-
-
 def _greedy(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
     return sampling.best(backend, logits)
-
-
-def _draw(backend: ArrayBackend, path: int, logits: Array, how: sampling.How) -> tuple[Array, Array, Array | None]:
-    kind, mass, typical = path % 4, bool(path & MASS), bool(path & TYPICAL)
-    finite = sampling.row_finite(backend, logits)
-    if size := CANDIDATES.get(kind):
-        ids, inside = sampling.sample_near(backend, logits, how, min(size, logits.shape[1]), mass=mass, typical=typical)
-        return ids, finite, inside
-    return sampling.sample(backend, logits, how, filtered=kind == FULL, typical=typical), finite, None
 
 
 def _drawn(backend: ArrayBackend, logits: Array, how: sampling.How) -> tuple[Array, Array]:

@@ -13,12 +13,19 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend
 from hibachi.engine.sampling.rows import argmax, invert, pick, top_of_row, total
+from hibachi.request import SamplingParams
 
+# How a row is drawn: one of these, and two flags. The near ones are right for most rows; the others go one further.
+PLAIN, NEAR, FAR, FULL = range(4)
+MASS, TYPICAL = 4, 8
+CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
+WORTH = 4  # below this ratio of vocabulary to candidates, sorting the whole row takes no longer
 _quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")  # rows that are not finite give anything
 
 
 class How(NamedTuple):
-    """How each row is drawn, arrays [n]: `hibachi.request.DRAWN`, and u; all float32 but top_k, which is int32.
+    """How each row is drawn, arrays [n]: `hibachi.request.DRAWN`, and u; all float32 but top_k, which is int32. In the
+    order of `How` in draw.h of the kernels.
 
     The logits are divided by the temperature. Then filters leave the most likely tokens, each among those that the
     one before it left: of at least the share min_p of the most likely one's probability (0 means all); the top_k most
@@ -36,6 +43,34 @@ class How(NamedTuple):
     min_p: Array
     typical_p: Array
     u: Array
+
+
+def path_of(params: SamplingParams, vocab_size: int) -> int:
+    """The program that first draws for a row with these parameters."""
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    typical = TYPICAL if params.typical_p < 1 else 0
+    if params.temperature == 0:
+        return PLAIN
+    if params.min_p > 0:
+        return NEAR | typical
+    if top_k:
+        fitting = (p for p, size in CANDIDATES.items() if top_k < size and (p == NEAR or WORTH * size <= vocab_size))
+        return next(fitting, FULL) | typical
+    if params.top_p < 1:
+        return NEAR | MASS | typical
+    return FULL | typical if typical else PLAIN
+
+
+def draw_by(backend: ArrayBackend, path: int, logits: Array, how: How) -> tuple[Array, Array, Array | None]:
+    """A token for each row by the program `path`, int32 [n]; which rows are finite; and, where it looks at candidates
+    only, for which rows these were enough, bool [n] each.
+    """
+    kind, mass, typical = path % 4, bool(path & MASS), bool(path & TYPICAL)
+    finite = row_finite(backend, logits)
+    if size := CANDIDATES.get(kind):
+        ids, inside = sample_near(backend, logits, how, min(size, logits.shape[1]), mass=mass, typical=typical)
+        return ids, finite, inside
+    return sample(backend, logits, how, filtered=kind == FULL, typical=typical), finite, None
 
 
 def greedy(backend: ArrayBackend, logits: Array) -> Array:

@@ -23,8 +23,9 @@ from hibachi.engine.runners.calls import CheckedStep, drop_frames, is_signal
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.runners.runner import check_output
-from hibachi.engine.runners.sampler import PLAIN, RowSampler, path_of
+from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import IDS, TokenTable
+from hibachi.engine.sampling.draw import PLAIN, path_of
 from hibachi.engine.sampling.rows import pick, total
 from hibachi.engine.sampling.uniforms import uniform, uniforms
 from hibachi.engine.scheduler.lower import lower, lower_one

@@ -120,8 +120,7 @@ class Generation:
 
         As in vLLM, what the file gives counts whether or not it says do_sample, and what it does not give keeps our own
         default (transformers would be greedy without do_sample). As in transformers, do_sample: false means greedy:
-        that is temperature 0, and temperature, top_k, top_p, min_p and typical_p of the file are left out. null counts
-        as not given.
+        that is temperature 0, and what else the file says of `DRAWN` is left out. null counts as not given.
 
         Raises InvalidModelFiles for a value of the wrong type or out of its range.
         """

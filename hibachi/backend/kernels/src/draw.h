@@ -106,10 +106,11 @@ struct Mass {
   }
 };
 
-// As `How` in hibachi/engine/sampling/draw.py, arrays [rows].
+// As `How` in hibachi/engine/sampling/draw.py, in its order: arrays [rows].
 struct How {
-  const float *temperature, *top_p, *min_p, *typical_p, *u;
+  const float* temperature;
   const int32_t* top_k;
+  const float *top_p, *min_p, *typical_p, *u;
 };
 
 // A token of each row; most: its largest logit, NaN if there is one in the row.

@@ -170,6 +170,7 @@ EXPORT int64_t hibachi_int8_rounded(int64_t k) { return int8::Rounded::bytes(1, 
 EXPORT int64_t hibachi_sizeof_Sizes() { return sizeof(Sizes); }
 EXPORT int64_t hibachi_sizeof_Scanned() { return sizeof(Scanned); }
 EXPORT int64_t hibachi_sizeof_Mixture() { return sizeof(Mixture); }
+EXPORT int64_t hibachi_draw_parameters() { return sizeof(How) / sizeof(void*); }
 EXPORT int64_t hibachi_lists(int64_t tokens, int64_t each, int64_t experts) {  // bytes
   return Lists::bytes(tokens, each, experts);
 }
@@ -482,21 +483,11 @@ EXPORT int hibachi_best(const float* x, int64_t rows, int64_t columns, int32_t* 
   return told(share(Best{x, rows, columns, place, most}));
 }
 
-// Arrays [rows]; see draw.h.
+// token, most [rows]; see draw.h.
 EXPORT int hibachi_draw(
-    const float* x,
-    int64_t rows,
-    int64_t columns,
-    const float* temperature,
-    const int32_t* top_k,
-    const float* top_p,
-    const float* min_p,
-    const float* typical_p,
-    const float* u,
-    int32_t* token,
-    float* most
+    const float* x, int64_t rows, int64_t columns, const How* how, int32_t* token, float* most
 ) {
-  return told(share(Draw{x, rows, columns, {temperature, top_p, min_p, typical_p, u, top_k}, token, most}));
+  return told(share(Draw{x, rows, columns, *how, token, most}));
 }
 
 EXPORT int hibachi_mass(const float* x, int64_t rows, int64_t columns, float* most, float* mass) {

@@ -359,19 +359,19 @@ EXPORT void* hibachi_xla_best(Frame* f) {
   });
 }
 
-// x [rows, columns], temperature, top_k, top_p, min_p, typical_p, u [rows] -> token, most [rows]
+// x [rows, columns], and [rows] each those of How -> token, most [rows]
 EXPORT void* hibachi_xla_draw(Frame* f) {
   return handle(f, [](const Call& c) {
+    constexpr int MANY = sizeof(hibachi::How) / sizeof(void*);
+    const void* of[MANY];
+    for (int i = 0; i < MANY; i++) of[i] = c.in(1 + i);
+    hibachi::How how;
+    std::memcpy(&how, of, sizeof how);
     return hibachi_draw(
         c.in<float>(0),
         c.size(0, 0),
         c.size(0, 1),
-        c.in<float>(1),
-        c.in<int32_t>(2),
-        c.in<float>(3),
-        c.in<float>(4),
-        c.in<float>(5),
-        c.in<float>(6),
+        &how,
         static_cast<int32_t*>(c.out(0)),
         static_cast<float*>(c.out(1))
     );
