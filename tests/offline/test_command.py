@@ -13,6 +13,9 @@ import sys
 import pytest
 
 from hibachi.cli.main import main
+from hibachi.offline.files.sources import Sources
+from hibachi.offline.files.table import NAMES, form_of
+from hibachi.offline.files.writers import open_writer
 
 GREEDY = ("--max-tokens", "2", "--temperature", "0")
 ROWS = [{"prompt": "She was", "k": i, "x": i / 7, "b": i % 2 == 0, "l": [i, 1], "o": {"a": "é"}} for i in range(4)]
@@ -23,6 +26,8 @@ def read(file):
     data, name = file.read_bytes(), file.name
     if name.endswith(".parquet"):
         return pytest.importorskip("pyarrow.parquet").read_table(io.BytesIO(data)).to_pylist()
+    if not form_of(name).format.is_text:
+        return [row.values for row in Sources([str(file)]).rows()]
     if name.endswith(".gz"):
         data, name = gzip.decompress(data), name.removesuffix(".gz")
     elif name.endswith(".zst"):
@@ -35,7 +40,7 @@ def read(file):
 
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
-FORMATS = ("jsonl", "csv", "tsv", "parquet", "jsonl.gz", "csv.gz", "jsonl.zst")
+FORMATS = (*NAMES, "jsonl.gz", "csv.gz", "jsonl.zst")
 
 
 @pytest.fixture
@@ -47,9 +52,16 @@ def made(runs):
     import pyarrow.parquet as parquet
 
     def make(form):
-        if form == "parquet":
-            parquet.write_table(pa.Table.from_pylist(ROWS), runs.folder / "made.parquet")
-            return (runs.folder / "made.parquet").read_bytes()
+        if not form_of("-", form).format.is_text:
+            parquet.write_table(pa.Table.from_pylist(ROWS), path := runs.folder / "made.parquet")
+            if form == "parquet":
+                return path.read_bytes()
+            sources, file = Sources([str(path)]), io.BytesIO()
+            own = open_writer(file, form_of("-", form), sources=sources, results=[])
+            for row in sources.rows():
+                own.write(row, {})
+            own.close()
+            return file.getvalue()
         kind, _, compression = form.partition(".")
         if kind == "jsonl":
             data = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

@@ -21,7 +21,7 @@ from hibachi.offline.files import format as format_
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import FORMATS, FileForm, form_of
+from hibachi.offline.files.table import FORMATS, NAMES, FileForm, form_of
 from hibachi.offline.files.writers import open_writer
 
 RESULTS = [
@@ -630,7 +630,7 @@ class Full(io.BytesIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "csv.zst", "parquet"])
+@pytest.mark.parametrize("form", [*NAMES, "jsonl.gz", "csv.zst"])
 def test_a_full_disk_is_an_os_error_and_nothing_is_written_after_it(form, monkeypatch):
     monkeypatch.setattr(format_, "CHUNK", 200)
     monkeypatch.setattr(parquet, "PART_ROWS", 5)
@@ -649,7 +649,7 @@ def test_a_full_disk_is_an_os_error_and_nothing_is_written_after_it(form, monkey
     assert len(file.getvalue()) == size <= 100
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "csv.zst", "parquet"])
+@pytest.mark.parametrize("form", [*NAMES, "jsonl.gz", "csv.zst"])
 def test_a_writer_that_is_closed_has_written_all_and_leaves_the_file_open(form):
     raw = io.BytesIO()
     file = io.BufferedWriter(raw, 1 << 20)
@@ -657,7 +657,7 @@ def test_a_writer_that_is_closed_has_written_all_and_leaves_the_file_open(form):
     assert not file.closed and raw.tell() == len(raw.getvalue()) and (raw.getvalue() or form == "jsonl")
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "csv.zst", "parquet"])
+@pytest.mark.parametrize("form", [*NAMES, "jsonl.gz", "csv.zst"])
 def test_a_writer_may_be_dropped(form):
     file = io.BytesIO()
     writer = open_writer(file, form_of("-", form), sources=None, results=[Field("r", "text")])

@@ -15,6 +15,7 @@ import pytest
 
 from hibachi.backend.kernels.library import NUMERICS, possible
 from hibachi.llm.model import MEANING
+from hibachi.offline.files.table import NAMES
 
 from .made import MODELS, PLAIN, SLOW, lines
 
@@ -147,7 +148,7 @@ def test_killed_at_random_times_again_and_again(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("o", ["out.jsonl", "out.parquet", "out.csv", "out.csv.gz", "out.jsonl.gz"])
+@pytest.mark.parametrize("o", [f"out.{name}" for name in (*NAMES, "csv.gz", "jsonl.gz") if name != "tsv"])
 def test_killed_at_each_place_and_format(runs, o):
     expected, places = clean(runs, o=o), runs.places(o=o)
     runs.fresh()

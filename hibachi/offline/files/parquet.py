@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -76,13 +77,36 @@ def _rows_at_once(file: Any, group: int) -> int:
 # ---- the format ------------------------------------------------------------------------------------------------------
 
 
-class Parquet(Format):
-    name = "parquet"
-    title = words = "Parquet"
-    suffixes = (".parquet", ".pq")
+class Columnar(Format):
+    """A format of typed columns, written in groups of rows by one of pyarrow's writers."""
+
     is_text = False
     needs_pyarrow = True
     ahead = 1 << 16
+
+    @abstractmethod
+    def sink(self, file: BinaryIO, schema: Any) -> Any:
+        """pyarrow's writer to a file."""
+
+    @abstractmethod
+    def write_group(self, sink: Any, table: Any) -> None:
+        """All rows of a pyarrow.Table as one group."""
+
+    @override
+    def carried(self, rows: Rows, stop: int | None) -> list[str]:
+        return [column.name for column in arrowtypes.columns(rows, stop=stop)]
+
+    @override
+    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
+        carried = arrowtypes.columns(of.rows, stop=of.stop) if of.rows is not None else []
+        check_collisions([column.name for column in carried], of.results)
+        return _GroupWriter(file, carried, of.results, self)
+
+
+class Parquet(Columnar):
+    name = "parquet"
+    title = words = "Parquet"
+    suffixes = (".parquet", ".pq")
 
     @override
     def sniff(self, start: Start) -> bool:
@@ -103,20 +127,18 @@ class Parquet(Format):
         return int(library().read_metadata(source.path).num_rows)
 
     @override
-    def carried(self, rows: Rows, stop: int | None) -> list[str]:
-        return [column.name for column in arrowtypes.columns(rows, stop=stop)]
+    def sink(self, file: BinaryIO, schema: Any) -> Any:
+        return library().ParquetWriter(file, schema)
 
     @override
-    def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
-        carried = arrowtypes.columns(of.rows, stop=of.stop) if of.rows is not None else []
-        check_collisions([column.name for column in carried], of.results)
-        return _ParquetWriter(file, carried, of.results)
+    def write_group(self, sink: Any, table: Any) -> None:
+        sink.write_table(table, row_group_size=table.num_rows)
 
 
-class _ParquetWriter:
-    """Parts of rows become arrays, and arrays a row group: sizes depend on the rows alone."""
+class _GroupWriter:
+    """Parts of rows become arrays, and arrays a group: sizes depend on the rows alone."""
 
-    def __init__(self, file: BinaryIO, carried: Sequence[Column], results: Sequence[Field]) -> None:
+    def __init__(self, file: BinaryIO, carried: Sequence[Column], results: Sequence[Field], format: Columnar) -> None:
         pa = self._pa = arrow()
         of_kind = {
             "text": pa.string(),
@@ -133,7 +155,8 @@ class _ParquetWriter:
         self._schema = pa.schema([(column.name, column.type) for column in [*carried, *self._results]])
         self._file = file
         self._below = Plain(file)
-        self._to = library().ParquetWriter(self._below, self._schema)
+        self._format = format
+        self._to = format.sink(self._below, self._schema)
         self._rows: list[tuple[Row, Mapping[str, Any]]] = []  # of this part
         self._bytes = 0
         self._parts: list[Any] = []  # of this group
@@ -181,8 +204,8 @@ class _ParquetWriter:
     def _end_group(self) -> None:
         if self._parts:
             parts, self._parts = self._parts, []
-            rows, self._group_rows, self._group_bytes = self._group_rows, 0, 0
-            self._to.write_table(self._pa.concat_tables(parts), row_group_size=rows)
+            self._group_rows = self._group_bytes = 0
+            self._format.write_group(self._to, self._pa.concat_tables(parts))
 
     def close(self) -> None:
         self._below.check()

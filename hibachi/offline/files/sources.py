@@ -16,19 +16,8 @@ from hibachi.offline.files import compressed, delimited
 from hibachi.offline.files.compressed import Damaged
 from hibachi.offline.files.format import Source, Start
 from hibachi.offline.files.rows import InvalidInput, Row
-from hibachi.offline.files.table import BY_SUFFIX, FORMATS, TITLES, by_suffix, either
+from hibachi.offline.files.table import BY_SUFFIX, FORMATS, STRANGE, TITLES, by_suffix, either
 
-STRANGE = {  # beginnings of what is refused by name
-    b"PARE": "an encrypted Parquet file; decrypt it first",
-    b"PK\x03\x04": "a zip archive; unpack it first",
-    b"BZh": "bzip2; decompress it first",
-    b"\xfd7zXZ": "xz; decompress it first",
-    b"ARROW1": "an Arrow (Feather) file; write it as Parquet first",
-    b"Obj\x01": "Avro; write it as Parquet or JSON Lines first",
-    codecs.BOM_UTF32_LE: "text in UTF-32; give --encoding utf-32 (CSV), or write it as UTF-8",
-    codecs.BOM_UTF16_LE: "text in UTF-16; give --encoding utf-16 (CSV), or write it as UTF-8",
-    codecs.BOM_UTF16_BE: "text in UTF-16; give --encoding utf-16 (CSV), or write it as UTF-8",
-}
 SOME = 1 << 16  # bytes looked at, at a time
 
 

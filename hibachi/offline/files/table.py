@@ -1,7 +1,9 @@
-"""The formats there are, by what the names of files say. A new one is a file beside this, and a line in FORMATS."""
+"""The formats there are, by what the names of files say. A new one is a file beside this, and a line in
+FORMATS; its beginning is no longer STRANGE."""
 
 from __future__ import annotations
 
+import codecs
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -13,6 +15,17 @@ from hibachi.offline.files.jsonl import JsonLines
 from hibachi.offline.files.parquet import Parquet
 
 FORMATS: tuple[Format, ...] = (JsonLines(), Parquet(), Delimited(), Tabbed())  # as they are tried on a content
+STRANGE = {  # beginnings of what is refused by name
+    b"PARE": "an encrypted Parquet file; decrypt it first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"BZh": "bzip2; decompress it first",
+    b"\xfd7zXZ": "xz; decompress it first",
+    b"ARROW1": "an Arrow (Feather) file; write it as Parquet first",
+    b"Obj\x01": "Avro; write it as Parquet or JSON Lines first",
+    codecs.BOM_UTF32_LE: "text in UTF-32; give --encoding utf-32 (CSV), or write it as UTF-8",
+    codecs.BOM_UTF16_LE: "text in UTF-16; give --encoding utf-16 (CSV), or write it as UTF-8",
+    codecs.BOM_UTF16_BE: "text in UTF-16; give --encoding utf-16 (CSV), or write it as UTF-8",
+}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
 COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 NAMES = [format.name for format in sorted(FORMATS, key=lambda f: not f.is_text)]
