@@ -20,15 +20,14 @@ from hibachi.llm.dialects.openai.bodies import (
     TokenizeBody,
     read,
 )
-from hibachi.llm.dialects.openai.chatwriting import ChatWriter
-from hibachi.llm.dialects.openai.writing import CompletionWriter
+from hibachi.llm.dialects.openai.handler import chat, completion
 from hibachi.llm.dialects.vectors import shortened
 from hibachi.request import SamplingParams, Terms
 from hibachi.server.openapi import Error
 from hibachi.server.record import Record, Vectors
 from hibachi.server.routes import About, Route, for_chat, for_ids, for_text, for_vectors
 from hibachi.server.served import Served
-from hibachi.server.streaming import answer_text
+from hibachi.server.streaming import answering
 from hibachi.server.web.exchange import Exchange
 
 
@@ -72,32 +71,6 @@ def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
 
 def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:
     return anthropic.model(name, served.created, served.max_model_len)
-
-
-async def completions(served: Served, x: Exchange) -> None:
-    """Complete prompts: texts or token ids, one or several."""
-    await complete(served, x, await served.body(x))
-
-
-async def complete(served: Served, x: Exchange, raw: bytes) -> None:
-    """`completions` with a body that was read."""
-    body = read(CompletionBody, raw)
-    name = served.check_name(body.model)
-    asked, ids = await served.read(x, served.model.completion(body))
-    await answer_text(served, x, CompletionWriter(asked, name, served.vocabulary, served.fingerprint), ids)
-
-
-async def chat(served: Served, x: Exchange) -> None:
-    """Answer a conversation, in the model's chat template."""
-    await converse(served, x, await served.body(x))
-
-
-async def converse(served: Served, x: Exchange, raw: bytes) -> None:
-    """`chat` with a body that was read."""
-    body = read(ChatBody, raw)
-    name = served.check_name(body.model)
-    asked, ids = await served.read(x, served.model.chat(body))
-    await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.fingerprint), [ids])
 
 
 async def embeddings(served: Served, x: Exchange) -> None:
@@ -206,8 +179,8 @@ MODEL = About(answer=(answers.Model, anthropic.AnthropicModel), dialects=(ANTHRO
 ROUTES = (
     Route("GET", "/v1/models", models, about=MODELS),
     Route("GET", "/v1/models/{model:path}", model, about=MODEL),
-    Route("POST", "/v1/completions", completions, about=COMPLETION),
-    Route("POST", "/v1/chat/completions", chat, about=CHAT),
+    Route("POST", "/v1/completions", answering(completion), about=COMPLETION),
+    Route("POST", "/v1/chat/completions", answering(chat), about=CHAT),
     Route(
         "POST",
         "/v1/embeddings",

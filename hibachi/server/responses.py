@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from hibachi.llm.dialects.errors import Refused, refusing, unsupported
-from hibachi.llm.dialects.openai.answers import encode
-from hibachi.llm.dialects.openai.bodies import read
-from hibachi.llm.dialects.openai.parse import check_count
+from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.responses.answers import EVENTS, Deleted, ItemList, Response, listed
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
-from hibachi.llm.dialects.responses.items import PAGE, Item
-from hibachi.llm.dialects.responses.parse import in_body, own_items, request
+from hibachi.llm.dialects.responses.handler import respond
 from hibachi.llm.dialects.responses.store import (
     KeptResponse,
-    KnownItems,
-    Store,
-    Stored,
-    as_items,
     no_item,
     no_response,
-    resolved,
 )
-from hibachi.llm.dialects.responses.writing import RESPONSES, ResponsesWriter
+from hibachi.llm.dialects.responses.writing import RESPONSES
 from hibachi.server.routes import About, Route, for_chat
 from hibachi.server.served import Served
-from hibachi.server.streaming import answer_text
+from hibachi.server.streaming import answer_body
 from hibachi.server.web.exchange import Exchange
 
 LISTED, MOST_LISTED = 20, 100  # items of one answer
@@ -34,23 +24,8 @@ LISTED, MOST_LISTED = 20, 100  # items of one answer
 
 async def create(served: Served, x: Exchange) -> None:
     """Answer a conversation, in the model's chat template; the next request may go on from there."""
-    body = read(ResponsesBody, await served.body(x), PAGE)
-    name = served.check_name(body.model)
-    before, own = await _conversation(served, x, body)
-    keeps = served.responses.keeps and body.store is not False
-
-    def keep(done: Response) -> None:
-        served.responses.of(x.tenant, x.part).keep(done.id, encode(done), before, own, done.output)
-
-    items = [*before.each, *own]
-    size = sum(len(item[1]) for item in items if isinstance(item, tuple))
-    steps = request(served.model, body, partial(as_items, items), len(before.each), size)
-    asked, ids = await served.read(x, steps)
-    writer = ResponsesWriter(
-        asked, name, served.vocabulary, body, server=served.responses.tag, keeps=keeps, keep=keep if keeps else None
-    )
-    with refusing(partial(in_body, body.tools)):
-        await answer_text(served, x, writer, [ids])
+    raw, store = await served.body(x), served.responses.of(x.tenant, x.part)
+    await answer_body(served, x, respond(served, raw, store))
 
 
 async def retrieve(served: Served, x: Exchange) -> None:
@@ -78,28 +53,6 @@ async def input_items(served: Served, x: Exchange) -> None:
     ids, limit = _listed(found, query), _limit(query.get("limit"))
     data = served.responses.of(x.tenant, x.part).data(ids[:limit])
     await x.json(listed(ids[:limit], data, more=len(ids) > limit))
-
-
-# ---- what came before ----------------------------------------------------------------------------------------------
-
-
-async def _conversation(served: Served, x: Exchange, body: ResponsesBody) -> tuple[KnownItems, list[Item | Stored]]:
-    """What is kept of it, and the input. Raises Refused."""
-    given = await served.beside(x, partial(own_items, body, served.bounds))
-    store = served.responses.of(x.tenant, x.part)
-    before = _before(store, body.previous_response_id)
-    own = resolved(given, before, store)
-    check_count("input", [*before.each, *own], served.bounds.messages, "items, with those before it")
-    return before, own
-
-
-def _before(store: Store, previous: str | None) -> KnownItems:
-    if previous is None:
-        return KnownItems()
-    found = store.find(previous)
-    if found is None:
-        raise no_response(previous, "previous_response_id")
-    return store.conversation(found)
 
 
 def _found(served: Served, x: Exchange) -> KeptResponse:

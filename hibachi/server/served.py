@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from hibachi.backend.array_backend import HostArray
 from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
+from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.streams.stream import Item, ItemStream
 from hibachi.errors import EngineClosed, InvalidRequest
 from hibachi.llm.dialects.errors import SERVER, Refused, unsupported
@@ -92,7 +93,7 @@ class Served:
         self.names: tuple[str, ...] = names_of(settings)
         self.max_model_len: int = facts.limits.max_model_len
         self.bounds = bounds_of(settings, facts.limits.rows)
-        self.fingerprint: str = system_fingerprint(facts, settings.model)
+        self.fingerprint: str | None = system_fingerprint(facts, settings.model)
         self.responses = Stores(settings.responses_store)
         self.meter: Meter = NoMeter()
         self.created = int(time.time())
@@ -216,10 +217,9 @@ class Served:
         except InvalidRequest as e:
             raise refused(e, said) from e
 
-    async def _check(self, check: Callable[[], object], size: int, tenant: str) -> None:
+    async def _check(self, check: Callable[[], T], size: int, tenant: str) -> T:
         """Check a form, which a client has said in so many bytes. Raises QueueFull, and what `check()` raises."""
-        checking = self._checking if size <= LARGE_FORM else self._checking_large
-        await checking.run(check, tenant)
+        return await (self._checking if size <= LARGE_FORM else self._checking_large).run(check, tenant)
 
     # ---- texts -------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Served:
 
     @cached_property
     def words(self) -> TgiTokens:
-        return TgiTokens(self.vocabulary, self.texts.tokenizer, self.texts.eos_ids)
+        return TgiTokens(self.vocabulary, self.texts.tokenizer, self.texts.eos_ids, fork)
 
     async def read(self, x: Exchange, steps: Steps[T]) -> T:
         """Run the steps of a request, long ones beside the event loop. Raises Refused or QueueFull if too much of this

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
 from hibachi.errors import HibachiError
-from hibachi.llm.dialects.errors import as_refused
+from hibachi.llm.dialects.errors import as_refused, refusing
 from hibachi.llm.dialects.forms import said_by
+from hibachi.llm.dialects.handler import Handled, Handler
 from hibachi.llm.dialects.openai.answers import encode
 from hibachi.llm.dialects.openai.writing import AnswerWriter
+from hibachi.llm.dialects.steps import Steps
 from hibachi.llm.textstream import TextChoice, TextStream
 from hibachi.server.record import Record
 from hibachi.server.served import Served
@@ -22,8 +24,25 @@ LONG = 1 << 12  # tokens and log-probabilities of an answer, of which others wai
 BYTES = 8  # of a body that is repeated, which take as long as one of these
 
 
+def answering(handle: Handler) -> Callable[[Served, Exchange], Awaitable[None]]:
+    """The handler of a route whose bodies are read by `handle`."""
+
+    async def answer(served: Served, x: Exchange) -> None:
+        await answer_body(served, x, handle(served, await served.body(x)))
+
+    answer.__doc__ = handle.__doc__
+    return answer
+
+
+async def answer_body(served: Served, x: Exchange, steps: Steps[Handled], headers: Headers | None = None) -> None:
+    """`answer_text` for what `steps` make of a body."""
+    found = await served.read(x, steps)
+    with refusing(found.move):
+        await answer_text(served, x, found.writer, found.ids, headers)
+
+
 async def answer_text(
-    served: Served, x: Exchange, writer: AnswerWriter, ids: list[list[int]], *, headers: Headers | None = None
+    served: Served, x: Exchange, writer: AnswerWriter, ids: list[list[int]], headers: Headers | None = None
 ) -> None:
     """Submit a request for text and send its answer.
 

@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 from hibachi.common.installed import version
-from hibachi.engine.sampling.uniforms import fork
 from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.llm.dialects.dialects import OPENAI, TGI, TGI_STREAM
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.bodies import TokenizeBody, read
+from hibachi.llm.dialects.openai.handler import chat, completion
 from hibachi.llm.dialects.openai.parse import prompt_of
+from hibachi.llm.dialects.tgi import handler
 from hibachi.llm.dialects.tgi.answers import (
     ChatTokenizeResponse,
     GenerateResponse,
@@ -21,7 +22,6 @@ from hibachi.llm.dialects.tgi.answers import (
     simple_tokens,
 )
 from hibachi.llm.dialects.tgi.bodies import ChatTokenizeBody, GenerateBody, fields_of
-from hibachi.llm.dialects.tgi.parse import fit, generation
 from hibachi.llm.dialects.tgi.writing import GenerateWriter
 from hibachi.request import MOST_INT
 from hibachi.server import openai
@@ -29,7 +29,7 @@ from hibachi.server.openapi import TEXT, TgiError
 from hibachi.server.record import Record
 from hibachi.server.routes import About, Route, for_chat, for_ids, for_text
 from hibachi.server.served import Served
-from hibachi.server.streaming import answer_text
+from hibachi.server.streaming import answer_body, answer_text
 from hibachi.server.web.exchange import Exchange
 
 WORKERS = 2  # that read texts, as /info tells
@@ -58,7 +58,7 @@ async def invocations(served: Served, x: Exchange) -> None:
         await _compatible(served, x, raw)
         return
     x.dialect = OPENAI
-    await (openai.converse if "messages" in fields else openai.complete)(served, x, raw)
+    await answer_body(served, x, (chat if "messages" in fields else completion)(served, raw))
 
 
 async def tokenize(served: Served, x: Exchange) -> None:
@@ -83,9 +83,9 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
             param="tool_prompt",
             code="unsupported_parameter",
         )
-    chat = prompt_of(body, served.bounds)
+    shown = prompt_of(body, served.bounds)
     try:
-        text = await served.read(x, served.reading.prompt_text(chat))
+        text = await served.read(x, served.reading.prompt_text(shown))
     except PromptTooLong:
         raise
     except InvalidRequest as e:
@@ -136,24 +136,17 @@ async def _compatible(served: Served, x: Exchange, raw: bytes) -> None:
 
 async def _generate(served: Served, x: Exchange, body: GenerateBody, *, stream: bool, compatible: bool = False) -> None:
     """compatible: as POST / does it."""
-    if body.stream not in (None, stream):
-        raise Refused(
-            f"`stream` is {str(body.stream).lower()}: POST / goes by it, /generate never streams, and /generate_stream "
-            f"always does.",
-            param="stream",
-            code="invalid_value",
-        )
-    limits, prompts = served.tgi, served.reading.prompts
-    given = generation(body, limits, served.bounds, prompts.context, stream=stream, full_text=compatible)
-    (prompts.check_text if given.truncate is None else prompts.check_size)(given.inputs)
-    [ids] = await served.read(x, served.reading.tokens([given.inputs], True))
-    ids = fit(given, ids, limits, served.bounds, prompts.context)
-    writer = GenerateWriter(given, served.names[0], served.words, fork, listed=compatible)
+    steps = handler.generate(
+        served.model, served.check_name(None), served.words, served.tgi, body, stream=stream, root=compatible
+    )
+    found = await served.read(x, steps)
+    writer = found.writer
+    assert isinstance(writer, GenerateWriter)
 
     def headers(record: Record) -> dict[str, str]:
         return _headers(served, writer, record)
 
-    await answer_text(served, x, writer, [ids], headers=headers)
+    await answer_text(served, x, writer, found.ids, headers)
 
 
 def _headers(served: Served, writer: GenerateWriter, record: Record) -> dict[str, str]:

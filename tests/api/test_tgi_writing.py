@@ -50,8 +50,9 @@ class Told:
             TokenTexts(tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)),
             tokenizer,
             ends,
+            lambda seed, i: seed + i,
         )
-        self.writer = GenerateWriter(given, "m", words, lambda seed, i: seed + i, listed=listed)
+        self.writer = GenerateWriter(given, "m", words, listed=listed)
         params = given.asked.params
         self.channels = [Channel() for _ in range(runs)]
         choices = [

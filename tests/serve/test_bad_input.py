@@ -11,6 +11,7 @@ import pytest
 from hibachi.llm.dialects.json_limits import DEEPEST
 
 from .conftest import site
+from .saying import saying, told
 from .test_streams import send
 
 POSTS = (
@@ -201,3 +202,18 @@ def test_broken_http(server):
     sock = send(server, {"prompt": "a", "max_tokens": 5, "stream": True})
     sock.close()
     assert server.complete("Emma")["choices"]
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for i in range(10**9) %}{% endfor %}think", "{{ raise_exception('no') }}think"]
+)
+def test_a_template_that_never_ends_or_raises(tmp_path, template):
+    with saying(tmp_path, template) as here:
+        for fields in (
+            {},
+            {"tools": [{"type": "function", "function": {"name": "look"}}]},
+            {"reasoning_effort": "low"},
+        ):
+            answer = here.post("/v1/chat/completions", {"messages": told("a"), **fields})
+            assert answer.status_code == 400
+        assert here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200

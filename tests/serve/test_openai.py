@@ -10,6 +10,9 @@ import pytest
 
 from hibachi import LLM, SamplingParams
 
+from .conftest import CHATML, site
+from .saying import CALL, THOUGHT, saying, told
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
@@ -193,29 +196,6 @@ def test_half_a_letter_is_shown_as_bytes(server):
 # ---- what stopped it, and special tokens -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_stopped_a_text(server, llm, path):
-    """`stop_reason`, as vLLM: the stop string, the id of stop_token_ids, or null; at the end of a stream as well."""
-    chat = "chat" in path
-    own = {"messages": [{"role": "user", "content": "Emma"}]} if chat else {"prompt": "Emma"}
-    body = own | {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
-    whole = server.post(path, body).json()["choices"][0]
-    text, ids = whole["message"]["content"] if chat else whole["text"], whole["token_ids"]
-    (eos,) = llm.eos_ids[:1]
-    letter = next(c for c in text if not c.isspace())
-    for more, reason, stop in (
-        ({}, "length", None),
-        ({"stop": ["no such text", letter]}, "stop", letter),
-        ({"stop_token_ids": [ids[2]]}, "stop", ids[2]),
-        ({"ignore_eos": False, "logit_bias": {str(eos): 100}}, "stop", None),
-    ):
-        choice = server.post(path, {**body, **more}).json()["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
-        chunks = [c for chunk in stream(server, path, **{**body, **more}) for c in chunk["choices"]]
-        assert [c["stop_reason"] for c in chunks if c["finish_reason"]] == [stop]
-        assert not any("stop_reason" in c for c in chunks if not c["finish_reason"])
-
-
 def test_nothing_stops_a_prompt_alone(server):
     """Not the token either that is made anyhow and left out."""
     body = {"prompt": "Emma", "echo": True, "max_tokens": 0, "stop_token_ids": [5], "logit_bias": {"5": 100}}
@@ -315,27 +295,6 @@ def test_the_last_message_goes_on(server, llm):
     assert refused(server.post("/v1/chat/completions", {**OPEN, "messages": nothing}))["param"] == "messages"
 
 
-def test_a_chat_may_echo(server):
-    """The beginning of the answer that was given is a part of the answer, whole and streamed."""
-    body = {**OPEN, "temperature": 0, "max_tokens": 4, "n": 2}
-    plain = server.post("/v1/chat/completions", body).json()["choices"]
-    whole = server.post("/v1/chat/completions", {**body, "echo": True}).json()["choices"]
-    for a, b in zip(plain, whole, strict=True):
-        assert b["message"]["content"] == "It is a truth" + a["message"]["content"]
-    texts, roles = {0: "", 1: ""}, []
-    for chunk in stream(server, "/v1/chat/completions", **body, echo=True):
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["delta"].get("content", "")
-            roles.append(choice["delta"].get("role"))
-    assert [texts[0], texts[1]] == [c["message"]["content"] for c in whole]
-    assert roles[:2] == ["assistant"] * 2 and set(roles[2:]) == {None}
-    last = {"messages": CHAT, "temperature": 0, "max_tokens": 4}  # a user's words are not echoed
-    assert (
-        server.post("/v1/chat/completions", {**last, "echo": True}).json()["choices"]
-        == server.post("/v1/chat/completions", last).json()["choices"]
-    )
-
-
 # ---- vectors -------------------------------------------------------------------------------------------------------
 
 
@@ -386,3 +345,31 @@ def asks_for_everything(openai, client):
         model="tiny", prompt="a", max_tokens=1, extra_headers={"X-Request-Id": "mine-1"}
     )
     assert raw.headers["x-request-id"] == "mine-1"
+
+
+def test_settings_of_chats_reach_them(tmp_path):
+    """More of what is thought and called is in tests/api/test_answered.py."""
+    fields = {"reasoning_field": "both", "reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes"}
+    with saying(tmp_path, **fields) as here:
+        look = {"type": "function", "function": {"name": "look"}}
+        body = {"messages": told(THOUGHT + CALL), "tools": [look], "temperature": 0}
+        [choice] = here.post("/v1/chat/completions", body).json()["choices"]
+        assert choice["message"]["reasoning"] == choice["message"]["reasoning_content"] == "Let me see."
+        assert choice["finish_reason"] == "tool_calls"
+        chunks = stream(here, "/v1/chat/completions", **body)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/warm", "/chat_tokenize"])
+def test_where_only_the_prompt_is_wanted_tools_are_checked_and_shown_alike(texts, path):
+    tool = {"type": "function", "function": {"name": "visit", "parameters": {"type": "object"}}}
+    with site(texts, chat_template=CHATML, tool_call_parser="generic") as here:
+        answer = here.post(path, {"messages": CHAT, "tools": [tool]})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        body = {"messages": CHAT, "tools": [tool], "max_tokens": 1}
+        wanted = here.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+        assert wanted == found.get("count", found.get("token_count", len(found.get("tokenize_response", ()))))
+        for tools in ([{"type": "function"}], [tool, tool], [{"function": 7}]):
+            wrong = here.post(path, {"messages": CHAT, "tools": tools})
+            assert wrong.status_code in (400, 422) and "tools[" in wrong.text

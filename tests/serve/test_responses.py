@@ -121,48 +121,6 @@ def test_large_events_are_written_beside_the_event_loop(server, monkeypatch, fie
     assert large <= apart and (large or not apart)
 
 
-@pytest.fixture(scope="module")
-def tools(texts):
-    """A server that describes tools to its model, whose template has no word for them."""
-    with site(texts, chat_template=CHATML, tool_call_parser="generic") as here:
-        yield here
-
-
-CITY = {"type": "object", "properties": {"city": {"enum": ["Bath", "Rome"]}}, "required": ["city"]}
-WEATHER = {"type": "function", "name": "weather", "parameters": {**CITY, "additionalProperties": False}, "strict": True}
-TIME = {"type": "function", "name": "time", "description": "The time."}
-CALLS = {"tools": [WEATHER, TIME], "max_output_tokens": 60}
-
-
-def calls_of(response):
-    return [(item["name"], item["arguments"]) for item in response["output"] if item["type"] == "function_call"]
-
-
-def test_a_call_and_its_result(tools, described):
-    """Whole and streamed; the second turn by its id, by references, and sent whole."""
-    fields = {**CALLS, "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False}
-    told, events = respond(tools, "Bath?", **fields), events_of(tools, "Bath?", **fields)
-    for event in events:
-        described("ResponseStreamEvent", event)
-    [(name, arguments)] = calls_of(told)
-    assert (name, json.loads(arguments)["city"] in ("Bath", "Rome")) == ("weather", True)
-    assert calls_of(events[-1]["response"]) == [(name, arguments)]
-    deltas = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
-    assert "".join(deltas) == arguments and len(deltas) > 1
-    assert [tool["name"] for tool in told["tools"]] == ["weather", "time"]
-    call = told["output"][0]
-    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
-    more = {"tools": [WEATHER, TIME], "tool_choice": "none"}
-    second = respond(tools, [result], previous_response_id=told["id"], **more)
-    whole = respond(tools, [user("Bath?"), *told["output"], result], **more)
-    referred = respond(tools, [user("Bath?"), {"type": "item_reference", "id": call["id"]}, result], **more)
-    assert text_of(second) == text_of(whole) == text_of(referred) != ""
-    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"] == referred["usage"]["input_tokens"]
-    listed = tools.client.get(f"{URL}/{second['id']}/input_items").json()
-    described("ResponseItemList", listed)
-    assert [item["type"] for item in listed["data"]] == ["function_call_output", "function_call", "message"]
-
-
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -300,42 +258,6 @@ def test_a_server_that_keeps_nothing():
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
-
-
-def test_the_oldest_turns_are_left_out_where_it_is_asked_for(server):
-    turns = [
-        turn for n in range(40) for turn in (user(f"Question {n}, please."), {"role": "assistant", "content": "-" * 9})
-    ]
-    items = [{"role": "developer", "content": "Be brief."}, *turns, user("Last?")]
-    long = server.post(URL, {"input": items, **ASKED})
-    assert error_of(long, 400)["code"] == "context_length_exceeded"
-    told = respond(server, items, truncation="auto")
-    assert told["truncation"] == "auto"
-    kept = next(n for n in range(len(turns)) if server.post(URL, {"input": rest(items, n), **ASKED}).status_code == 200)
-    whole = respond(server, rest(items, kept))
-    assert kept > 0 and told["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-    assert text_of(told) == text_of(whole)
-
-
-def rest(items, n):
-    """Without the first n turns."""
-    return [items[0], *items[1 + 2 * n :]]
-
-
-def test_pages_of_items_end_where_an_item_comes_twice(server):
-    """And one that the conversation has already is refused where it is sent again."""
-    first = respond(server, "Hello")
-    again = {"previous_response_id": first["id"], "input": [*first["output"], user("and")], **ASKED}
-    assert error_of(server.post(URL, again), 400)["param"] == "input[0].id"
-    twice = respond(server, [*first["output"], *first["output"], user("and")])
-    ids, after = [], ""
-    while True:
-        page = server.client.get(f"{URL}/{twice['id']}/input_items?order=asc&limit=1{after}").json()
-        ids += [item["id"] for item in page["data"]]
-        after = f"&after={page['last_id']}"
-        if not page["has_more"]:
-            break
-    assert len(ids) == len(set(ids)) == 3
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

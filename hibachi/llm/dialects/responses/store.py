@@ -74,7 +74,7 @@ class Store:
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tag, self._limit, self._most, self._seconds, self._clock = tag, limit, most, seconds, clock
+        self.tag, self._limit, self._most, self._seconds, self._clock = tag, limit, most, seconds, clock
         self._responses: OrderedDict[str, KeptResponse] = OrderedDict()  # least recently used first
         self._items: dict[str, bytes] = {}
         self._holders: dict[str, list[str]] = {}  # responses that have an item
@@ -83,6 +83,11 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._responses)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything can be kept."""
+        return self._limit > 0
 
     @property
     def size(self) -> int:
@@ -168,7 +173,7 @@ class Store:
             data = as_kept(item, item.id)
             if self._items.get(item.id) == data and self._has(item.id):
                 return item.id, data
-        own = f"{PREFIXES[type(item)]}_{self._tag}_{secrets.token_hex(12)}"
+        own = f"{PREFIXES[type(item)]}_{self.tag}_{secrets.token_hex(12)}"
         return own, as_kept(item, own)
 
     def forget(self, id: str) -> bool:

@@ -31,10 +31,12 @@ Fork = Callable[[int, int], int]
 
 
 class TgiTokens:
-    """What tokens are called, and which of them are special. ends: ids that end a text, which are."""
+    """What tokens are called, and which of them are special. ends: ids that end a text, which are. fork: (seed, number
+    of a continuation) -> the seed that the engine draws it by.
+    """
 
-    def __init__(self, vocabulary: TokenTexts, tokenizer: Any, ends: Collection[int]) -> None:
-        self.vocabulary, self.tokenizer, self.ends = vocabulary, tokenizer, frozenset(ends)
+    def __init__(self, vocabulary: TokenTexts, tokenizer: Any, ends: Collection[int], fork: Fork) -> None:
+        self.vocabulary, self.tokenizer, self.ends, self.fork = vocabulary, tokenizer, frozenset(ends), fork
         self._special: dict[int, bool] = {}
 
     def special(self, token: int) -> bool:
@@ -60,16 +62,13 @@ class TgiTokens:
 
 
 class GenerateWriter(AnswerWriter):
-    """Of one prompt. fork: (seed, number of a continuation) -> the seed that the engine draws it by. listed: a whole
-    answer is a list of one. generated: tokens so far, or of the best continuation.
-    """
+    """Of one prompt. listed: a whole answer is a list of one. generated: tokens so far, or of the best continuation."""
 
-    def __init__(self, given: TgiRequest, name: str, words: TgiTokens, fork: Fork, *, listed: bool = False) -> None:
+    def __init__(self, given: TgiRequest, name: str, words: TgiTokens, *, listed: bool = False) -> None:
         super().__init__(given.asked, name, words.vocabulary)
         self.given, self.words, self.listed, self.generated = given, words, listed, 0
         self.each = given.asked.stream
         self.dialect = TGI_STREAM if self.each else TGI
-        self._fork = fork
         self._last: StreamResponse | None = None
         self._extra = ""  # of the text, that no token brought: of a character that was not completed
 
@@ -137,7 +136,7 @@ class GenerateWriter(AnswerWriter):
         return BestOfSequence(self._text(c), reason_of(c), n, seed, prefill, self._tokens(c), self._top(c))
 
     def _seed(self, c: Choice) -> int | None:
-        return None if self.given.seed is None else self._fork(self.given.seed, c.index)
+        return None if self.given.seed is None else self.words.fork(self.given.seed, c.index)
 
     def _tokens(self, c: Choice) -> list[Token]:
         texts = self._texts(c.token_ids)
