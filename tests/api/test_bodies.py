@@ -168,156 +168,118 @@ ANY = {"7": 7, '"a"': "a", "[null]": [None], '{"a": 1}': {"a": 1}}, {}
 NEEDED = object()
 
 # Each field: its type, and what it is when it is left out. Null is the same as leaving it out where that is None.
-FREE = {name: (ANY, UNSET) for name in IGNORED}
-GENERATION = FREE | {
-    **{f.name: (INT if f.integer else FLOAT, None) for f in FILTERS},
-    "model": (TEXT, None),
-    "max_tokens": (INT, None),
-    "n": (INT, None),
-    "stop": (STOPS, None),
-    "seed": (INT, None),
-    "logit_bias": (BIAS, None),
-    "stream": (BOOL, None),
-    "stream_options": (STREAM, None),
-    "best_of": (INT, None),
-    "min_tokens": (INT, None),
-    "ignore_eos": (BOOL, None),
-    "stop_token_ids": (IDS, None),
-    "include_stop_str_in_output": (BOOL, None),
-    "bad_words": (TEXTS, None),
-    "allowed_token_ids": (IDS, None),
-    "prompt_logprobs": (INT, None),
-    "priority": (INT, None),
-    "cache_salt": (TEXT, None),
-    "timeout": (FLOAT, None),
-    "queue_timeout": (FLOAT, None),
-    "return_token_ids": (BOOL, None),
-    "request_id": (TEXT, None),
-    "return_tokens_as_token_ids": (BOOL, None),
-    "skip_special_tokens": (BOOL, None),
-    "num_speculative_tokens": (INT, None),
-    "prediction": (PREDICTION, None),
-    "spaces_between_special_tokens": (BOOL, None),
-    "truncate_prompt_tokens": (INT, None),
-    "truncation_side": (SIDE, None),
-    "use_beam_search": (BOOL, None),
-    "length_penalty": (FLOAT, None),
-    "thinking_token_budget": (INT, None),
-    "stream_interval": (INT, None),
-    "watermarking": (BOOL, None),
-    "routed_experts_prompt_start": (INT, None),
-    "return_token_offsets": (BOOL, None),
-    "return_mm_kwargs": (BOOL, None),
-    "vllm_xargs": (OBJECT, None),
-    "kv_transfer_params": (OBJECT, None),
-    "ec_transfer_params": (OBJECT, None),
-    "logprob_token_ids": (ANY, UNSET),
-    "repetition_detection": (ANY, UNSET),
-    "response_format": (FORM, None),
-    "structured_outputs": (STRUCTURED, None),
-    "guided_json": (SCHEMA, None),
-    "guided_regex": (TEXT, None),
-    "guided_choice": (TEXTS, None),
-    "guided_grammar": (TEXT, None),
-    "grammar": (TEXT, None),
-    "json_schema": (OBJECT, None),
-    "guided_whitespace_pattern": (TEXT, None),
-    "guided_decoding_backend": (BACKEND, None),
+
+
+def of(type_, names, default=None):
+    return dict.fromkeys(names.split(), (type_, default))
+
+
+FREE = dict.fromkeys(IGNORED, (ANY, UNSET))
+GENERATION = {
+    **FREE,
+    **of(TEXT, "model cache_salt request_id guided_regex guided_grammar grammar guided_whitespace_pattern"),
+    **of(
+        INT,
+        "max_tokens n seed best_of top_k min_tokens prompt_logprobs priority "
+        "num_speculative_tokens truncate_prompt_tokens thinking_token_budget "
+        "stream_interval routed_experts_prompt_start",
+    ),
+    **of(
+        FLOAT,
+        "temperature top_p presence_penalty frequency_penalty min_p typical_p "
+        "repetition_penalty timeout queue_timeout length_penalty",
+    ),
+    **of(STOPS, "stop"),
+    **of(BIAS, "logit_bias"),
+    **of(
+        BOOL,
+        "stream ignore_eos include_stop_str_in_output return_token_ids "
+        "return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens "
+        "use_beam_search watermarking return_token_offsets return_mm_kwargs",
+    ),
+    **of(STREAM, "stream_options"),
+    **of(IDS, "stop_token_ids allowed_token_ids"),
+    **of(TEXTS, "bad_words guided_choice"),
+    **of(PREDICTION, "prediction"),
+    **of(SIDE, "truncation_side"),
+    **of(OBJECT, "vllm_xargs kv_transfer_params ec_transfer_params json_schema"),
+    **of(ANY, "logprob_token_ids repetition_detection", UNSET),
+    **of(FORM, "response_format"),
+    **of(STRUCTURED, "structured_outputs"),
+    **of(SCHEMA, "guided_json"),
+    **of(BACKEND, "guided_decoding_backend"),
 }
-RANKING = FREE | {
-    "model": (TEXT, None),
-    "truncate_prompt_tokens": (INT, None),
-    "truncation_side": (SIDE, None),
-    "priority": (INT, None),
-    "request_id": (TEXT, None),
-    "use_activation": (BOOL, None),
+RANKING = {
+    **FREE,
+    **of(TEXT, "model request_id"),
+    **of(INT, "truncate_prompt_tokens priority"),
+    **of(SIDE, "truncation_side"),
+    **of(BOOL, "use_activation"),
 }
 DOCUMENTS = (
     {"[]": [], '["a", {"text": "b"}]': ["a", Document("b")]},
     {'"a"': "str", "[7]": "[0] int", '[{"text": 7}]': "[0].text int"},
 )
 FIELDS = {
-    CompletionBody: GENERATION
-    | {
-        "prompt": (PROMPT, NEEDED),
-        "echo": (BOOL, None),
-        "logprobs": (INT, None),
-        "add_special_tokens": (BOOL, True),
-        "prompt_embeds": (ANY, UNSET),
-        "suffix": (ANY, UNSET),
+    CompletionBody: {
+        **GENERATION,
+        **of(PROMPT, "prompt", NEEDED),
+        **of(BOOL, "echo"),
+        **of(INT, "logprobs"),
+        **of(BOOL, "add_special_tokens", True),
+        **of(ANY, "prompt_embeds suffix", UNSET),
     },
-    ChatBody: GENERATION
-    | {
-        "messages": (OBJECTS, NEEDED),
-        "max_completion_tokens": (INT, None),
-        "logprobs": (BOOL, None),
-        "top_logprobs": (INT, None),
-        "tools": (OBJECTS, None),
-        "tool_choice": (ANY, None),
-        "parallel_tool_calls": (BOOL, None),
-        "add_generation_prompt": (BOOL, True),
-        "continue_final_message": (BOOL, None),
-        "echo": (BOOL, None),
-        "add_special_tokens": (BOOL, False),
-        "documents": (OBJECTS, None),
-        "include_reasoning": (BOOL, None),
-        "return_prompt_text": (BOOL, None),
-        "media_io_kwargs": (OBJECT, None),
-        "mm_processor_kwargs": (OBJECT, None),
-        "moderation": (ANY, UNSET),
-        "chat_template": (TEXT, None),
-        "chat_template_kwargs": (OBJECT, None),
-        "modalities": (ANY, UNSET),
-        "audio": (ANY, UNSET),
-        "functions": (ANY, UNSET),
-        "function_call": (ANY, UNSET),
-        "reasoning_effort": (TEXT, None),
-        "verbosity": (ANY, UNSET),
-        "web_search_options": (ANY, UNSET),
+    ChatBody: {
+        **GENERATION,
+        **of(OBJECTS, "messages", NEEDED),
+        **of(INT, "max_completion_tokens top_logprobs"),
+        **of(BOOL, "logprobs parallel_tool_calls continue_final_message echo include_reasoning return_prompt_text"),
+        **of(OBJECTS, "tools documents"),
+        **of(ANY, "tool_choice"),
+        **of(BOOL, "add_generation_prompt", True),
+        **of(BOOL, "add_special_tokens", False),
+        **of(OBJECT, "media_io_kwargs mm_processor_kwargs chat_template_kwargs"),
+        **of(ANY, "moderation modalities audio functions function_call verbosity web_search_options", UNSET),
+        **of(TEXT, "chat_template reasoning_effort"),
     },
-    EmbeddingBody: FREE
-    | {
-        "input": (PROMPT, NEEDED),
-        "model": (TEXT, None),
-        "encoding_format": (FORMAT, None),
-        "dimensions": (INT, None),
+    EmbeddingBody: {
+        **FREE,
+        **of(PROMPT, "input", NEEDED),
+        **of(TEXT, "model"),
+        **of(FORMAT, "encoding_format"),
+        **of(INT, "dimensions"),
     },
     TokenizeBody: {
-        "model": (TEXT, None),
-        "prompt": (TEXT, None),
-        "messages": (OBJECTS, None),
-        "add_special_tokens": (BOOL, True),
-        "add_generation_prompt": (BOOL, True),
-        "continue_final_message": (BOOL, False),
-        "return_token_strs": (BOOL, False),
-        "tools": (OBJECTS, None),
-        "chat_template_kwargs": (OBJECT, None),
+        **of(TEXT, "model prompt"),
+        **of(OBJECTS, "messages tools"),
+        **of(BOOL, "add_special_tokens add_generation_prompt", True),
+        **of(BOOL, "continue_final_message return_token_strs", False),
+        **of(OBJECT, "chat_template_kwargs"),
     },
-    DetokenizeBody: {"model": (TEXT, None), "tokens": (IDS, NEEDED)},
-    ScoreBody: RANKING
-    | {name: (STOPS, None) for name in ("text_1", "text_2", "data_1", "data_2", "queries", "items")}
-    | {"documents": (STOPS, None)},
-    RerankBody: RANKING
-    | {
-        "query": (TEXT, NEEDED),
-        "documents": (DOCUMENTS, NEEDED),
-        "top_n": (INT, None),
-        "return_documents": (BOOL, None),
+    DetokenizeBody: {
+        **of(TEXT, "model"),
+        **of(IDS, "tokens", NEEDED),
     },
-    WarmBody: FREE
-    | {
-        "model": (TEXT, None),
-        "text": (TEXT, None),
-        "messages": (OBJECTS, None),
-        "cache_salt": (TEXT, None),
-        "add_special_tokens": (BOOL, None),
-        "add_generation_prompt": (BOOL, True),
-        "tools": (OBJECTS, None),
-        "documents": (OBJECTS, None),
-        "chat_template_kwargs": (OBJECT, None),
-        "priority": (INT, None),
-        "timeout": (FLOAT, None),
-        "queue_timeout": (FLOAT, None),
+    ScoreBody: {
+        **RANKING,
+        **of(STOPS, "text_1 text_2 data_1 data_2 queries items documents"),
+    },
+    RerankBody: {
+        **RANKING,
+        **of(TEXT, "query", NEEDED),
+        **of(DOCUMENTS, "documents", NEEDED),
+        **of(INT, "top_n"),
+        **of(BOOL, "return_documents"),
+    },
+    WarmBody: {
+        **FREE,
+        **of(TEXT, "model text cache_salt"),
+        **of(OBJECTS, "messages tools documents"),
+        **of(BOOL, "add_special_tokens"),
+        **of(BOOL, "add_generation_prompt", True),
+        **of(OBJECT, "chat_template_kwargs"),
+        **of(INT, "priority"),
+        **of(FLOAT, "timeout queue_timeout"),
     },
 }
 LEAST = {
