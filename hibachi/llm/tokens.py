@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,22 +58,19 @@ class Tokens(Holding):
         EngineFailed. An engine in another process may refuse a request later: then its stream raises InvalidRequest,
         before any item.
         """
+        terms = as_terms(terms)
+        return self.queue(Request(prompt, params, max_tokens, stop_rule, include_stop, inputs=inputs, terms=terms))
+
+    def queue(self, request: Request) -> ItemStream[Any]:
+        """`submit` for a request."""
         facts = self.engine.facts
-        given = asked(prompt, MOST_BYTES)
+        given = asked(request.prompt, MOST_BYTES)
         if not facts.feedforward and given.ndim:
             facts.limits.fit(len(given), None)  # before anything of such a length is copied
+        params = request.params
         if facts.vocab_size is not None:
             params = as_params(params, self.default_params)
-        request = Request(
-            given,
-            params,
-            max_tokens=max_tokens,
-            stop_rule=stop_rule,
-            include_stop=include_stop,
-            inputs=inputs,
-            terms=as_terms(terms),
-        )
-        return self.engine.submit(self.engine.check(request))
+        return self.engine.submit(self.engine.check(replace(request, prompt=given, params=params)))
 
     def host(self, item: Any) -> Any:
         """An item of a stream as an array on the host: [*token], or an output, which may be several. Raises ModelError

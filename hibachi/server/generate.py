@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hibachi.backend.array_backend import HostArray
 from hibachi.backend.infer import leaves, mapped
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
 from hibachi.engine.runners.stops import as_token
 from hibachi.engine.runners.tokentable import IDS
@@ -34,7 +37,7 @@ from hibachi.llm.dialects.tokens.bodies import (
     TokensBody,
     is_json,
 )
-from hibachi.llm.dialects.tokens.parse import AskedTokens, asked_of
+from hibachi.llm.dialects.tokens.parse import AskedModel, asked_of
 from hibachi.llm.dialects.tokens.writing import (
     NDJSON,
     SSE,
@@ -54,7 +57,7 @@ from hibachi.llm.dialects.tokens.writing import (
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.prompts import check_fits
 from hibachi.llm.tokens import Tokens
-from hibachi.request import SamplingParams, StopRule
+from hibachi.request import Request, SamplingParams, StopRule
 from hibachi.server.openapi import BINARY, Error
 from hibachi.server.record import Generated, Record
 from hibachi.server.routes import About, Route, example_array
@@ -62,6 +65,7 @@ from hibachi.server.served import Served
 from hibachi.server.web.comments import Comments
 from hibachi.server.web.exchange import Exchange
 
+T = TypeVar("T")
 MOST_WHOLE = 1 << 28  # bytes of tokens of an answer that is no stream
 EACH = 2e-4  # seconds for each open request, within which what comes of a stream goes out together: events cost time
 LATEST = 0.05  # seconds at most
@@ -81,95 +85,92 @@ async def generate(served: Served, x: Exchange) -> None:
     elif kind in MSGPACKS:
         await served.weigh(raw, packed=True)
     size = len(raw) if len(raw) > INLINE else 0
-    given = await served.arrays.run(size, partial(Given, raw, kind, x.query), x.tenant)
-    name, dtype = served.check_name(given.said.model), None if facts.token is None else facts.token[1]
-    asked = asked_of(
-        given.said,
-        await served.arrays.run(size, partial(given.stop, dtype), x.tenant),
-        feedforward=facts.feedforward,
-        defaults=None if facts.vocab_size is None else what.default_params,
-        seeded=facts.seeded,
-        codebooks=facts.codebooks,
-        eos_ids=what.eos_ids if isinstance(what, Texts) else (),
-        bounds=served.bounds,
+
+    async def read(work: Callable[[], T]) -> T:
+        return await served.arrays.run(size, work, x.tenant)
+
+    given = await read(partial(Given, raw, kind, x.query))
+    said, dtype = given.said, None if facts.token is None else facts.token[1]
+    name = served.check_name(said.model)
+    model = AskedModel(
+        served.bounds,
+        facts.feedforward,
+        None if facts.vocab_size is None else what.default_params,
+        what.eos_ids if isinstance(what, Texts) else (),
+        facts.seeded,
+        facts.codebooks,
     )
+    request, ids = asked_of(said, await read(partial(given.stop, dtype)), model)
     dtypes = {name: one.dtype for name, one in facts.inputs.items()}
-    inputs = await served.arrays.run(size, partial(given.inputs, dtypes), x.tenant)
-    form = _form(accept, given.said.stream, facts.writes, given.own)
+    inputs = await read(partial(given.inputs, dtypes))
+    form = _form(accept, said.stream, facts.writes, given.own)
     if not given.own:
-        prompt = await served.arrays.run(size, partial(given.prompt, dtype), x.tenant)
+        prompt = await read(partial(given.prompt, dtype))
     elif facts.reads:
         prompt = await served.convert(partial(what.engine.read, raw, kind), x.tenant)
     else:
         raise _unsupported(kind)
+    request = replace(request, prompt=prompt, inputs=inputs, terms=served.terms(request.terms, x.tenant, x.part))
     try:
-        await _answer(served, x, given.said, prompt, inputs, asked, accept, form, name)
+        n, token = _checked(request, said, facts)
+        writer = TokenWriter(
+            name, None if facts.feedforward else token, base64=said.encoding == "base64", id=said.request_id or x.id
+        )
+        await served.check_form(request.params, x.tenant)
+        params = (request.params or _ONE).with_(max_tokens=request.max_tokens)
+        with (
+            said_by(None),
+            served.record(x, params, [range(n)]) as record,
+            served.submit_tokens(request) as stream,
+        ):
+            record.text, record.stream = Generated(stream), said.stream
+            answer = _TokenAnswer(served, x, writer, ids, stream, record)
+            try:
+                streamed = said.stream and form is not None
+                work = answer.stream(STREAMS[str(form)]) if streamed else answer.whole(accept, form)
+                await x.while_here(work, stream.close)
+            except (ModelError, NonFiniteOutput) as e:
+                if x.begun or prompt.dtype.kind != "f" or np.isfinite(prompt).all():
+                    raise
+                raise Refused(
+                    "The prompt holds NaN or infinity, and the model failed on it. Send finite numbers.",
+                    param="prompt",
+                    code="not_finite",
+                ) from e
+            finally:
+                stream.close()
     except InvalidRequest as e:
         raise _of_prompt(e) from e
 
 
-async def _answer(
-    served: Served,
-    x: Exchange,
-    said: Parameters,
-    prompt: HostArray,
-    inputs: dict[str, HostArray | None] | None,
-    asked: AskedTokens,
-    accept: Accept,
-    form: str | None,
-    name: str,
-) -> None:
-    facts = served.what.engine.facts
+def _checked(request: Request, said: Parameters, facts: Facts) -> tuple[int, tuple[tuple[int, ...], str]]:
+    """Check a request. Returns its tokens, and the shape and dtype of one. Raises Refused or PromptTooLong."""
+    prompt: HostArray = request.prompt
     n = 1 if facts.feedforward or not prompt.ndim else len(prompt)
     if n < facts.limits.max_model_len:  # whether they fit without new ones is for the engine to say
         check_fits(n, said.max_tokens, facts.limits.max_model_len)
     token = facts.token or (prompt.shape[1:], prompt.dtype.name)
     if not facts.arrays:
         token = IDS.shape, IDS.dtype.name
-    if asked.stop is not None:
-        _check_stop(asked.stop, token)
-    kind, base64 = None if facts.feedforward else token, said.encoding == "base64"
-    writer = TokenWriter(name, kind, base64=base64, id=said.request_id or x.id)
-    params = (asked.params or _ONE).with_(max_tokens=asked.limit)
-    await served.check_form(asked.params, x.tenant)
-    with (
-        said_by(None),
-        served.record(x, params, [range(n)]) as record,
-        served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant, x.part)) as stream,
-    ):
-        record.text, record.stream = Generated(stream), said.stream
-        answer = _TokenAnswer(served, x, writer, asked, stream, record, n)
-        try:
-            streamed = said.stream and form is not None
-            work = answer.stream(STREAMS[str(form)]) if streamed else answer.whole(accept, form)
-            await x.while_here(work, stream.close)
-        except (ModelError, NonFiniteOutput) as e:
-            if x.begun or prompt.dtype.kind != "f" or np.isfinite(prompt).all():
-                raise
-            raise Refused(
-                "The prompt holds NaN or infinity, and the model failed on it. Send finite numbers.",
-                param="prompt",
-                code="not_finite",
-            ) from e
-        finally:
-            stream.close()
+    if request.stop_rule is not None:
+        _check_stop(request.stop_rule, token)
+    return n, token
 
 
 class _TokenAnswer:
-    """The answer to a request. n: tokens of the prompt."""
+    """The answer to a request. ids: that end it."""
 
     def __init__(
         self,
         served: Served,
         x: Exchange,
         writer: TokenWriter,
-        asked: AskedTokens,
+        ids: tuple[int, ...],
         stream: ItemStream[Any],
         record: Record,
-        n: int,
     ) -> None:
-        self._served, self._x, self._writer, self._asked = served, x, writer, asked
-        self._stream, self._record, self._prompt = stream, record, n
+        self._served, self._x, self._writer, self._ids = served, x, writer, ids
+        self._stream, self._record = stream, record
         self._host = served.what.host if isinstance(served.what, Tokens) else to_host
         self._loop = asyncio.get_running_loop()
         self._looked = 0.0  # for tokens, by the loop's clock
@@ -289,7 +290,7 @@ class _TokenAnswer:
         return self._writer.made(_joined(items, self._host))
 
     def _scores(self, n: int, since: int | None = None) -> Scores | None:
-        if not self._asked.logprobs:
+        if self._record.params.logprobs is None:
             return None
         since = self._came - n if since is None else since
         return self._stream.logprobs_from(since, since + n)
@@ -299,8 +300,10 @@ class _TokenAnswer:
         stream = self._stream
         facts = self._served.what.engine.facts
         cached = stream.reused if facts.cached or facts.limits.copies else None
-        stopped = stream.stop_token if stream.stop_token in self._asked.ids else None
-        return End(reason_of(stream.finish_reason), stopped, answers.usage(self._prompt, self._came, cached))
+        stopped = stream.stop_token if stream.stop_token in self._ids else None
+        return End(
+            reason_of(stream.finish_reason), stopped, answers.usage(self._record.prompt_tokens, self._came, cached)
+        )
 
 
 def _joined(items: list[Any], host: Any) -> HostArray:

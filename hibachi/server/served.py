@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +28,6 @@ from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.dialects.tgi.writing import TgiTokens
-from hibachi.llm.dialects.tokens.parse import AskedTokens
 from hibachi.llm.remote.identity import name_of, system_fingerprint
 from hibachi.llm.remote.settings import parsers_of
 from hibachi.llm.texts import Texts
@@ -315,27 +314,16 @@ class Served:
             yield [Item(engine.submit(each)) for each in ready]
 
     @contextmanager
-    def submit_tokens(
-        self, prompt: HostArray, inputs: Mapping[str, HostArray | None] | None, asked: AskedTokens, terms: Terms
-    ) -> Iterator[ItemStream[Any]]:
+    def submit_tokens(self, request: Request) -> Iterator[ItemStream[Any]]:
         """`submit` for tokens of any kind, also for feed-forward: one item."""
         self.check_open()
-        with self._counted(terms.tenant, 1):
+        with self._counted(request.terms.tenant, 1):
             if isinstance(self.what, Tokens):
-                yield self.what.submit(
-                    prompt,
-                    params=asked.params,
-                    max_tokens=asked.limit,
-                    stop_rule=asked.stop,
-                    include_stop=asked.include_stop,
-                    inputs=inputs,
-                    terms=terms,
-                )
+                yield self.what.queue(request)
             else:
                 engine = self.what.engine
-                params, words, first = self.what.rules.applied(asked.params or SamplingParams())
-                banned: Any = {"bad_words": words, "banned_first": first}
-                request = Request(prompt, params, include_stop=asked.include_stop, terms=terms, inputs=inputs, **banned)
+                params, words, first = self.what.rules.applied(request.params or SamplingParams())
+                request = replace(request, params=params, max_tokens=None, bad_words=words, banned_first=first)
                 yield engine.submit(engine.check(request))
 
     @contextmanager

@@ -16,7 +16,7 @@ from hibachi.llm.dialects.tgi.bodies import GenerateBody
 from hibachi.llm.dialects.tgi.limits import TgiLimits
 from hibachi.llm.dialects.tgi.parse import generation
 from hibachi.llm.dialects.tokens.bodies import Given
-from hibachi.llm.dialects.tokens.parse import asked_of
+from hibachi.llm.dialects.tokens.parse import AskedModel, asked_of
 from hibachi.request import SamplingParams
 from hibachi.structured import MOST_BYTES, StructuredOutputs
 
@@ -50,7 +50,7 @@ def tokens(structured, *, defaults=SamplingParams(), feedforward=False, query=Fa
     else:
         body = {"prompt": [1], "structured_outputs": structured}
         given = Given(json.dumps(body).encode(), "application/json")
-    return asked_of(given.said, None, feedforward=feedforward, defaults=defaults, eos_ids=(), bounds=Bounds())
+    return asked_of(given.said, None, AskedModel(Bounds(), feedforward, defaults))[0]
 
 
 def refused(ask, *args, **fields):

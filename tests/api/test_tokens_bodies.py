@@ -13,7 +13,7 @@ from hibachi.llm.dialects.openai.bodies import Bounds
 from hibachi.llm.dialects.tokens.accept import Accept, media_type
 from hibachi.llm.dialects.tokens.arrays import as_npy
 from hibachi.llm.dialects.tokens.bodies import Given, of_query
-from hibachi.llm.dialects.tokens.parse import asked_of
+from hibachi.llm.dialects.tokens.parse import AskedModel, asked_of
 from hibachi.llm.dialects.tokens.writing import NDJSON, SSE, STREAMS, WHOLE
 from hibachi.llm.tokenizers.prompts import check_fits
 from hibachi.request import SamplingParams
@@ -118,31 +118,36 @@ def test_a_body_that_names_its_parameters_takes_none_from_the_query():
 
 def asked(stop=None, *, feedforward=False, defaults=None, bounds=None, **fields):
     said = given(prompt=[1], **fields).said
-    return asked_of(said, stop, feedforward=feedforward, defaults=defaults, eos_ids=(9,), bounds=bounds or Bounds())
+    return asked_of(said, stop, AskedModel(bounds or Bounds(), feedforward, defaults, eos_ids=(9,)))
 
 
 def test_a_model_that_samples_by_itself():
-    one = asked(np.array([[1, 2]]), atol=0.5, max_tokens=3, timeout=2.0, cache_salt="s", priority=-1)
-    assert (one.params, one.limit, one.include_stop, one.ids) == (None, 3, True, ())
-    assert one.stop.atol == 0.5 and one.stop.tokens[0].tolist() == [1, 2]
+    one, ids = asked(np.array([[1, 2]]), atol=0.5, max_tokens=3, timeout=2.0, cache_salt="s", priority=-1)
+    assert (one.params, one.max_tokens, one.include_stop, ids) == (None, 3, True, ())
+    assert one.stop_rule.atol == 0.5 and one.stop_rule.tokens[0].tolist() == [1, 2]
     assert (one.terms.timeout, one.terms.cache_salt, one.terms.priority) == (2.0, "s", -1)
-    assert asked().stop is None and asked().limit is None
-    assert asked(np.array([4, 5])).stop.tokens == (4, 5)  # which are equal where the numbers are
+    (bare, _), (ruled, _) = asked(), asked(np.array([4, 5]))
+    assert bare.stop_rule is None and bare.max_tokens is None
+    assert ruled.stop_rule.tokens == (4, 5)  # which are equal where the numbers are
 
 
 def test_a_model_that_gives_logits():
-    one = asked(np.array([4]), defaults=SamplingParams(top_k=3), max_tokens=2, temperature=0.5, seed=-1, logprobs=1)
+    one, ids = asked(
+        np.array([4]), defaults=SamplingParams(top_k=3), max_tokens=2, temperature=0.5, seed=-1, logprobs=1
+    )
     p = one.params
     assert (p.top_k, p.max_tokens, p.temperature, p.seed, p.logprobs) == (3, 2, 0.5, 2**64 - 1, 1)
-    assert p.stop_token_ids == (4, 9) and one.ids == (4,) and one.logprobs and one.stop is None
-    assert asked(defaults=SamplingParams(), ignore_eos=True).params.stop_token_ids == ()
-    assert asked(defaults=SamplingParams()).params.max_tokens is None  # to the end of the context
-    assert asked(defaults=SamplingParams(), logit_bias={"3": 1}).params.logit_bias == ((3, 1.0),)
+    assert p.stop_token_ids == (4, 9) and ids == (4,) and one.stop_rule is None
+    assert asked(defaults=SamplingParams(), ignore_eos=True)[0].params.stop_token_ids == ()
+    assert asked(defaults=SamplingParams())[0].params.max_tokens is None  # to the end of the context
+    assert asked(defaults=SamplingParams(), logit_bias={"3": 1})[0].params.logit_bias == ((3, 1.0),)
 
 
 def test_the_operator_s_limit_of_new_tokens():
-    assert asked(bounds=Bounds(new=5)).limit == 5 and asked(bounds=Bounds(new=5), max_tokens=9).limit == 5
-    assert asked(bounds=Bounds(new=5), max_tokens=2).limit == 2
+    assert (
+        asked(bounds=Bounds(new=5))[0].max_tokens == 5 and asked(bounds=Bounds(new=5), max_tokens=9)[0].max_tokens == 5
+    )
+    assert asked(bounds=Bounds(new=5), max_tokens=2)[0].max_tokens == 2
 
 
 SAMPLING = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 0, "ignore_eos": True,

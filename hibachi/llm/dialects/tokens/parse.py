@@ -13,7 +13,7 @@ from hibachi.llm.dialects.forms import OURS, made, of_structured
 from hibachi.llm.dialects.openai.bodies import Bounds, same_fields
 from hibachi.llm.dialects.openai.parse import request_id, terms_of
 from hibachi.llm.dialects.tokens.bodies import Parameters
-from hibachi.request import SamplingParams, StopRule, Terms
+from hibachi.request import Request, SamplingParams, StopRule
 
 _CONVERTED = ("seed", "logit_bias", "codebooks", "structured_outputs")
 _SAME = same_fields(Parameters, *_CONVERTED, "max_tokens", "stop", "include_stop")
@@ -21,43 +21,31 @@ _SAMPLING = (*_CONVERTED, *_SAME)
 _GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
 
 
-@dataclass(slots=True)
-class AskedTokens:
-    """params: None where the model samples by itself. limit: of new tokens; None means any number. ids: that end it."""
-
-    params: SamplingParams | None
-    limit: int | None
-    stop: StopRule | None
-    include_stop: bool
-    terms: Terms
-    ids: tuple[int, ...] = ()
-
-    @property
-    def logprobs(self) -> bool:
-        return self.params is not None and self.params.logprobs is not None
-
-
-def asked_of(
-    said: Parameters,
-    stop: HostArray | None,
-    *,
-    feedforward: bool,
-    defaults: SamplingParams | None,
-    eos_ids: tuple[int, ...],
-    bounds: Bounds,
-    seeded: bool = False,
-    codebooks: int | None = None,
-) -> AskedTokens:
-    """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
-    the model. seeded: it draws itself, from a request's seed. codebooks: ids of a token; None means it is one. Raises
-    Refused, which names the field.
+@dataclass(frozen=True, slots=True)
+class AskedModel:
+    """defaults: where the model gives logits; None means it samples by itself. seeded: it draws itself, from a
+    request's seed. codebooks: ids of a token; None means it is one.
     """
-    if feedforward:
+
+    bounds: Bounds
+    feedforward: bool = False
+    defaults: SamplingParams | None = None
+    eos_ids: tuple[int, ...] = ()
+    seeded: bool = False
+    codebooks: int | None = None
+
+
+def asked_of(said: Parameters, stop: HostArray | None, model: AskedModel) -> tuple[Request, tuple[int, ...]]:
+    """What is asked for, without its prompt, and the ids of `stop`, where tokens are ids. stop: tokens [n, *token].
+    Raises Refused, which names the field.
+    """
+    defaults, bounds, codebooks = model.defaults, model.bounds, model.codebooks
+    if model.feedforward:
         _none(said, _GENERATION, "gives one output for each input")
         if stop is not None or said.stream:
             raise _no("stop" if stop is not None else "stream", "gives one output for each input")
     elif defaults is None:
-        names = tuple(name for name in _SAMPLING if name != "seed" or not seeded)
+        names = tuple(name for name in _SAMPLING if name != "seed" or not model.seeded)
         _none(said, names, "returns tokens, not logits, and samples by itself")
     elif said.atol:
         raise _no("atol", "has ids as tokens, which are equal or not")
@@ -65,35 +53,30 @@ def asked_of(
     limit = said.max_tokens
     if limit is not None and limit < 1:
         raise _invalid("max_tokens", f"must be an integer >= 1; got {shown(limit)}")
-    if bounds.new is not None and not feedforward:
+    if bounds.new is not None and not model.feedforward:
         limit = bounds.new if limit is None else min(limit, bounds.new)
+    params, rule, ids = None, None, tuple[int, ...]()
     try:
-        asked = AskedTokens(None, limit, None, said.include_stop is not False, terms_of(said))
         if defaults is not None:
-            asked.ids = () if codebooks else _ids(stop, bounds.token_ids)
+            ids = () if codebooks else _ids(stop, bounds.token_ids)
             if said.codebooks and codebooks is None:
                 raise _no("codebooks", "has tokens that are single ids")
             _at_most("codebooks", len(said.codebooks or ()), codebooks or 0, " in number")
-            asked.params = _sampling(said, defaults, limit, asked.ids, eos_ids, bounds)
+            ends = () if said.ignore_eos or defaults.ignore_eos else model.eos_ids
+            params = _sampling(said, defaults, limit, bounds).with_(stop_token_ids=(*ids, *ends))
             if codebooks and stop is not None:
-                asked.stop = _rule(stop, None, bounds)
-        elif seeded and said.seed is not None:
-            asked.params = SamplingParams(seed=said.seed % 2**64, max_tokens=limit)
+                rule = _rule(stop, None, bounds)
+        elif model.seeded and said.seed is not None:
+            params = SamplingParams(seed=said.seed % 2**64, max_tokens=limit)
         if defaults is None and (stop is not None or said.atol is not None):
-            asked.stop = _rule(stop, said.atol, bounds)
+            rule = _rule(stop, said.atol, bounds)
     except InvalidRequest as e:
         raise Refused.of(e) from None
-    return asked
+    request = Request(None, params, limit, rule, said.include_stop is not False, terms=terms_of(said))
+    return request, ids
 
 
-def _sampling(
-    said: Parameters,
-    defaults: SamplingParams,
-    limit: int | None,
-    ids: tuple[int, ...],
-    eos_ids: tuple[int, ...],
-    bounds: Bounds,
-) -> SamplingParams:
+def _sampling(said: Parameters, defaults: SamplingParams, limit: int | None, bounds: Bounds) -> SamplingParams:
     _at_most("logprobs", said.logprobs, bounds.logprobs)
     _at_most("allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids, " in number")
     _at_most("logit_bias", len(said.logit_bias or ()), bounds.bias, " in number")
@@ -108,9 +91,7 @@ def _sampling(
         changes["logit_bias"] = {int(token): added for token, added in said.logit_bias.items()}
     if said.structured_outputs is not None:
         changes["structured_outputs"] = made(OURS, of_structured(said.structured_outputs))
-    if not (said.ignore_eos or defaults.ignore_eos):
-        ids = (*ids, *eos_ids)
-    return defaults.with_(**changes, max_tokens=limit, stop_token_ids=ids)
+    return defaults.with_(**changes, max_tokens=limit)
 
 
 def _ids(stop: HostArray | None, most: int) -> tuple[int, ...]:
