@@ -20,7 +20,7 @@ from hibachi.llm.dialects.openai.bodies import (
     TokenizeBody,
     read,
 )
-from hibachi.llm.dialects.openai.handler import chat, completion
+from hibachi.llm.dialects.openai.handler import CHATS, COMPLETIONS
 from hibachi.llm.dialects.vectors import shortened
 from hibachi.request import SamplingParams, Terms
 from hibachi.server.openapi import Error
@@ -151,7 +151,7 @@ async def detokenize(served: Served, x: Exchange) -> None:
 
 
 TEXT = "It is a truth universally acknowledged"
-MESSAGES = [{"role": "user", "content": "How do you do?"}]
+CONVERSATION = [{"role": "user", "content": "How do you do?"}]
 
 
 def _prompt(served: Served) -> str | list[int]:
@@ -171,7 +171,7 @@ CHAT = About(
     answers.ChatAnswer[answers.ChatChoice],
     (answers.ChatAnswer[answers.ChatPiece], Error),
     named=True,
-    example=lambda served: {"messages": MESSAGES, "max_tokens": 8},
+    example=lambda served: {"messages": CONVERSATION, "max_tokens": 8},
     useful=for_chat,
 )
 MODELS = About(answer=(answers.Models, anthropic.AnthropicModels), dialects=(ANTHROPIC,))
@@ -179,8 +179,8 @@ MODEL = About(answer=(answers.Model, anthropic.AnthropicModel), dialects=(ANTHRO
 ROUTES = (
     Route("GET", "/v1/models", models, about=MODELS),
     Route("GET", "/v1/models/{model:path}", model, about=MODEL),
-    Route("POST", "/v1/completions", answering(completion), about=COMPLETION),
-    Route("POST", "/v1/chat/completions", answering(chat), about=CHAT),
+    Route("POST", "/v1/completions", answering(COMPLETIONS), about=COMPLETION),
+    Route("POST", "/v1/chat/completions", answering(CHATS), about=CHAT),
     Route(
         "POST",
         "/v1/embeddings",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.responses.answers import EVENTS, Deleted, ItemList, Response, listed
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
-from hibachi.llm.dialects.responses.handler import respond
+from hibachi.llm.dialects.responses.handler import RESPONSES, respond
 from hibachi.llm.dialects.responses.store import (
     KeptResponse,
     no_item,
     no_response,
 )
-from hibachi.llm.dialects.responses.writing import RESPONSES
+from hibachi.llm.dialects.responses.writing import RESPONSES as DIALECT
 from hibachi.server.routes import About, Route, for_chat
 from hibachi.server.served import Served
 from hibachi.server.streaming import answer_body
@@ -25,7 +27,7 @@ LISTED, MOST_LISTED = 20, 100  # items of one answer
 async def create(served: Served, x: Exchange) -> None:
     """Answer a conversation, in the model's chat template; the next request may go on from there."""
     raw, store = await served.body(x), served.responses.of(x.tenant, x.part)
-    await answer_body(served, x, respond(served, raw, store))
+    await answer_body(served, x, replace(RESPONSES, handle=partial(respond, store=store)), raw)
 
 
 async def retrieve(served: Served, x: Exchange) -> None:
@@ -97,14 +99,14 @@ CREATE = About(
 )
 _ID = "/v1/responses/{response}"
 ROUTES = (
-    Route("POST", "/v1/responses", create, RESPONSES, about=CREATE),
-    Route("GET", _ID, retrieve, RESPONSES, about=About(answer=Response, named=True, statuses=(400,), useful=for_chat)),
-    Route("DELETE", _ID, delete, RESPONSES, about=About(answer=Deleted, named=True, useful=for_chat)),
+    Route("POST", "/v1/responses", create, DIALECT, about=CREATE),
+    Route("GET", _ID, retrieve, DIALECT, about=About(answer=Response, named=True, statuses=(400,), useful=for_chat)),
+    Route("DELETE", _ID, delete, DIALECT, about=About(answer=Deleted, named=True, useful=for_chat)),
     Route(
         "GET",
         f"{_ID}/input_items",
         input_items,
-        RESPONSES,
+        DIALECT,
         about=About(answer=ItemList, named=True, statuses=(400,), useful=for_chat),
     ),
 )

@@ -19,9 +19,11 @@ from hibachi.engine.streams.stream import Item, ItemStream
 from hibachi.errors import EngineClosed, InvalidRequest
 from hibachi.llm.dialects.errors import SERVER, Refused, unsupported
 from hibachi.llm.dialects.forms import OURS, refused
+from hibachi.llm.dialects.handler import Use
 from hibachi.llm.dialects.json_limits import LIGHT, check_packed_weight, check_weight, may_be_deep
 from hibachi.llm.dialects.openai.answers import TokenTexts
 from hibachi.llm.dialects.openai.bodies import Bounds
+from hibachi.llm.dialects.openai.writing import Signature
 from hibachi.llm.dialects.reading import Reading
 from hibachi.llm.dialects.responses.store import Stores
 from hibachi.llm.dialects.steps import ReadingStep, Steps
@@ -92,7 +94,7 @@ class Served:
         self.names: tuple[str, ...] = names_of(settings)
         self.max_model_len: int = facts.limits.max_model_len
         self.bounds = bounds_of(settings, facts.limits.rows)
-        self.fingerprint: str | None = system_fingerprint(facts, settings.model)
+        self.fingerprint: str = system_fingerprint(facts, settings.model)
         self.responses = Stores(settings.responses_store)
         self.meter: Meter = NoMeter()
         self.created = int(time.time())
@@ -174,6 +176,10 @@ class Served:
         """The model name to put in the answer. Raises Refused for an unknown one."""
         nameless = name is None or (self.settings.tgi is not None and name in NAMELESS and name not in self.names)
         return self.names[0] if name is None or nameless else self.named(name)
+
+    def sign(self, name: str | None, use: Use = "text") -> Signature:
+        """What an answer says of its model. Raises as `check_name`."""
+        return Signature(self.check_name(name), self.vocabulary, self.fingerprint)
 
     def named(self, name: str) -> str:
         """One of the names. Raises Refused for another."""

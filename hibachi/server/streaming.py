@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from hibachi.errors import HibachiError
-from hibachi.llm.dialects.errors import as_refused, refusing
+from hibachi.llm.dialects.errors import as_refused
 from hibachi.llm.dialects.forms import said_by
-from hibachi.llm.dialects.handler import Handled, Handler
+from hibachi.llm.dialects.handler import TextDialect
 from hibachi.llm.dialects.openai.answers import encode
+from hibachi.llm.dialects.openai.bodies import read
 from hibachi.llm.dialects.openai.writing import AnswerWriter
-from hibachi.llm.dialects.steps import Steps
 from hibachi.llm.textstream import TextChoice, TextStream
 from hibachi.server.record import Record
 from hibachi.server.served import Served
@@ -24,21 +24,22 @@ LONG = 1 << 12  # tokens and log-probabilities of an answer, of which others wai
 BYTES = 8  # of a body that is repeated, which take as long as one of these
 
 
-def answering(handle: Handler) -> Callable[[Served, Exchange], Awaitable[None]]:
-    """The handler of a route whose bodies are read by `handle`."""
+def answering(dialect: TextDialect) -> Callable[[Served, Exchange], Awaitable[None]]:
+    """The handler of a route whose bodies are of this dialect."""
 
     async def answer(served: Served, x: Exchange) -> None:
-        await answer_body(served, x, handle(served, await served.body(x)))
+        await answer_body(served, x, dialect, await served.body(x))
 
-    answer.__doc__ = handle.__doc__
+    answer.__doc__ = dialect.handle.__doc__
     return answer
 
 
-async def answer_body(served: Served, x: Exchange, steps: Steps[Handled], headers: Headers | None = None) -> None:
-    """`answer_text` for what `steps` make of a body."""
-    found = await served.read(x, steps)
-    with refusing(found.move):
-        await answer_text(served, x, found.writer, found.ids, headers)
+async def answer_body(served: Served, x: Exchange, dialect: TextDialect, raw: bytes) -> None:
+    """Answer a body that came."""
+    body = read(dialect.body, raw, dialect.page)
+    writer, ids = await served.read(x, dialect.handle(served, body))
+    with dialect.words(body):
+        await answer_text(served, x, writer, ids)
 
 
 async def answer_text(

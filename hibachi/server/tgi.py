@@ -10,7 +10,7 @@ from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.llm.dialects.dialects import OPENAI, TGI, TGI_STREAM
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.bodies import TokenizeBody, read
-from hibachi.llm.dialects.openai.handler import chat, completion
+from hibachi.llm.dialects.openai.handler import CHATS, COMPLETIONS
 from hibachi.llm.dialects.openai.parse import prompt_of
 from hibachi.llm.dialects.tgi import handler
 from hibachi.llm.dialects.tgi.answers import (
@@ -58,7 +58,7 @@ async def invocations(served: Served, x: Exchange) -> None:
         await _compatible(served, x, raw)
         return
     x.dialect = OPENAI
-    await answer_body(served, x, (chat if "messages" in fields else completion)(served, raw))
+    await answer_body(served, x, CHATS if "messages" in fields else COMPLETIONS, raw)
 
 
 async def tokenize(served: Served, x: Exchange) -> None:
@@ -139,14 +139,12 @@ async def _generate(served: Served, x: Exchange, body: GenerateBody, *, stream: 
     steps = handler.generate(
         served.model, served.check_name(None), served.words, served.tgi, body, stream=stream, root=compatible
     )
-    found = await served.read(x, steps)
-    writer = found.writer
-    assert isinstance(writer, GenerateWriter)
+    writer, ids = await served.read(x, steps)
 
     def headers(record: Record) -> dict[str, str]:
         return _headers(served, writer, record)
 
-    await answer_text(served, x, writer, found.ids, headers)
+    await answer_text(served, x, writer, ids, headers)
 
 
 def _headers(served: Served, writer: GenerateWriter, record: Record) -> dict[str, str]:
@@ -214,7 +212,7 @@ CHAT_TOKENIZE = About(
     ChatTokenizeResponse,
     named=True,
     asks=True,
-    example=lambda served: {"messages": openai.MESSAGES},
+    example=lambda served: {"messages": openai.CONVERSATION},
     useful=for_chat,
 )
 HEALTH = About(writes={"text/plain": TEXT}, unwell=TgiError)

@@ -9,7 +9,7 @@ from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.answers import Warmed
 from hibachi.llm.dialects.openai.bodies import WarmBody, read
 from hibachi.llm.dialects.openai.parse import ParsedRequest, prompt_of, terms_of
-from hibachi.llm.dialects.openai.writing import AnswerWriter
+from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature
 from hibachi.prefix import warmed
 from hibachi.request import SamplingParams
 from hibachi.server.routes import About, Route, for_text
@@ -50,7 +50,7 @@ async def warm(served: Served, x: Exchange) -> None:
     ids = await served.read(x, reading.encode([text], "text", special=special is not False))
     params = SamplingParams(temperature=0, max_tokens=1)
     asked = ParsedRequest(params, terms_of(body), False, False, False, False, unwritten=True)
-    writer = WarmWriter(asked, name, served.vocabulary)
+    writer = WarmWriter(asked, Signature(name, served.vocabulary))
     writer.chars, writer.block = len(text), facts.limits.block_size
     await answer_text(served, x, writer, ids)
 

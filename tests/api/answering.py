@@ -6,16 +6,19 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hibachi.llm.chatformat.templates.choosing import Parsers
-from hibachi.llm.dialects.errors import Refused, refusing
-from hibachi.llm.dialects.messages.handler import message
+from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.messages.handler import MESSAGES
 from hibachi.llm.dialects.openai.answers import TokenTexts, encode
-from hibachi.llm.dialects.openai.bodies import Bounds
-from hibachi.llm.dialects.openai.handler import chat, completion
+from hibachi.llm.dialects.openai.bodies import Bounds, read
+from hibachi.llm.dialects.openai.handler import CHATS, COMPLETIONS
+from hibachi.llm.dialects.openai.writing import Signature
 from hibachi.llm.dialects.reading import Reading
-from hibachi.llm.dialects.responses.handler import respond
+from hibachi.llm.dialects.responses.handler import RESPONSES, respond
 from hibachi.llm.dialects.responses.store import Store
 from hibachi.llm.dialects.steps import run
 from hibachi.llm.dialects.textmodel import TextModel
@@ -24,7 +27,7 @@ from hibachi.llm.texts import Texts
 
 from ..serve.saying import SAYS, THINKS
 
-HANDLERS = {"completion": completion, "chat": chat, "message": message}
+DIALECTS = {"completion": COMPLETIONS, "chat": CHATS, "message": MESSAGES}
 
 
 class Host:
@@ -33,22 +36,21 @@ class Host:
     def __init__(self, texts: Texts, template: str | None, parsers: Parsers | None = None) -> None:
         words = TokenTexts(texts.tokenizer.token_bytes, lambda ids: texts.tokenizer.decode(ids, False))
         reading = Reading(texts.prompts, texts.vocab_size, template, None, parsers)
-        self.texts, self.model, self.fingerprint = texts, TextModel(texts, reading, words, Bounds()), None
+        self.texts, self.model = texts, TextModel(texts, reading, words, Bounds())
         self.store = Store("abcdefgh")
 
-    def check_name(self, name: str | None) -> str:
-        return name or "m"
+    def sign(self, name: str | None, use: str) -> Signature:
+        return Signature(name or "m", self.model.vocabulary)
 
     def _handled(self, kind: str, body: dict[str, Any]) -> Any:
-        raw = json.dumps(body).encode()
-        steps = respond(self, raw, self.store) if kind == "response" else HANDLERS[kind](self, raw)
-        found = run(steps)
-        writer = found.writer
-        with refusing(found.move):
-            for ids in found.ids:
+        responses = replace(RESPONSES, handle=partial(respond, store=self.store))
+        dialect = DIALECTS.get(kind, responses)
+        given = read(dialect.body, json.dumps(body).encode(), dialect.page)
+        writer, writer.ids = run(dialect.handle(self, given))
+        with dialect.words(given):
+            for ids in writer.ids:
                 self.model.reading.check_length(ids, writer.asked.limit)
-        writer.ids = found.ids
-        writer.streams = self.texts.submit(found.ids, writer.asked.params, shown=writer.asked.shown)
+        writer.streams = self.texts.submit(writer.ids, writer.asked.params, shown=writer.asked.shown)
         return writer
 
     def whole(self, kind: str, **body: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hibachi.llm.chatformat.format import PLAIN, CallArguments, CallBegun, CallE
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.answers import TokenLogprob, TokenTexts
 from hibachi.llm.dialects.openai.parse import ParsedRequest
+from hibachi.llm.dialects.openai.writing import Signature
 from hibachi.llm.dialects.responses.bodies import ReasoningAsked, ResponsesBody
 from hibachi.llm.dialects.responses.writing import ResponsesWriter, _of_text
 from hibachi.llm.textstream import Choice, Piece
@@ -80,8 +81,8 @@ def writer_of(said, cut=False, *, ids=(7, 8), logprobs=None, keep=None, **fields
     )
     asked = ParsedRequest(SamplingParams(), Terms(), stream=True, usage=False, usage_always=False, token_ids=False)
     asked.reader, asked.logprobs = reader, logprobs
-    body = ResponsesBody(input="a", **fields)
-    writer = ResponsesWriter(asked, "m", WORDS, body, server="abcdefgh", id="r", created=3, keeps=True, keep=keep)
+    body, by = ResponsesBody(input="a", **fields), Signature("m", WORDS, id="r", created=3)
+    writer = ResponsesWriter(asked, by, body, server="abcdefgh", keeps=True, keep=keep)
     tokens = [i for n in range(len(said)) for i in (20 + n,)]
     scores = [{i: -1.0, 3: -0.5} for i in tokens] if logprobs is not None else None
     finish = Finish.LENGTH if cut else Finish.STOP

@@ -13,7 +13,7 @@ from hibachi.llm.dialects.openai.answers import TokenTexts, encode
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody
 from hibachi.llm.dialects.openai.chatwriting import ChatWriter
 from hibachi.llm.dialects.openai.parse import chat, completion
-from hibachi.llm.dialects.openai.writing import CompletionWriter
+from hibachi.llm.dialects.openai.writing import CompletionWriter, Signature
 from hibachi.request import SamplingParams
 
 PROMPT = list(range(5, 45))
@@ -27,7 +27,7 @@ def written():
 
         def call(body, **options):
             make, kind = (chat, ChatWriter) if isinstance(body, ChatBody) else (completion, CompletionWriter)
-            writer = kind(make(body, SamplingParams(), Bounds()), "m", words, **options)
+            writer = kind(make(body, SamplingParams(), Bounds()), Signature("m", words, **options))
             writer.ids = [PROMPT, PROMPT[::-1]] if kind is CompletionWriter else [PROMPT]
             writer.streams = llm.submit(writer.ids, writer.asked.params)
             for stream in writer.streams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,25 +12,19 @@ import msgspec
 
 from hibachi.backend.array_backend import HostArray
 from hibachi.engine.sampling.uniforms import fork
-from hibachi.errors import FieldPath, shown
-from hibachi.llm.dialects.errors import Refused, refusing
+from hibachi.errors import shown
+from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.forms import said_by
-from hibachi.llm.dialects.messages import parse as of_messages
-from hibachi.llm.dialects.messages.bodies import MessagesBody
-from hibachi.llm.dialects.messages.writing import MessagesWriter
+from hibachi.llm.dialects.messages.handler import MESSAGES as OF_MESSAGES
 from hibachi.llm.dialects.openai import answers
+from hibachi.llm.dialects.openai import handler as handlers
 from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.answers import TokenTexts
-from hibachi.llm.dialects.openai.bodies import PAGE as CHATS_PAGE
-from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
-from hibachi.llm.dialects.openai.chatwriting import ChatWriter
-from hibachi.llm.dialects.openai.parse import ParsedRequest
-from hibachi.llm.dialects.openai.writing import AnswerWriter, CompletionWriter
+from hibachi.llm.dialects.openai.bodies import Bounds, EmbeddingBody, taken
+from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature
 from hibachi.llm.dialects.reading import Reading
-from hibachi.llm.dialects.responses import parse as of_responses
-from hibachi.llm.dialects.responses.bodies import ResponsesBody
-from hibachi.llm.dialects.responses.items import PAGE, Item, ItemReference
-from hibachi.llm.dialects.responses.writing import ResponsesWriter
+from hibachi.llm.dialects.responses.handler import RESPONSES as OF_RESPONSES
+from hibachi.llm.dialects.responses.handler import chat_alone
 from hibachi.llm.dialects.steps import run
 from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.vectors import shortened
@@ -45,19 +39,13 @@ from hibachi.request import SamplingParams
 
 _ROWS = 1 << 14  # continuations of one line
 BOUNDS = Bounds(n=_ROWS, prompts=_ROWS, logprobs=1 << 20, stop=1024, rows=_ROWS, token_ids=1 << 20)
-BODIES: dict[str, Any] = {
-    COMPLETIONS: CompletionBody,
-    CHAT: ChatBody,
-    EMBEDDINGS: EmbeddingBody,
-    RESPONSES: ResponsesBody,
-    MESSAGES: MessagesBody,
+DIALECTS = {
+    COMPLETIONS: handlers.COMPLETIONS,
+    CHAT: handlers.CHATS,
+    RESPONSES: replace(OF_RESPONSES, as_chat=partial(chat_alone, bounds=BOUNDS)),
+    MESSAGES: OF_MESSAGES,
 }
-"""By url."""
-IN_BODY: dict[str, Callable[[Any, FieldPath], FieldPath]] = {
-    RESPONSES: lambda body, path: of_responses.in_body(body.tools, path),
-    MESSAGES: of_messages.in_body,
-}
-"""By url: where a field of the chat that is made of a body stands in it."""
+"""By url, of what is answered by a text."""
 
 
 @dataclass(slots=True)
@@ -93,7 +81,9 @@ class LineTask(LineRows, TextTask[_Request]):
         elif url == COMPLETIONS:
             asking.completion(body, SamplingParams(), BOUNDS)
         else:
-            chat = chat_for(body)
+            as_chat = DIALECTS[url].as_chat
+            assert as_chat is not None
+            chat = as_chat(body)
             with words(url, body):
                 asking.chat(chat, SamplingParams(), BOUNDS)
 
@@ -102,7 +92,10 @@ class LineTask(LineRows, TextTask[_Request]):
         url, given = self._line(row)
         if url == MESSAGES and given.get("model") is None:
             given = {**given, "model": self._names[0]}
-        body = taken(BODIES[url], given, PAGE if url in IN_BODY else CHATS_PAGE)
+        if url == EMBEDDINGS:
+            body: Any = taken(EmbeddingBody, given)
+        else:
+            body = taken(DIALECTS[url].body, given, DIALECTS[url].page)
         if body.model is not None and body.model not in self._names:
             raise Refused(
                 f"The model {shown(body.model)} is not the one that runs, which is called {' or '.join(self._names)}. "
@@ -111,7 +104,8 @@ class LineTask(LineRows, TextTask[_Request]):
                 param="model",
                 code="model_not_found",
             )
-        return url, body, body.model or self._names[0]
+        body.model = body.model or self._names[0]
+        return url, body, body.model
 
     def _read(self, row: Row) -> Prepared:
         url, body, name = self._body(row)
@@ -120,7 +114,8 @@ class LineTask(LineRows, TextTask[_Request]):
             request = _Request(ids, None, url=url, body=body, name=name)
             limit = None
         else:
-            writer, ids = self._writer(url, body, name, partial(self._id_of, row.number))
+            by = _Signer(self._model, self._fingerprint, self._created, partial(self._id_of, row.number))
+            writer, ids = run(DIALECTS[url].handle(by, body))
             asked = writer.asked
             if asked.params.seed is None:
                 asked.params = asked.params.with_(seed=fork(self._seed, row.number + 1))
@@ -130,33 +125,6 @@ class LineTask(LineRows, TextTask[_Request]):
             for own in ids:
                 self._model.reading.check_length(own, limit)
         return self._prepared(row, request, custom_id=row.values["custom_id"], url=url)
-
-    def _writer(
-        self, url: str, body: Any, name: str, id_of: Callable[[str], str]
-    ) -> tuple[AnswerWriter, list[list[int]]]:
-        """What writes the answer to a body, and the token ids of its prompts. name: of the model. id_of: makes an id
-        of one kind. Raises Refused, InvalidRequest or PromptTooLong.
-        """
-        model, made = self._model, self._created
-        if url == COMPLETIONS:
-            asked, several = run(model.completion(body))
-            return self._usual(CompletionWriter, asked, name, id_of("text")), several
-        if url == CHAT:
-            asked, ids = run(model.chat(body))
-            return self._usual(ChatWriter, asked, name, id_of("chat")), [ids]
-        if url == MESSAGES:
-            asked, ids = run(of_messages.request(model, body))
-            full = of_messages.fit(asked, len(ids), model.reading.prompts.context)
-            return MessagesWriter(asked, name, model.vocabulary, id=id_of("message"), cached=False, full=full), [ids]
-        asked, ids = run(of_responses.request(model, body, partial(_items, body)))
-        id = id_of("response")
-        return ResponsesWriter(asked, name, model.vocabulary, body, server=None, id=id, created=made, cached=False), [
-            ids
-        ]
-
-    def _usual(self, kind: type[AnswerWriter], asked: ParsedRequest, name: str, id: str) -> AnswerWriter:
-        vocabulary = self._model.vocabulary
-        return kind(asked, name, vocabulary, self._fingerprint, id=id, created=self._created, cached=False)
 
     def _submit(self, request: _Request, params: SamplingParams) -> list[TextStream]:
         writer = request.writer
@@ -184,21 +152,19 @@ class LineTask(LineRows, TextTask[_Request]):
         return msgspec.to_builtins(writer.whole())
 
 
+@dataclass(frozen=True, slots=True)
+class _Signer:
+    """Answers one line. id_of: makes an id of one kind."""
+
+    model: TextModel
+    fingerprint: str
+    created: int
+    id_of: Callable[[str], str]
+
+    def sign(self, name: str | None, use: str) -> Signature:
+        assert name is not None
+        return Signature(name, self.model.vocabulary, self.fingerprint, self.id_of(use), self.created, cached=False)
+
+
 def words(url: str, body: Any) -> AbstractContextManager[None]:
-    """Within it, what is refused of a chat is told of the body that the chat was made of."""
-    return refusing(partial(IN_BODY[url], body) if url in IN_BODY else None)
-
-
-def chat_for(body: Any) -> ChatBody:
-    """The chat that a body asks for. Raises Refused."""
-    if isinstance(body, ResponsesBody):
-        return of_responses.as_chat(body, _items(body))
-    if isinstance(body, MessagesBody):
-        return of_messages.chat_of(body)
-    assert isinstance(body, ChatBody)
-    return body
-
-
-def _items(body: ResponsesBody) -> list[Item]:
-    """Those of the input; references were refused with the line."""
-    return [item for item in of_responses.own_items(body, BOUNDS) if not isinstance(item, ItemReference)]
+    return DIALECTS[url].words(body) if url in DIALECTS else nullcontext()

@@ -9,9 +9,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from hibachi.llm.dialects.responses import handler
 from hibachi.llm.dialects.responses.items import Message, OutputText
 from hibachi.llm.dialects.responses.store import KnownItems, Store, as_items
-from hibachi.server import responses
 
 from ...engine.models import until
 from ...serve.conftest import CHATML, ENGINES, Gate, site
@@ -193,7 +193,7 @@ def test_what_is_large_is_not_kept_unless_a_model_is_shown_it_and_is_read_beside
         threads.append(threading.current_thread().name)
         return as_items(items)
 
-    monkeypatch.setattr(responses, "as_items", noted)
+    monkeypatch.setattr(handler, "as_items", noted)
     respond(here, [{"type": "item_reference", "id": item["id"]}, *users("c")])
     respond(here, users("c"), previous_response_id=kept["id"])
     respond(here, users("c"))

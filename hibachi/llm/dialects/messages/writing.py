@@ -39,7 +39,7 @@ from hibachi.llm.dialects.messages.answers import (
 )
 from hibachi.llm.dialects.openai import answers as openai
 from hibachi.llm.dialects.openai.parse import ParsedRequest
-from hibachi.llm.dialects.openai.writing import AnswerWriter, reason_of
+from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature, reason_of
 from hibachi.llm.textstream import Choice, Piece, Stopped, TextChoice, cut_off
 from hibachi.request import Finish
 
@@ -183,19 +183,9 @@ class MessagesWriter(AnswerWriter):
     dialect = ANTHROPIC
     waiting = named(Ping())
 
-    def __init__(
-        self,
-        asked: ParsedRequest,
-        name: str,
-        vocabulary: openai.TokenTexts,
-        fingerprint: str | None = None,
-        *,
-        id: str | None = None,
-        cached: bool = True,
-        full: bool = False,
-    ) -> None:
-        super().__init__(asked, name, vocabulary, fingerprint, cached=cached)
-        self.id = f"msg_{id or secrets.token_hex(12)}"
+    def __init__(self, asked: ParsedRequest, by: Signature, *, full: bool = False) -> None:
+        super().__init__(asked, by)
+        self.id = f"msg_{by.id or secrets.token_hex(12)}"
         self._full = full
         self._parser = (asked.reader or ALL_SAID).parser()
         self._blocks = ContentBlocks(self.call_id, reasoning=asked.include_reasoning)

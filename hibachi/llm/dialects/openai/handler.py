@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from hibachi.llm.dialects.handler import Answerer, Handled
-from hibachi.llm.dialects.openai.bodies import ChatBody, CompletionBody, read
+from hibachi.llm.dialects.handler import Answerer, Handled, TextDialect
+from hibachi.llm.dialects.openai.bodies import PAGE, ChatBody, CompletionBody
 from hibachi.llm.dialects.openai.chatwriting import ChatWriter
 from hibachi.llm.dialects.openai.writing import CompletionWriter
 from hibachi.llm.dialects.steps import Steps
 
 
-def completion(by: Answerer, raw: bytes) -> Steps[Handled]:
+def completion(by: Answerer, body: CompletionBody) -> Steps[Handled]:
     """Complete prompts: texts or token ids, one or several."""
-    body = read(CompletionBody, raw)
-    name = by.check_name(body.model)
+    signature = by.sign(body.model, "text")
     asked, ids = yield from by.model.completion(body)
-    return Handled(CompletionWriter(asked, name, by.model.vocabulary, by.fingerprint), ids)
+    return CompletionWriter(asked, signature), ids
 
 
-def chat(by: Answerer, raw: bytes) -> Steps[Handled]:
+def chat(by: Answerer, body: ChatBody) -> Steps[Handled]:
     """Answer a conversation, in the model's chat template."""
-    body = read(ChatBody, raw)
-    name = by.check_name(body.model)
+    signature = by.sign(body.model, "chat")
     asked, ids = yield from by.model.chat(body)
-    return Handled(ChatWriter(asked, name, by.model.vocabulary, by.fingerprint), [ids])
+    return ChatWriter(asked, signature), [ids]
+
+
+COMPLETIONS = TextDialect(CompletionBody, PAGE, completion)
+CHATS = TextDialect(ChatBody, PAGE, chat, lambda body: body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hibachi.errors import EngineClosed
@@ -24,12 +25,26 @@ from hibachi.llm.textstream import Choice, Completion, Piece, TextChoice, TextSt
 from hibachi.request import Finish
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an answer says of who made it, and when. name: of the model. vocabulary: its tokens. fingerprint: equal
+    where the same bits are computed. id: behind the prefix, if the request names none; None means random. created: Unix
+    time in seconds; None means now. cached: report how many tokens were found in the cache, or were predicted and
+    proposed, which depends on other requests.
+    """
+
+    name: str
+    vocabulary: TokenTexts
+    fingerprint: str | None = None
+    id: str | None = None
+    created: int | None = None
+    cached: bool = True
+
+
 class AnswerWriter:
     """Writes the answer to one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
 
-    id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
-    cached: report how many tokens were found in the cache, or were predicted and proposed, which depends on other
-    requests. each: `piece` wants every token alone, also one without text. waiting: what is sent now and then while
+    each: `piece` wants every token alone, also one without text. waiting: what is sent now and then while
     nothing comes. beside: `opening` and `whole` may be called in another thread than the other methods; `frame` always
     may. repeats: the first and the last events of a stream have the request in them, and the last all that was said.
     """
@@ -40,29 +55,13 @@ class AnswerWriter:
     beside: bool = True
     repeats: bool = False
 
-    asked: ParsedRequest
-    name: str
-    vocabulary: TokenTexts
-    id: str
-    created: int
-
     prefix = object = ""
 
-    def __init__(
-        self,
-        asked: ParsedRequest,
-        name: str,
-        vocabulary: TokenTexts,
-        fingerprint: str | None = None,
-        *,
-        id: str | None = None,
-        created: int | None = None,
-        cached: bool = True,
-    ) -> None:
-        self.asked, self.name, self.vocabulary, self.fingerprint = asked, name, vocabulary, fingerprint
-        self.id = f"{self.prefix}-{asked.id or id or secrets.token_hex(12)}"
-        self.created = int(time.time()) if created is None else created
-        self.cached = cached
+    def __init__(self, asked: ParsedRequest, by: Signature) -> None:
+        self.asked, self.by = asked, by
+        self.name, self.vocabulary, self.fingerprint = by.name, by.vocabulary, by.fingerprint
+        self.id: str = f"{self.prefix}-{asked.id or by.id or secrets.token_hex(12)}"
+        self.created: int = int(time.time()) if by.created is None else by.created
         self.streams: list[TextStream] = []
         self.ids: list[list[int]] = []
         self._lengths: dict[int, int] = {}  # characters written, by choice
@@ -72,9 +71,9 @@ class AnswerWriter:
     def usage(self) -> Usage:
         """Token usage of what has been read so far."""
         new = sum(len(c.token_ids) for s in self.streams for c in s.choices)
-        cached = sum(s.tokens.reused for s in self.streams) if self.cached else None
+        cached = sum(s.tokens.reused for s in self.streams) if self.by.cached else None
         predicted = None
-        if self.asked.prediction is not None and self.cached:
+        if self.asked.prediction is not None and self.by.cached:
             each = [c.tokens.predicted for s in self.streams for c in s.choices]
             predicted = sum(accepted for accepted, _ in each), sum(rejected for _, rejected in each)
         prompt = sum(map(len, self.ids))

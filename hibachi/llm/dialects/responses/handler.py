@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from hibachi.llm.dialects.handler import Answerer, Handled
+from hibachi.llm.dialects.handler import Answerer, Handled, TextDialect
 from hibachi.llm.dialects.openai.answers import encode
-from hibachi.llm.dialects.openai.bodies import read
+from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody
 from hibachi.llm.dialects.openai.parse import check_count
 from hibachi.llm.dialects.responses.answers import Response
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
-from hibachi.llm.dialects.responses.items import PAGE
-from hibachi.llm.dialects.responses.parse import in_body, own_items, request
+from hibachi.llm.dialects.responses.items import PAGE, Item, ItemReference
+from hibachi.llm.dialects.responses.parse import as_chat, in_body, own_items, request
 from hibachi.llm.dialects.responses.store import KnownItems, Store, as_items, no_response, resolved
 from hibachi.llm.dialects.responses.writing import ResponsesWriter
 from hibachi.llm.dialects.steps import ReadingStep, Steps
 
 
-def respond(by: Answerer, raw: bytes, store: Store) -> Steps[Handled]:
+def respond(by: Answerer, body: ResponsesBody, store: Store) -> Steps[Handled]:
     """Answer a conversation, in the model's chat template; the next request may go on from there."""
-    body = read(ResponsesBody, raw, PAGE)
-    name, model = by.check_name(body.model), by.model
+    signature, model = by.sign(body.model, "response"), by.model
     given = yield ReadingStep("body", partial(own_items, body, model.bounds))
     before = _before(store, body.previous_response_id)
     own = resolved(given, before, store)
@@ -33,10 +32,24 @@ def respond(by: Answerer, raw: bytes, store: Store) -> Steps[Handled]:
 
     size = sum(len(item[1]) for item in items if isinstance(item, tuple))
     asked, ids = yield from request(model, body, partial(as_items, items), len(before.each), size)
-    writer = ResponsesWriter(
-        asked, name, model.vocabulary, body, server=store.tag, keeps=keeps, keep=keep if keeps else None
-    )
-    return Handled(writer, [ids], partial(in_body, body.tools))
+    writer = ResponsesWriter(asked, signature, body, server=store.tag, keeps=keeps, keep=keep if keeps else None)
+    return writer, [ids]
+
+
+def respond_alone(by: Answerer, body: ResponsesBody) -> Steps[Handled]:
+    """`respond` where nothing is kept. References of its input are left out."""
+    signature = by.sign(body.model, "response")
+    asked, ids = yield from request(by.model, body, partial(_items, body, by.model.bounds))
+    return ResponsesWriter(asked, signature, body, server=None), [ids]
+
+
+def chat_alone(body: ResponsesBody, bounds: Bounds) -> ChatBody:
+    """The chat that a body asks for by itself. Raises Refused."""
+    return as_chat(body, _items(body, bounds))
+
+
+def _items(body: ResponsesBody, bounds: Bounds) -> list[Item]:
+    return [item for item in own_items(body, bounds) if not isinstance(item, ItemReference)]
 
 
 def _before(store: Store, previous: str | None) -> KnownItems:
@@ -46,3 +59,6 @@ def _before(store: Store, previous: str | None) -> KnownItems:
     if found is None:
         raise no_response(previous, "previous_response_id")
     return store.conversation(found)
+
+
+RESPONSES = TextDialect(ResponsesBody, PAGE, respond_alone, move=lambda body, path: in_body(body.tools, path))

@@ -16,9 +16,9 @@ from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, E
 from hibachi.llm.dialects.dialects import OPENAI
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import answers as shared
-from hibachi.llm.dialects.openai.answers import TokenLogprob, TokenTexts
+from hibachi.llm.dialects.openai.answers import TokenLogprob
 from hibachi.llm.dialects.openai.parse import ParsedRequest
-from hibachi.llm.dialects.openai.writing import AnswerWriter, reason_of
+from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature, reason_of
 from hibachi.llm.dialects.responses import answers
 from hibachi.llm.dialects.responses.answers import Failure, Incomplete, Output, Response
 from hibachi.llm.dialects.responses.bodies import FunctionTool, Namespace, ResponsesBody
@@ -61,21 +61,17 @@ class ResponsesWriter(AnswerWriter):
     def __init__(
         self,
         asked: ParsedRequest,
-        name: str,
-        vocabulary: TokenTexts,
+        by: Signature,
         body: ResponsesBody,
         *,
         server: str | None,
-        id: str | None = None,
-        created: int | None = None,
-        cached: bool = True,
         keeps: bool = False,
         keep: Keep | None = None,
     ) -> None:
-        super().__init__(asked, name, vocabulary, created=created, cached=cached)
-        own = id or secrets.token_hex(12)
+        super().__init__(asked, by)
+        own = by.id or secrets.token_hex(12)
         self._suffix = own if server is None else f"{server}_{own}"
-        self.id, self._ended = f"resp_{self._suffix}", created
+        self.id, self._ended = f"resp_{self._suffix}", by.created
         self._sums = body.reasoning is not None and body.reasoning.summed
         self._body, self._keeps, self._keep = body, keeps, keep
         self._parser = None if asked.reader is None else asked.reader.parser()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.handler import Handled
 from hibachi.llm.dialects.steps import Steps
 from hibachi.llm.dialects.textmodel import TextModel
 from hibachi.llm.dialects.tgi.bodies import GenerateBody
@@ -14,7 +13,7 @@ from hibachi.llm.dialects.tgi.writing import GenerateWriter, TgiTokens
 
 def generate(
     model: TextModel, name: str, words: TgiTokens, limits: TgiLimits, body: GenerateBody, *, stream: bool, root: bool
-) -> Steps[Handled]:
+) -> Steps[tuple[GenerateWriter, list[list[int]]]]:
     """name: of the model. stream: whether the route streams. root: as POST / does it."""
     if body.stream not in (None, stream):
         raise Refused(
@@ -28,4 +27,4 @@ def generate(
     (prompts.check_text if given.truncate is None else prompts.check_size)(given.inputs)
     [ids] = yield from model.reading.tokens([given.inputs], True)
     ids = fit(given, ids, limits, model.bounds, prompts.context)
-    return Handled(GenerateWriter(given, name, words, listed=root), [ids])
+    return GenerateWriter(given, name, words, listed=root), [ids]

@@ -11,7 +11,7 @@ from hibachi.errors import EngineClosed
 from hibachi.llm.dialects.dialects import TGI, TGI_STREAM
 from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.llm.dialects.openai.answers import TokenTexts, finite, likeliest
-from hibachi.llm.dialects.openai.writing import AnswerWriter
+from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature
 from hibachi.llm.dialects.tgi.answers import (
     BestOfSequence,
     Details,
@@ -65,7 +65,7 @@ class GenerateWriter(AnswerWriter):
     """Of one prompt. listed: a whole answer is a list of one. generated: tokens so far, or of the best continuation."""
 
     def __init__(self, given: TgiRequest, name: str, words: TgiTokens, *, listed: bool = False) -> None:
-        super().__init__(given.asked, name, words.vocabulary)
+        super().__init__(given.asked, Signature(name, words.vocabulary))
         self.given, self.words, self.listed, self.generated = given, words, listed, 0
         self.each = given.asked.stream
         self.dialect = TGI_STREAM if self.each else TGI
