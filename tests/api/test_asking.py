@@ -162,57 +162,28 @@ def test_negative_seeds_are_seeds_of_their_own():
 
 # What is sent, the parameter that is named, and what is said.
 WRONG = [
-    *(
-        ({f.name: x}, f.name, f"{f.name} must be {TRIED[f.name].words}; got {x if f.integer else float(x)}.")
-        for f in FILTERS
-        for x in TRIED[f.name].wrong
-        if type(x) is int or (type(x) is float and not f.integer and math.isfinite(x))
-    ),
+    ({"temperature": -0.01}, "temperature", "temperature must be a finite number >= 0 (0 is greedy); got -0.01."),
     ({"n": 0}, "n", "n must be an integer from 1 to 16384; got 0."),
     ({"n": 4}, "n", "n must be at most 3; got 4."),
     ({"n": 3, "best_of": 2}, "best_of", "best_of must be an integer from n, 3, to 16384; got 2."),
     ({"best_of": 4}, "best_of", "best_of must be at most 3; got 4."),
     ({"max_tokens": -1}, "max_tokens", "max_tokens must be an integer >= 1 (or None: no limit); got -1."),
-    ({"min_tokens": -1}, "min_tokens", "min_tokens must be an integer >= 0; got -1."),
-    (
-        {"num_speculative_tokens": -1},
-        "num_speculative_tokens",
-        "num_speculative_tokens must be an integer >= 0 (or None: as many as the engine's); got -1.",
-    ),
     ({"min_tokens": 8, "max_tokens": 7}, "min_tokens", "min_tokens must be at most max_tokens, 7; got 8."),
     ({"stop": ""}, "stop", "stop must be non-empty strings; got ''."),
-    ({"stop": ["a", ""]}, "stop", "stop must be non-empty strings; got ['a', '']."),
     ({"stop": ["a", "b", "c"]}, "stop", "stop has 3 entries; at most 2 are served."),
     ({"stop": "fiver"}, "stop", "stop has 5 characters; at most 4 are served."),
     ({"stop": ["a", "fiver"]}, "stop", "stop has 5 characters; at most 4 are served."),
-    ({"bad_words": [""]}, "bad_words", "bad_words must be non-empty strings; got ['']."),
     ({"bad_words": ["a", "b", "c"]}, "bad_words", "bad_words has 3 entries; at most 2 are served."),
     ({"bad_words": ["a", "fiver"]}, "bad_words", "bad_words has 5 characters; at most 4 are served."),
-    ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids must be integers >= 0; got [-1]."),
     ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids", "stop_token_ids has 3 entries; at most 2 are served."),
-    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids must be integers >= 0; got [-1]."),
-    (
-        {"allowed_token_ids": []},
-        "allowed_token_ids",
-        "allowed_token_ids must be at least one token id (or None: all); got ().",
-    ),
     ({"allowed_token_ids": [1, 2, 3]}, "allowed_token_ids", "allowed_token_ids has 3 entries; at most 2 are served."),
-    ({"logit_bias": {"7": 100.01}}, "logit_bias", "logit_bias must be of numbers in [-100, 100]; got {7: 100.01}."),
-    ({"logit_bias": {"7": -100.01}}, "logit_bias", "logit_bias must be of numbers in [-100, 100]; got {7: -100.01}."),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "logit_bias must be for token ids, integers >= 0; got {-1: 1.0}."),
     ({"logit_bias": {"the": 1}}, "logit_bias", "logit_bias maps token ids to numbers."),
     ({"logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias", "logit_bias has 3 entries; at most 2 are served."),
-    (
-        {"prompt_logprobs": -1},
-        "prompt_logprobs",
-        "prompt_logprobs must be an integer >= 0 (or None: none); got -1.",
-    ),
     ({"prompt_logprobs": 6}, "prompt_logprobs", "prompt_logprobs must be at most 5; got 6."),
     ({"timeout": 0}, "timeout", "timeout must be seconds > 0 (or None: any time); got 0.0."),
-    ({"timeout": -1}, "timeout", "timeout must be seconds > 0 (or None: any time); got -1.0."),
     ({"queue_timeout": 0}, "queue_timeout", "queue_timeout must be seconds > 0 (or None: any time); got 0.0."),
     ({"stream_options": {}}, "stream_options", "stream_options needs stream to be true."),
-    ({"stream_options": {}, "stream": False}, "stream_options", "stream_options needs stream to be true."),
 ]
 
 

@@ -22,7 +22,7 @@ from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, R
 from hibachi.llm.dialects.dialects import ANTHROPIC, key_of, spoken
 from hibachi.llm.dialects.errors import Refused, as_refused, refusing
 from hibachi.llm.dialects.json_limits import check_weight
-from hibachi.llm.dialects.messages.answers import SIGNATURE, ToolUseBlock, model, models
+from hibachi.llm.dialects.messages.answers import SIGNATURE, model, models
 from hibachi.llm.dialects.messages.bodies import PAGE, CountBody, MessagesBody
 from hibachi.llm.dialects.messages.parse import SWITCHES, chat_of, in_body
 from hibachi.llm.dialects.messages.writing import ContentBlocks, joined, named
@@ -510,29 +510,6 @@ def test_each_block_begins_goes_on_and_ends():
     assert told[9]["content_block"] == begun
     assert told[10]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": '}
     assert blocks.called
-
-
-def test_the_blocks_of_a_whole_answer_are_those_of_its_parts():
-    thought, said, one, two = joined(parts_of(EVERYTHING)[1])
-    assert (thought.thinking, thought.signature, said.text) == ("so so", SIGNATURE, "\nlook here")
-    assert (one.id, one.name, one.input) == ("toolu_0", "f", {"a": 1}) and (two.id, two.input) == ("its own", {})
-
-
-def test_reasoning_that_is_not_wanted_is_left_out():
-    _, parts = parts_of(EVERYTHING, reasoning=False)
-    assert [t["index"] for t in sent(parts)][:4] == [0] * 4
-    assert [type(b).__name__ for b in joined(parts)] == ["SaidBlock", "ToolUseBlock", "ToolUseBlock"]
-
-
-def test_a_call_that_is_cut_off_is_marked():
-    cut = [CallBegun(0, "f"), CallArguments(0, '{"city": "Par'), CallEnded(0, complete=False)]
-    blocks, parts = parts_of(cut)
-    assert sent(parts)[1]["delta"]["partial_json"] == '{"city": "Par'
-    assert sent(parts)[2] == {"type": "content_block_stop", "index": 0, "incomplete": True}
-    (block,) = joined(parts)
-    assert isinstance(block, ToolUseBlock) and block.input == {} and block.incomplete and not blocks.called
-    back = {"role": "assistant", "content": [{**call("1"), "incomplete": True}]}
-    assert asked(messages=[HELLO, back, {"role": "user", "content": [result("1", is_error=True)]}])
 
 
 UNREAD = ["1e999", "-1e999", "9" * 5000, "[" * 195 + "]" * 195, "[" * 990 + "]" * 990, '"\\ud800"']

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_what_is_forgotten_leaves_nothing_behind():
     assert store.find("a") is None
     assert texts(conversation(store, "b")) == ["one", "one", "to a"] * 2 + ["to b"]
     assert store.forget("b")
-    assert (store.size, len(store), store._items, store._holders) == (0, 0, {}, {})
+    assert (store.size, len(store)) == (0, 0)
 
 
 def test_at_most_so_many_the_least_recently_used_go_first():
@@ -140,11 +141,11 @@ def test_what_is_not_used_for_long_is_forgotten(clock):
 
 
 def test_what_others_have_not_used_is_gone_as_well(clock, monkeypatch):
-    monkeypatch.setattr("hibachi.llm.dialects.responses.store.time.monotonic", clock)
+    made = partial(Store, clock=clock)
+    monkeypatch.setattr("hibachi.llm.dialects.responses.store.Store", made)
     stores = Stores()
     store = stores.of("a")
     keep(store, "x", [said("one")])
-    store._clock = clock
     clock.now = 1e6
     stores.of("b")
     assert store.size == 0
@@ -185,7 +186,7 @@ def test_all_parts_of_a_tenant_keep_to_the_bounds_of_one_store(clock):
     keep(store.for_part("y"), "y", [said("a" * 5000)])
     assert store.for_part("x").find("x") is None and store.size == store.for_part("x").size <= 10_000
     clock.now = 61.0
-    assert store.for_part("z").expire() and (len(store), store.size, store._items, store._holders) == (0, 0, {}, {})
+    assert store.for_part("z").expire() and (len(store), store.size) == (0, 0)
 
 
 def test_references_are_resolved_in_their_places():

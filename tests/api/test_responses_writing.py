@@ -15,11 +15,11 @@ import msgspec
 from hibachi.errors import EngineClosed
 from hibachi.llm.chatformat.format import PLAIN, CallArguments, CallBegun, CallEnded, Reasoned, Said
 from hibachi.llm.dialects.errors import Refused
-from hibachi.llm.dialects.openai.answers import TokenLogprob, TokenTexts
+from hibachi.llm.dialects.openai.answers import TokenTexts
 from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.openai.writing import Signature
 from hibachi.llm.dialects.responses.bodies import ReasoningAsked, ResponsesBody
-from hibachi.llm.dialects.responses.writing import ResponsesWriter, _of_text
+from hibachi.llm.dialects.responses.writing import ResponsesWriter
 from hibachi.llm.textstream import Choice, Piece
 from hibachi.request import Finish, SamplingParams, Terms
 
@@ -242,17 +242,6 @@ def test_a_whole_answer_is_what_a_stream_ends_with(name, logprobs, reasoning, de
     assert whole == end
 
 
-def test_tokens_are_counted():
-    usage = built(streamed([[Said("Yes")], [Said(".")]], ids=(1, 2, 3)))["usage"]
-    assert usage == {
-        "input_tokens": 3,
-        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
-        "output_tokens": 2,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 5,
-    }
-
-
 def test_log_probabilities_are_those_of_the_text(described):
     """Of a token whose text was held back, with the text that comes next; of reasoning and of calls there are none."""
     said = [[Reasoned("I")], [Said("a")], [], [Said("bc")], CALL, [Said("d")]]
@@ -275,28 +264,6 @@ def test_log_probabilities_are_those_of_the_text(described):
     assert [item for item in whole["output"] if item["type"] == "message"] == [
         item for item in built(events)["output"] if item["type"] == "message"
     ]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text", "count"),
-    [
-        (["}", "\n", "</tool_call>", "\n", "bye"], "bye", 1),
-        (["\n", "\n", "h", "i"], "hi", 2),
-        (["\n", " hi"], "hi", 1),  # of which a part is left out
-        (["<", "x"], "<x", 2),
-        (["so", " world"], "so ", 2),  # a stop string ended it
-        (["\u00e9"], "\u00e9", 1),
-        ([], "a", 0),
-    ],
-)
-def test_log_probabilities_of_what_stood_before_a_text_are_left_out(tokens, text, count):
-    scores = [TokenLogprob(token, -1.0, list(token.encode())) for token in tokens]
-    assert _of_text(scores, text) == scores[len(scores) - count :]
-
-
-def test_ids_of_calls_are_the_models_where_it_says_them():
-    calls = built(streamed([[*CALL, *SECOND]]))["output"]
-    assert [call["call_id"] for call in calls] == ["call_0", "nineletts"]
 
 
 def test_calls_and_tools_of_a_namespace_name_it(described):

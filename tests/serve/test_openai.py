@@ -225,24 +225,6 @@ def test_a_prompt_may_be_cut(server, llm):
     assert refused(server.post("/v1/completions", too_long))["code"] == "context_length_exceeded"
 
 
-def test_log_probabilities_by_the_ids_of_tokens(server):
-    body = {"logprobs": 2, "return_token_ids": True}
-    (plain,) = server.complete("Emma", **body)["choices"]
-    (named,) = server.complete("Emma", **body, return_tokens_as_token_ids=True)["choices"]
-    assert named["logprobs"]["tokens"] == [f"token_id:{i}" for i in named["token_ids"]]
-    assert named["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
-    for top, token in zip(named["logprobs"]["top_logprobs"], named["logprobs"]["tokens"], strict=True):
-        assert token in top and all(name.startswith("token_id:") for name in top)
-    chat = {"messages": CHAT, "max_tokens": 2, "temperature": 0, "logprobs": True, "top_logprobs": 1}
-    (plain,) = server.post("/v1/chat/completions", chat).json()["choices"]
-    chunks = stream(server, "/v1/chat/completions", **chat, return_tokens_as_token_ids=True, return_token_ids=True)
-    pieces = [c["choices"][0] for c in chunks if c["choices"][0]["logprobs"]]
-    told = [(entry, i) for p in pieces for entry, i in zip(p["logprobs"]["content"], p["token_ids"], strict=True)]
-    for (entry, i), expected in zip(told, plain["logprobs"]["content"], strict=True):
-        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{i}"
-        assert (entry["logprob"], entry["bytes"]) == (expected["logprob"], expected["bytes"])
-
-
 # ---- chats ---------------------------------------------------------------------------------------------------------
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
@@ -262,37 +244,6 @@ def test_a_chat_goes_through_the_template(server, llm):
     assert again.json()["choices"] == answer["choices"]
     tokens = server.post("/tokenize", {"messages": CHAT}).json()["tokens"]
     assert tokens == ids
-
-
-def test_a_chat_streams(server):
-    body = {"messages": CHAT, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
-    chunks = stream(server, "/v1/chat/completions", **body)
-    whole = server.post("/v1/chat/completions", body).json()["choices"][0]
-    assert chunks[0]["object"] == "chat.completion.chunk"
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    pieces = [c["choices"][0] for c in chunks[1:]]
-    assert "".join(p["delta"].get("content", "") for p in pieces) == whole["message"]["content"]
-    assert pieces[-1]["finish_reason"] == "length" and not any(p["finish_reason"] for p in pieces[:-1])
-    scores = [entry for p in pieces if p["logprobs"] for entry in p["logprobs"]["content"]]
-    assert scores == whole["logprobs"]["content"] and len(scores) == 8
-    assert all(len(s["top_logprobs"]) == 2 and bytes(s["bytes"]).decode() == s["token"] for s in scores)
-
-
-SAID = [CHAT[1], {"role": "assistant", "content": "It is a truth"}]
-OPEN = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}
-
-
-def test_the_last_message_goes_on(server, llm):
-    text = f"<|im_start|>user\n{SAID[0]['content']}<|im_end|>\n<|im_start|>assistant\nIt is a truth"
-    ids = llm.tokenizer.encode(text, add_special_tokens=False)
-    assert server.post("/tokenize", OPEN).json()["tokens"] == ids
-    (expected,) = llm.generate([ids], GREEDY)
-    answer = server.post("/v1/chat/completions", {**OPEN, "temperature": 0, "max_tokens": 8}).json()
-    assert answer["choices"][0]["message"]["content"] == expected.text
-    for path in ("/v1/chat/completions", "/tokenize"):
-        assert refused(server.post(path, {**OPEN, "add_generation_prompt": True}))["param"] == "continue_final_message"
-    nothing = [CHAT[1], {"role": "assistant", "content": None}]
-    assert refused(server.post("/v1/chat/completions", {**OPEN, "messages": nothing}))["param"] == "messages"
 
 
 # ---- vectors -------------------------------------------------------------------------------------------------------

@@ -124,23 +124,6 @@ def test_large_events_are_written_beside_the_event_loop(server, monkeypatch, fie
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_a_second_turn_is_the_same_as_the_conversation_sent_whole(server):
-    first = respond(server, [user("One?")], instructions="Be brief.")
-    second = respond(server, "Two?", previous_response_id=first["id"])
-    third = respond(server, [user("Three?")], previous_response_id=second["id"])
-    turns = [user("One?"), {"role": "assistant", "content": text_of(first)}, user("Two?")]
-    assert text_of(second) == text_of(respond(server, turns))  # instructions are of one response
-    items = [user("One?"), *first["output"], user("Two?"), *second["output"], user("Three?")]
-    whole = respond(server, items, store=False)
-    assert text_of(third) == text_of(whole)
-    assert third["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-    assert (third["previous_response_id"], whole["previous_response_id"]) == (second["id"], None)
-    chat = [{**m, "content": m["content"] if isinstance(m["content"], str) else m["content"][0]["text"]} for m in items]
-    chat = [{"role": m["role"], "content": m["content"]} for m in chat]
-    told = server.post("/v1/chat/completions", {"messages": chat, "temperature": 0, "max_tokens": 6}).json()
-    assert told["choices"][0]["message"]["content"] == text_of(third)
-
-
 def test_a_stream_is_kept_before_its_end_is_told(server):
     *_, last = events_of(server, "One?")
     id = last["response"]["id"]

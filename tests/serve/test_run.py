@@ -36,8 +36,8 @@ class Process:
             [*COMMAND, *args], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=env
         )
         self.log, self._more, self._connections = [], threading.Condition(), []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self):
         while (line := self.popen.stderr.readline()) and not self.deaf:
@@ -84,13 +84,13 @@ class Process:
         """The exit status."""
         self.popen.send_signal(number)
         status = self.popen.wait(20)
-        self._reader.join()  # until the last line
+        self.reader.join()  # until the last line
         return status
 
     def clear(self):
         self.popen.kill()
         self.popen.wait()
-        self._reader.join()
+        self.reader.join()
         self.popen.stderr.close()
         for connection in self._connections:
             connection.close()
@@ -163,7 +163,7 @@ def test_a_server_serves_and_drains(start, engine):
     *_, last, done = events(text + answer.read().decode())
     assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
     assert server.popen.wait(20) == 0
-    server._reader.join()
+    server.reader.join()
     log = "".join(server.log)
     line = server.wait_for("id=mine")
     figures = r"prompt=\d+ new=3 ttft=\d+\.\d+s total=\d+\.\d+s"
