@@ -9,9 +9,6 @@ from typing import Any, BinaryIO
 
 from hibachi.offline.files.format import Field, RowWriter
 from hibachi.offline.files.rows import Row
-from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import FileForm
-from hibachi.offline.files.writers import open_writer
 from hibachi.offline.journal import Journal
 
 CHANGED = Field("changed", "text")
@@ -21,28 +18,21 @@ CHANGED = Field("changed", "text")
 class Output:
     """Writes the rows whose results are in the journal.
 
-    rows: of the input, those that are part of the run. carried: of whose columns output rows have a copy; None means of
-    none. fields: the columns of results; prefix: in front of their names. marks: a text for each of the journal's
-    heads; None means no row is marked. limit: only so many rows of the input have columns. written, failed: rows.
+    writer: of the columns of results, and of `CHANGED` if rows are marked; their names have a prefix. rows: of the
+    input, those that are part of the run. marks: a text for each of the journal's heads; None means no row is marked.
+    written, failed: rows.
     """
 
     def __init__(
         self,
-        file: BinaryIO,
-        form: FileForm,
+        writer: RowWriter,
         journal: Journal,
         rows: Iterator[Row],
-        *,
-        carried: Sources | None,
-        fields: Sequence[Field],
         prefix: str = "",
         marks: Sequence[str | None] | None = None,
-        limit: int | None = None,
     ) -> None:
-        self._journal, self._rows, self._marks = journal, rows, marks
-        names = [Field(prefix + f.name, f.kind) for f in (*fields, *((CHANGED,) if marks else ()))]
-        self._names = {f.name: prefix + f.name for f in (*fields, CHANGED)}
-        self._writer: RowWriter = open_writer(file, form, sources=carried, results=names, stop=limit)
+        self._writer, self._journal, self._rows = writer, journal, rows
+        self._prefix, self._marks = prefix, marks
         self._held: Row | None = None
         self.written = self.failed = 0
 
@@ -63,10 +53,9 @@ class Output:
         failed = self._journal.failed(row.number)
         if failed and isinstance(why := values.get("error"), str):
             values["error"] = f"{row.place}: {why}"
-        named = {self._names.get(name, name): value for name, value in values.items()}
         if self._marks is not None:
-            named[self._names["changed"]] = self._marks[min(self._journal.segment(row.number), len(self._marks) - 1)]
-        self._writer.write(row, named)
+            values[CHANGED.name] = self._marks[min(self._journal.segment(row.number), len(self._marks) - 1)]
+        self._writer.write(row, {self._prefix + name: value for name, value in values.items()})
         self.written += 1
         self.failed += failed
 

@@ -22,6 +22,7 @@ from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.files.table import FileForm, form_of
+from hibachi.offline.files.writers import open_writer
 from hibachi.offline.input import RowInput, same_input
 from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors
@@ -321,17 +322,11 @@ class _Run:
             heads = [{key: value for key, value in h.items() if key != "fields"} for h in journal.heads]
             first = next((h for h in heads if "engine" in h), heads[0])  # under one without no row was computed
             marks = ["; ".join(told.differences(first, h)) or None for h in heads]
-        return Output(
-            file,
-            self._form,
-            journal,
-            self._input.rows(),
-            carried=self._sources if work.carries else None,
-            fields=[Field(*f) for f in last["fields"]] if "fields" in last else work.fields,
-            prefix=self._batch.prefix,
-            marks=marks,
-            limit=self._batch.limit,
-        )
+        prefix, fields = self._batch.prefix, [Field(*f) for f in last["fields"]] if "fields" in last else work.fields
+        results = [Field(prefix + f.name, f.kind) for f in (*fields, *((CHANGED,) if marks else ()))]
+        carried = self._sources if work.carries else None
+        writer = open_writer(file, self._form, sources=carried, results=results, stop=self._batch.limit)
+        return Output(writer, journal, self._input.rows(), prefix, marks)
 
     def _write(self, work: RowTask) -> Output:
         assert self._place is not None

@@ -29,11 +29,11 @@ MOST_MESSAGES = 4096  # of a conversation
 
 
 @dataclass(slots=True)
-class _Request(TextRequest):
+class _ColumnRequest(TextRequest):
     chat: Ready | None = None  # how its answer is read
 
 
-class ColumnTask(ColumnRows, TextTask[_Request]):
+class ColumnTask(ColumnRows, TextTask[_ColumnRequest]):
     """Continuations of prompts, whose results have the columns of `Answers`; or, for the task embed, a vector of each
     prompt: embedding, prompt_tokens, error.
     """
@@ -72,7 +72,7 @@ class ColumnTask(ColumnRows, TextTask[_Request]):
         check_fits(len(ids), None, prompts.context)
         if not asked.seeded:
             params = params.with_(seed=fork(self._seed, row.number + 1))
-        return self._prepared(row, _Request([ids], None if self._embeds else params, chat=chat))
+        return self._prepared(row, _ColumnRequest([ids], None if self._embeds else params, chat=chat))
 
     def _chat(self, asked: RowRequest) -> Ready:
         """Raises InvalidRequest or PromptTooLong."""
@@ -85,14 +85,14 @@ class ColumnTask(ColumnRows, TextTask[_Request]):
         )
         return self._chats.ready([messages], [asked.params], talking, variables)
 
-    def _submit(self, request: _Request, params: SamplingParams) -> list[TextStream]:
+    def _submit(self, request: _ColumnRequest, params: SamplingParams) -> list[TextStream]:
         shown = frozenset[int]() if request.chat is None else request.chat.shown
         return self.serving.submit(request.ids, params, shown=shown)
 
-    def _vectors(self, request: _Request, vectors: list[HostArray]) -> dict[str, Any]:
+    def _vectors(self, request: _ColumnRequest, vectors: list[HostArray]) -> dict[str, Any]:
         return {"embedding": np.asarray(vectors[0], np.float64).tolist(), "prompt_tokens": len(request.ids[0])}
 
-    def _texts(self, number: int, request: _Request) -> dict[str, Any]:
+    def _texts(self, number: int, request: _ColumnRequest) -> dict[str, Any]:
         done = request.streams[0].completion()
         if request.chat is not None:
             [done] = request.chat.told([done], [f"chatcmpl-{self._id_of(number, 'chat')}"])

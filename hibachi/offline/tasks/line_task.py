@@ -49,7 +49,7 @@ DIALECTS = {
 
 
 @dataclass(slots=True)
-class _Request(TextRequest):
+class _LineRequest(TextRequest):
     """url: of the line. body: its record. name: of the model. writer: of its answer; None means vectors are wanted."""
 
     url: str = ""
@@ -58,7 +58,7 @@ class _Request(TextRequest):
     writer: AnswerWriter | None = None
 
 
-class LineTask(LineRows, TextTask[_Request]):
+class LineTask(LineRows, TextTask[_LineRequest]):
     """names: that a body may call the model by."""
 
     def __init__(self, batch: Batch, open_: Opens, names: Sequence[str], created: int = 0) -> None:
@@ -111,7 +111,7 @@ class LineTask(LineRows, TextTask[_Request]):
         url, body, name = self._body(row)
         if url == EMBEDDINGS:
             ids = run(self._model.reading.encode(asking.embedding(body, BOUNDS), "input"))
-            request = _Request(ids, None, url=url, body=body, name=name)
+            request = _LineRequest(ids, None, url=url, body=body, name=name)
             limit = None
         else:
             by = _Signer(self._model, self._fingerprint, self._created, partial(self._id_of, row.number))
@@ -119,14 +119,14 @@ class LineTask(LineRows, TextTask[_Request]):
             asked = writer.asked
             if asked.params.seed is None:
                 asked.params = asked.params.with_(seed=fork(self._seed, row.number + 1))
-            request = _Request(ids, asked.params, writer.each, url=url, body=body, name=name, writer=writer)
+            request = _LineRequest(ids, asked.params, writer.each, url=url, body=body, name=name, writer=writer)
             limit = asked.limit
         with words(url, body):
             for own in ids:
                 self._model.reading.check_length(own, limit)
         return self._prepared(row, request, custom_id=row.values["custom_id"], url=url)
 
-    def _submit(self, request: _Request, params: SamplingParams) -> list[TextStream]:
+    def _submit(self, request: _LineRequest, params: SamplingParams) -> list[TextStream]:
         writer = request.writer
         assert writer is not None
         asked = writer.asked
@@ -140,12 +140,12 @@ class LineTask(LineRows, TextTask[_Request]):
 
     # ---- what comes out ------------------------------------------------------------------------------------------
 
-    def _vectors(self, request: _Request, vectors: list[HostArray]) -> Any:
+    def _vectors(self, request: _LineRequest, vectors: list[HostArray]) -> Any:
         body: EmbeddingBody = request.body
         n, packed = sum(map(len, request.ids)), body.encoding_format == "base64"
         return answers.embeddings(shortened(vectors, body.dimensions), request.name, n, packed=packed)
 
-    def _texts(self, number: int, request: _Request) -> Any:
+    def _texts(self, number: int, request: _LineRequest) -> Any:
         writer, feeding = request.writer, request.feeding
         assert writer is not None and feeding is not None
         writer.came(feeding.pieces)
