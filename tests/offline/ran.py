@@ -27,6 +27,7 @@ class Runs:
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys
         self.told, self.loaded, self._out = "", 0, ""
+        self._names: list[str] = []
 
     def __call__(self, given: dict[str, Any], *flags: str, out: str = "out.jsonl", again: bool = False) -> int:
         """given: files by their names, each a text, bytes, or a list of rows. Returns the exit status."""
@@ -37,11 +38,18 @@ class Runs:
             what = lines(what) if isinstance(what, list) else what
             data = what if isinstance(what, bytes) else what.encode("utf-8", "surrogatepass")
             (self.folder / name).write_bytes(data)
-        names = [str(self.folder / name) for name in given]
-        words = ["run-batch", "-i", *names, "-o", str(self.folder / out), "--engine", "own", *flags]
+        self._names = [str(self.folder / name) for name in given]
+        words = ["run-batch", "-i", *self._names, "-o", str(self.folder / out), "--engine", "own", *flags]
         status = main(words)
         self._out, self.told = self._capsys.readouterr()
         return status
+
+    def at(self, url: str, *flags: str) -> list[Any]:
+        """The rows of the last input, computed by a server."""
+        out = self.folder / "there.jsonl"
+        words = ["run-batch", "-i", *self._names, "-o", str(out), "--overwrite", "--url", url, *flags]
+        assert main(words) in (0, 3), self._capsys.readouterr()
+        return self.rows(out.name)
 
     @property
     def texts(self) -> Any:

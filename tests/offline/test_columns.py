@@ -397,7 +397,7 @@ def test_templates_take_the_start_of_the_run_for_the_present(runs, monkeypatch):
     assert [row["output"] for row in runs.rows()] == [year["output"]] * 2, "also of what is computed days later"
 
 
-def test_embeddings(runs):
+def test_embeddings(runs, server):
     given = "text,x\nShe was,1\n,2\n"
     assert runs({"in.csv": given}, "--task", "embed") == 3
     rows = runs.rows()
@@ -405,6 +405,7 @@ def test_embeddings(runs):
         [own] = llm.embed("She was")
     assert rows[0]["embedding"] == [float(x) for x in own.embedding] and rows[0]["prompt_tokens"] == 2
     assert rows[1]["embedding"] is None and "line 3" in rows[1]["error"]
+    assert runs.at(server, "--task", "embed")[0] == rows[0]
     assert runs({"in.csv": given}, "--task", "embed", "--temperature", "1") == 1 and "not sampled" in runs.told
 
 
