@@ -42,7 +42,6 @@ from hibachi.llm.dialects.openai.bodies import (
     taken,
 )
 from hibachi.llm.dialects.responses.bodies import ResponsesBody
-from hibachi.request import FILTERS
 
 NAMES = (
     "openai.bodies",

@@ -10,9 +10,6 @@ import sys
 import pytest
 
 from hibachi.cli.main import main
-from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import NAMES, form_of
-from hibachi.offline.files.writers import open_writer
 
 GREEDY = ("--max-tokens", "2", "--temperature", "0")
 ROWS = [{"prompt": "She was", "k": i, "x": i / 7, "b": i % 2 == 0, "l": [i, 1], "o": {"a": "é"}} for i in range(4)]
