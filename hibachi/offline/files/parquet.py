@@ -85,7 +85,7 @@ class Columnar(Format):
     ahead = 1 << 16
 
     @abstractmethod
-    def sink(self, file: BinaryIO, schema: Any) -> Any:
+    def sink(self, file: Any, schema: Any) -> Any:
         """pyarrow's writer to a file."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Parquet(Columnar):
         return int(library().read_metadata(source.path).num_rows)
 
     @override
-    def sink(self, file: BinaryIO, schema: Any) -> Any:
+    def sink(self, file: Any, schema: Any) -> Any:
         return library().ParquetWriter(file, schema)
 
     @override
