@@ -21,14 +21,10 @@ def runs(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def server(runs, monkeypatch):
-    """A server of the shipped model, with the same template and fingerprint as the runs; an address."""
+    """The address of a server of the shipped model, with a template and a format of calls."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "99")  # answers tell when the run began
     pytest.importorskip("starlette"), pytest.importorskip("uvicorn"), pytest.importorskip("msgspec")
-    from hibachi.llm.chatformat.templates.choosing import Parsers
-    from hibachi.llm.remote.identity import system_fingerprint
-
     from ..serve.conftest import site
 
-    fingerprint, parsers = system_fingerprint(runs.texts.engine.facts, "tiny"), Parsers("generic")
-    with site(runs.texts, chat_template=ran.TEMPLATE, fingerprint=fingerprint, parsers=parsers) as here:
+    with site(runs.texts, chat_template=ran.TEMPLATE, tool_call_parser="generic") as here:
         yield here.url

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import socket
 import threading
 import time
@@ -203,7 +202,7 @@ def test_turns_are_answered_as_by_the_model_here(says):
     with opened(says.url, lines=True, seed=3, created=99) as there:
         expected, found = computed(here, rows), computed(there, rows)
     for one, other in zip(found, expected, strict=True):
-        assert json.dumps(one) == re.sub(', "system_fingerprint": "[^"]*"', "", json.dumps(other))
+        assert json.dumps(one) == json.dumps(other)
     answers = {r.values["custom_id"]: v for r, v in zip(rows, expected, strict=True)}
     good = [own for own, v in answers.items() if not isinstance(v, tuple)]
     assert good == [f"r{i}" for i in (0, 1, 2, 3, 4, 11, 12, 13, 16)]
