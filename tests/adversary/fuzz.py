@@ -74,28 +74,7 @@ class Report:
         return not self.wrong and not self.deaths and self.equal == self.innocent > 0
 
     def __str__(self) -> str:
-        share = 100 * self.equal / self.innocent if self.innocent else 0.0
-        rows = [
-            ("rounds, each with an engine of its own", self.rounds),
-            ("seconds", f"{self.seconds:.0f}"),
-            ("steps", self.steps),
-            ("preemptions", self.preemptions),
-            ("innocent requests", self.innocent),
-            ("of these, equal to their solo run in every bit", f"{self.equal:,} ({share:.4g} %)"),
-            ("the slowest of these", f"{self.slowest:.1f} s"),
-            ("engine deaths", self.deaths),
-            ("hostile requests", sum(self.requests.values())),
-            *((f"hostile requests: {what}", n) for what, n in sorted(self.requests.items())),
-            ("most memory kept by a round: in use", f"{self.memory / 2**20:.1f} MiB"),
-            ("resident", f"{self.resident / 2**20:.1f} MiB"),
-            ("ways to read a stream", len(self.reads)),
-            ("faults of the model, kinds", len(self.faults)),
-            ("faults of the model", sum(self.faults.values())),
-            *((f"faults: {what}", n) for what, n in sorted(self.faults.items())),
-            ("**wrong**", f"**{len(self.wrong)}**"),
-        ]
-        table = (f"| {what} | {f'{n:,}' if isinstance(n, int) else n} |" for what, n in rows)
-        return "\n".join(["| fuzz | |\n|---|---|", *table])
+        return "\n".join(f"{f.name}: {getattr(self, f.name)}" for f in fields(self))
 
     def short(self) -> str:
         return (

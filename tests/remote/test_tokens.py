@@ -184,13 +184,6 @@ def test_the_rule_of_a_class_keeps_its_own_tolerance():
 # ---- bad input, beside an innocent request ---------------------------------------------------------------------------
 
 
-class Dear:
-    """Announces more than there is."""
-
-    def __array__(self, *_, **__):
-        raise MemoryError("a lot")
-
-
 def refused(model, name):
     """(what is sent, what becomes of it): at the call or from the stream, but before any item."""
     broad = np.broadcast_to(np.float32(0), (10**9, 4))

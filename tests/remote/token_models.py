@@ -137,16 +137,6 @@ class Misfit:
         return tokens[:, -1]
 
 
-class Slow:
-    """Feed-forward."""
-
-    feedforward = True
-
-    def forward(self, x):
-        time.sleep(0.1)
-        return x
-
-
 class Walks:
     """A random walk: seeds and inputs of requests cross the pipe."""
 

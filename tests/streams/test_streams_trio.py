@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.lowlevel
 
-from hibachi import LLM, FeedforwardBatchInference, ModelError, SamplingParams
+from hibachi import LLM, FeedforwardBatchInference, SamplingParams
 from hibachi.engine.streams.channel import Wakeups, in_trio, loop_future
 from hibachi.engine.streams.merge import await_any
 from hibachi.request import Finish
@@ -22,12 +22,6 @@ from ..lib.inside import thread
 def read(stream):
     """All its items, in a trio run of their own."""
     return trio.run(stream.acollect)
-
-
-def boom():
-    error = ModelError("boom")
-    error.__cause__ = RuntimeError("below")
-    return error
 
 
 async def trio_until(condition):
