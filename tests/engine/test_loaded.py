@@ -1,5 +1,7 @@
 """`load_model(x)` goes into the engine as it is; so does a class of one's own that says which ids end a text."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from hibachi import (
 from hibachi.cli.main import main
 
 from ..lib.inside import built
-from .models import ints
+from .models import PATIENCE, ints
 
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -218,8 +220,11 @@ class Frames:
     token, stop_token, padding_token, max_model_len = np.zeros(2, np.int16), (5, 5), (0, 0), 64
     rows = 0
 
+    def __init__(self, begin=None):
+        self.begin = begin
+
     def forward(self, tokens, lengths):
-        assert tokens.dtype == np.int16
+        assert tokens.dtype == np.int16 and (self.begin is None or self.begin.wait(PATIENCE))
         self.rows = max(self.rows, len(tokens))
         return tokens[:, -1] + 1
 
@@ -236,8 +241,9 @@ class Greedy(Count):
 
 
 def test_what_a_class_says_of_its_requests_holds_and_what_the_caller_says_goes_before(serve):
-    engine = serve(Frames(), max_num_seqs=4)
+    engine = serve(Frames(begin := threading.Event()), max_num_seqs=4)
     streams = [engine.run(np.full((n, 2), n)) for n in (1, 2, 3)]
+    begin.set()
     assert [[int(frame[0]) for frame in stream] for stream in streams] == [[2, 3, 4, 5], [3, 4, 5], [4, 5]]
     assert engine.model.rows > 1 and engine.facts.token == ((2,), "int16")
     assert len(serve(Frames(), stop_token=[4, 4]).run([[1, 1]]).collect()) == 3

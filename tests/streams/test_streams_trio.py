@@ -291,7 +291,7 @@ async def main():
 assert [int(t) for t in asyncio.run(main())] == [2, 3, 4]
 assert not {m for m in sys.modules if m.split(".")[0] in ("trio", "sniffio", "anyio")}
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=PATIENCE)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=3 * PATIENCE)
 
 
 # ---- engines -----------------------------------------------------------------------------------------------------
