@@ -28,7 +28,7 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import ModelRows
 from hibachi.engine.runners.sampler import Drawn, RowSampler
-from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind
+from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind, within
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
@@ -236,9 +236,8 @@ class _Probe:
             for part in [part for part in outcome.parts if len(part.idx)]:
                 assert part.tokens is not None
                 got = np.ones(len(part.idx), np.int64) if part.counts is None else part.counts
-                rows, within = np.repeat(part.idx, got), np.arange(len(part.tokens))
-                within -= np.repeat(np.cumsum(got) - got, got)
-                runner.written(plan.rows[rows], plan.end[rows] + within, part.tokens)
+                rows = np.repeat(part.idx, got)
+                runner.written(plan.rows[rows], plan.end[rows] + within(got), part.tokens)
                 counts[part.idx] = got
             scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool), counts[plan.emit])
             yield self._batches

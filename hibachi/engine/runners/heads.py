@@ -20,7 +20,7 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
 from hibachi.engine.runners.sampler import RowSampler
-from hibachi.engine.runners.tokentable import TokenTable
+from hibachi.engine.runners.tokentable import TokenTable, within
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.engine.speculation.proposals import Along, OneCall, Outs
 from hibachi.errors import HibachiError, NonFiniteOutput
@@ -129,7 +129,7 @@ class Sampled:
         samples = ends[emit] - 1
         row = np.repeat(np.arange(len(idx)), score)
         places = np.delete(np.arange(ends[-1]), samples)
-        position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
+        position = start[row] + within(score) + 1
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
         tokens[places] = self.table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]

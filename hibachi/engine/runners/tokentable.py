@@ -60,6 +60,11 @@ class TokenHistory:
             at += len(piece)
 
 
+def within(counts: Any) -> Any:
+    """0 to counts[i] - 1 for each row i, one row after another: which of its row's tokens each is."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 class TokenKind(NamedTuple):
     """Shape and dtype of the tokens of a request. Requests of different kinds never share a call."""
 

@@ -21,7 +21,7 @@ from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.runner import Part, drawn_part, jobs_of
 from hibachi.engine.runners.sampler import Drawn, RowSampler
-from hibachi.engine.runners.tokentable import TokenTable
+from hibachi.engine.runners.tokentable import TokenTable, within
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.errors import HibachiError
 
@@ -65,8 +65,7 @@ class Ahead:
             return ProposedPiece(n, emit & (stop == known))
         draft, last = np.clip(stop - np.maximum(known, at), 0, n), emit & (stop >= known)
         first = self._first[mine] + np.maximum(at - known, 0)
-        within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)
-        return ProposedPiece(n - draft, last, draft, self._proposals[np.repeat(first, draft) + within])
+        return ProposedPiece(n - draft, last, draft, self._proposals[np.repeat(first, draft) + within(draft)])
 
     def whole(self, start: Any) -> ProposedPiece:
         """All that the rows compute, from there on, [B]."""
@@ -98,8 +97,7 @@ class Ahead:
         rows, kept = rows[at], kept[at].astype(np.int32)
         known = np.minimum(self._known[rows], kept)
         draft = kept - known
-        within = np.arange(draft.sum()) - np.repeat(np.cumsum(draft) - draft, draft)
-        tokens = self._proposals[np.repeat(self._first[rows], draft) + within]
+        tokens = self._proposals[np.repeat(self._first[rows], draft) + within(draft)]
         return Again(rows, Ahead(known, np.zeros(len(rows), bool), draft, tokens))
 
     def outputs(self, mine: Any, piece: ProposedPiece) -> Any:
@@ -123,8 +121,7 @@ class Outs:
         """The outputs of a call, [m, vocab]: so many for each of the rows `mine`, one row's after another's, and
         padding. A row's outputs come in their order.
         """
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.put(out, np.repeat(self._first[mine] + self._done[mine], counts) + within)
+        self.put(out, np.repeat(self._first[mine] + self._done[mine], counts) + within(counts))
         self._done[mine] += counts
 
     def put(self, out: Array, places: Any) -> None:
@@ -193,9 +190,10 @@ def proposed(plan: StepPlan, idx: Any, start: Any, end: Any) -> HostArray:
 
 def place(table: TokenTable, plan: StepPlan, idx: Any, counts: Any) -> None:
     """Write the first proposals of the rows idx into the table, behind what is known: so many of each, [n]."""
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     row = np.repeat(idx, counts)
-    table.write_ahead(plan.rows[row], plan.end[row] + within, proposed(plan, idx, np.zeros_like(counts), counts))
+    table.write_ahead(
+        plan.rows[row], plan.end[row] + within(counts), proposed(plan, idx, np.zeros_like(counts), counts)
+    )
 
 
 def ahead_of(sampler: RowSampler | FrameSampler, table: TokenTable, plan: StepPlan, idx: Any) -> Ahead:

@@ -302,8 +302,10 @@ class Subject:
             return [[Span(row, 0, 0)]]
         return [[Span(row, 0, n)], *([Span(row, n + i, n + i + 1)] for i in range(STEPS))]
 
-    def alone(self, row: str = "a", n: int | None = None, *, session: Any = None, **how: Any) -> Outputs:
-        session = session or self.driver.fresh()
+    def alone(self, row: str = "a", n: int | None = None, **how: Any) -> Outputs:
+        return self.alone_in(self.driver.fresh(), row, n, **how)
+
+    def alone_in(self, session: Any, row: str = "a", n: int | None = None, **how: Any) -> Outputs:
         out: Outputs = {}
         for call in self.prompt(row, self.main if n is None else n):
             out |= session.call(call, **how)

@@ -190,7 +190,7 @@ def slots(s: Subject) -> Iterator[Variant]:
     def own(scattered: bool) -> Outputs:
         session = s.driver.fresh(scattered=scattered)
         empty = session.written()
-        out = s.alone(session=session)
+        out = s.alone_in(session)
         own = set(session.slots("a", s.main + STEPS).tolist())
         for name, now in session.written().items():
             changed = (now != empty[name]).any(axis=1).nonzero()[0].tolist()
@@ -203,7 +203,7 @@ def slots(s: Subject) -> Iterator[Variant]:
 
 
 def laid_out(s: Subject, **layout: Any) -> Outputs:
-    return s.alone(session=s.driver.fresh(**layout))
+    return s.alone_in(s.driver.fresh(**layout))
 
 
 def persistent(s: Subject) -> Iterator[Variant]:
@@ -219,8 +219,8 @@ def used(s: Subject) -> Iterator[Variant]:
     def second() -> Outputs:
         session = s.driver.fresh()
         session.place = {s.names[1]: 0, "a": 0}
-        s.alone(s.names[1], s.long, session=session)
-        return s.alone(session=session)
+        s.alone_in(session, s.names[1], s.long)
+        return s.alone_in(session)
 
     yield "where a longer request has been", second
 
@@ -230,8 +230,8 @@ def prefix(s: Subject) -> Iterator[Variant]:
 
     def found() -> Outputs:
         session = s.driver.fresh()
-        s.alone("a#1", session=session)
-        s.alone(s.names[1], session=session)  # where it is that "a" comes, so that nothing of "a" is there
+        s.alone_in(session, "a#1")
+        s.alone_in(session, s.names[1])  # where it is that "a" comes, so that nothing of "a" is there
         session.place["a"] = session.place[s.names[1]]
         session.table[session.place["a"], :shared] = session.table[session.place["a#1"], :shared]
         out: Outputs = session.call([Span("a", shared * BLOCK, s.main)])
