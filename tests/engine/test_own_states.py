@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from hibachi import AutoregressiveBatchInference, OwnCache, SamplingParams
+
+from .models import PATIENCE
 
 PROMPTS = [[(5 * i + n) % 47 + 3 for i in range(n)] for n in (3, 8, 20, 8, 11, 4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -63,8 +67,15 @@ def test_rows_of_any_length_share_a_call_where_that_is_right(make):
 
 @pytest.mark.parametrize("make, warned", [(CountsOfFirst, 1), (Sums, 0)])
 def test_calls_of_one_row_are_warned_of_once_where_lengths_are_others(make, warned, caplog):
-    with AutoregressiveBatchInference(make(), backend="numpy", max_model_len=256) as engine:
+    model, both = make(), threading.Event()
+    both.set()
+    inner = model.step
+    model.step = lambda tokens, past: inner(tokens, past) if both.wait(PATIENCE) else None
+    with AutoregressiveBatchInference(model, backend="numpy", max_model_len=256) as engine:
+        both.clear()  # however long the second one takes to come
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-        for stream in [engine.run(PROMPTS[2][:n], params) for n in (3, 8)]:
+        streams = [engine.run(PROMPTS[2][:n], params) for n in (3, 8)]
+        both.set()
+        for stream in streams:
             stream.collect()
     assert caplog.text.count("CountsOfFirst.step: most calls have one row, as rows of one length only") == warned
