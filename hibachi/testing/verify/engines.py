@@ -97,19 +97,12 @@ class Engines:
         """The stream of n new tokens (None means `self.n`); for a feed-forward model an Item."""
         if not self.kind.has_tokens:
             return engine.run(prompt)
-        n = n or self.n
-        if not self.declared and self.vocab is None:
-            return engine.run(prompt, max_tokens=n)
-        how: dict[str, Any] = {
-            "inputs": {name: example(one, n=len(prompt) + n) for name, one in self.declared.inputs.items()}
-        }
-        if self.vocab is None:
-            params = SamplingParams(seed=zlib.crc32(prompt.tobytes()), max_tokens=n) if self.declared.seeded else None
-            return engine.run(prompt, params, max_tokens=n, **how)
-        logprobs = min(CANDIDATES, self.vocab)
-        seed = zlib.crc32(prompt.tobytes())  # of what a model draws itself besides
-        params = SamplingParams(temperature=0, max_tokens=n, logprobs=logprobs, seed=seed, ignore_eos=True)
-        return engine.run(prompt, params, **how)  # all n tokens, also where one of them ends the model's texts
+        n, seed = n or self.n, zlib.crc32(prompt.tobytes())  # the seed: of what a model draws itself besides
+        inputs = {name: example(one, n=len(prompt) + n) for name, one in self.declared.inputs.items()}
+        params = SamplingParams(seed=seed) if self.declared.seeded else None
+        if self.vocab is not None:  # all n tokens, also where one of them ends the model's texts
+            params = SamplingParams(temperature=0, logprobs=min(CANDIDATES, self.vocab), seed=seed, ignore_eos=True)
+        return engine.run(prompt, params, max_tokens=n, inputs=inputs or None)
 
     def read(self, stream: Any) -> Answer:
         items: list[Any] = []
