@@ -41,17 +41,17 @@ def how(n, library, *, u, **params):
     return How(*map(library.put, arrays), library.put(np.broadcast_to(np.asarray(u, np.float32), n).copy()))
 
 
-def draw(logits, *, u, filtered=True, typical=True, library=NUMPY, **params):
+def draw(logits, *, u, filtered=True, library=NUMPY, **params):
     """`sample` on host arrays."""
     logits = np.asarray(logits, np.float32)
-    run = compiled(library, sample, filtered=filtered, typical=typical)
+    run = compiled(library, sample, filtered=filtered)
     return library.get(run(library.put(logits), how(len(logits), library, u=u, **params)))
 
 
-def draw_near(logits, k, *, u, mass=False, typical=False, library=NUMPY, **params):
+def draw_near(logits, k, *, u, mass=False, library=NUMPY, **params):
     """`sample_near` on host arrays: tokens, and which of them are right."""
     logits = np.asarray(logits, np.float32)
-    run = compiled(library, sample_near, k=k, mass=mass, typical=typical)
+    run = compiled(library, sample_near, k=k, mass=mass)
     ids, inside = run(library.put(logits), how(len(logits), library, u=u, **params))
     return library.get(ids), library.get(inside)
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from hibachi.engine.sampling.draw import greedy, row_finite, sample
 from hibachi.engine.sampling.uniforms import uniforms
+from hibachi.request import DRAWN, SamplingParams
 
+from ..lib.filters import DEFAULTS, TRIED, nudged
 from .libraries import INF, LIBRARIES, compiled, draw, draw_near, every_library, how
 from .reference import distribution
 
@@ -19,8 +21,8 @@ def spread(n, seed=11):
 def agrees(token, u, logits, **params):
     """Is `token` where the definition's distribution function passes u? Either is right where rounding decides."""
     for off in (0, -2e-6, 2e-6):
-        shares = {k: params[k] * (1 + off) for k in params.keys() & {"top_p", "min_p", "typical_p"}}
-        p = distribution(logits, **{**params, **shares})
+        near = nudged(SamplingParams(**params), off)
+        p = distribution(logits, **{name: getattr(near, name) for name in DRAWN})
         before = sum(p[:token])
         if p[token] > 0 and before - 1e-5 < u < before + p[token] + 1e-5:
             return True
@@ -38,11 +40,7 @@ rows_of_logits = st.lists(st.sampled_from([-INF, -4.0, -1.0, 0.0, 0.25, 0.5, 3.0
 @settings(max_examples=300, deadline=None)
 @given(
     row=rows_of_logits,
-    temperature=st.sampled_from([0, 0.3, 1.0, 4.0]),
-    top_k=st.integers(-1, 13),
-    top_p=st.sampled_from([1e-6, 0.1, 0.37, 0.5, 0.83, 0.99, 1.0]),
-    min_p=st.sampled_from([0, 1e-3, 0.04, 0.33, 0.7, 1.0]),
-    typical_p=st.sampled_from([1e-6, 0.2, 0.47, 0.9, 1.0]),
+    **{name: st.sampled_from([*TRIED[name].right, *TRIED[name].some]) for name in DRAWN},
     u=st.integers(0, 2**23 - 1).map(lambda i: (i + 0.5) / 2**23),
     k=st.integers(1, 12),
 )
@@ -50,7 +48,7 @@ def test_filters_keep_what_the_definition_keeps(row, u, k, **params):
     [token] = draw([row], u=u, **params)
     assert agrees(token, u, row, **params)
     if params["temperature"] > 0:
-        [near], [inside] = draw_near([row], min(k, len(row)), u=u, typical=True, **params)
+        [near], [inside] = draw_near([row], min(k, len(row)), u=u, **params)
         if inside and (k >= len(row) or params["top_k"] > 0 or params["min_p"] > 0):
             assert agrees(near, u, row, **params)
 
@@ -60,16 +58,11 @@ def test_filters_keep_the_same_on_every_library(library):
     rng = np.random.default_rng(3)
     n = 150
     rows = rng.normal(0, 2, (n, 30)).astype(np.float32)
-    params = dict(
-        temperature=rng.choice([0.5, 1.0, 2.0], n),
-        top_k=rng.integers(0, 32, n),
-        top_p=rng.choice([0.3, 0.9, 1.0], n),
-        min_p=rng.choice([0.0, 0.02, 0.4], n),
-        typical_p=rng.choice([0.4, 0.95, 1.0], n),
-    )
+    params = {name: rng.choice([DEFAULTS[name], *TRIED[name].some], n) for name in DRAWN}
+    params["temperature"] = rng.choice([0.5, 1.0, 2.0], n)
     u = spread(n)
     drawn = draw(rows, u=u, library=library, **params)
-    near, _ = draw_near(rows, 30, u=u, typical=True, library=library, **params)
+    near, _ = draw_near(rows, 30, u=u, library=library, **params)
     for i in range(n):
         mine = {name: values[i].item() for name, values in params.items()}
         assert agrees(drawn[i], u[i], rows[i], **mine), mine
@@ -84,7 +77,7 @@ def kept(row, **params):
     u = (np.arange(512) + 0.5) / 512
     rows = np.tile(np.asarray(row, np.float32), (512, 1))
     whole = {*draw(rows, u=u, **params).tolist()}
-    near, inside = draw_near(rows, len(row), u=u, typical=True, **params)
+    near, inside = draw_near(rows, len(row), u=u, **params)
     assert inside.all() and {*near.tolist()} == whole
     return whole
 
@@ -174,7 +167,7 @@ def test_candidates_give_what_the_whole_row_gives(name, params):
     right = 0
     whole = draw(rows, u=u, library=LIBRARIES[name], **params)
     for k in (64, 1024):
-        near, inside = draw_near(rows, k, u=u, mass=mass, typical=True, library=LIBRARIES[name], **params)
+        near, inside = draw_near(rows, k, u=u, mass=mass, library=LIBRARIES[name], **params)
         differ = np.flatnonzero((near != whole) & inside)
         for i in differ:  # but for rounding: a neighbour in the distribution function
             p = np.cumsum(distribution(rows[i], **params))

@@ -114,13 +114,13 @@ def sample(backend: ArrayBackend, logits: Array, how: How, *, filtered: bool = T
 
 @_quiet
 def sample_near(
-    backend: ArrayBackend, logits: Array, how: How, k: int, *, mass: bool = False, typical: bool = False
+    backend: ArrayBackend, logits: Array, how: How, k: int, *, mass: bool = False, typical: bool = True
 ) -> tuple[Array, Array]:
     """`sample` from the k most likely tokens of each row, without a sort of the row: int32 [n], and bool [n].
 
     The second result says which rows are right: those whose filters keep only tokens among these k. For the others,
     call again with a larger k, or `sample`. Temperatures must be > 0. mass: for rows that have top_p, and neither top_k
-    nor min_p in front of it: their share is one of the whole row.
+    nor min_p in front of it: their share is one of the whole row. typical: as in `sample`.
     """
     xp = backend.xp
     values, ids = top_of_row(backend, logits, k)
