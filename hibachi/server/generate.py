@@ -18,7 +18,7 @@ from hibachi.engine.runners.stops import as_token
 from hibachi.engine.runners.tokentable import IDS
 from hibachi.engine.streams.merge import await_any
 from hibachi.engine.streams.stream import ItemStream
-from hibachi.errors import HibachiError, InvalidRequest, ModelError, NonFiniteOutput, PromptTooLong
+from hibachi.errors import HibachiError, InvalidRequest, ModelError, NonFiniteOutput
 from hibachi.llm.dialects.errors import Refused, as_refused, body_of
 from hibachi.llm.dialects.forms import said_by
 from hibachi.llm.dialects.openai import answers
@@ -62,6 +62,7 @@ from hibachi.server.openapi import BINARY, Error
 from hibachi.server.record import Generated, Record
 from hibachi.server.routes import About, Route, example_array
 from hibachi.server.served import Served
+from hibachi.server.streaming import send_parts
 from hibachi.server.web.comments import Comments
 from hibachi.server.web.exchange import Exchange
 
@@ -124,10 +125,10 @@ async def generate(served: Served, x: Exchange) -> None:
             served.submit_tokens(request) as stream,
         ):
             record.text, record.stream = Generated(stream), said.stream
-            answer = _TokenAnswer(served, x, writer, ids, stream, record)
+            streams = STREAMS[form] if said.stream and form is not None else None
+            answer = _TokenAnswer(served, x, writer, ids, stream, record, streams)
             try:
-                streamed = said.stream and form is not None
-                work = answer.stream(STREAMS[str(form)]) if streamed else answer.whole(accept, form)
+                work = answer.whole(accept, form) if streams is None else answer.stream()
                 await x.while_here(work, stream.close)
             except (ModelError, NonFiniteOutput) as e:
                 if x.begun or prompt.dtype.kind != "f" or np.isfinite(prompt).all():
@@ -158,7 +159,7 @@ def _checked(request: Request, said: Parameters, facts: Facts) -> tuple[int, tup
 
 
 class _TokenAnswer:
-    """The answer to a request. ids: that end it."""
+    """The answer to a request. ids: that end it. form: of a stream; None means it is whole."""
 
     def __init__(
         self,
@@ -168,46 +169,43 @@ class _TokenAnswer:
         ids: tuple[int, ...],
         stream: ItemStream[Any],
         record: Record,
+        form: TokenFormat | None,
     ) -> None:
         self._served, self._x, self._writer, self._ids = served, x, writer, ids
-        self._stream, self._record = stream, record
+        self._stream, self._record, self._form = stream, record, form
+        self._opened, self._left = False, b""  # its first event is made; events that were not sent
         self._host = served.what.host if isinstance(served.what, Tokens) else to_host
         self._loop = asyncio.get_running_loop()
         self._looked = 0.0  # for tokens, by the loop's clock
         self._came = 0
-        self._over = False
+        self.over = False
 
-    async def stream(self, form: TokenFormat) -> None:
+    async def stream(self) -> None:
         """Send events; each has all tokens that have come since the last."""
-        x, writer = self._x, self._writer
-        comments = Comments(x, form.kind, form.comment)
-        opened, events = False, b""
-        try:
-            while not self._over:
-                tokens = await self._some()
-                await comments.settled()
-                if not opened:
-                    if not x.begun:
-                        await x.begin(200, form.kind)
-                    opened, events = True, form.event(writer.opening(form))
-                if len(tokens):
-                    write = partial(self._event, tokens, form, self._scores(len(tokens)))
-                    slow = tokens.nbytes >= ASIDE and writer.lists(form)
-                    events += await self._served.arrays.aside(write, x.tenant) if slow else write()
-                if self._over:
-                    events += form.event(self._end())
-                sent, events = events, b""
-                await x.write(sent, more=not self._over)
-        except HibachiError as e:
-            await comments.settled()
-            if not x.begun:  # then it has a status of its own
-                raise
-            self._record.failed(e)
-            told = as_refused(_of_prompt(e) if isinstance(e, InvalidRequest) else e)
-            x.blame(told, e)
-            await x.write(events + form.event(body_of(told)), more=False)
-        finally:
-            comments.stop()
+        assert self._form is not None
+        await send_parts(
+            self._x, self._record, Comments(self._x, self._form.kind, self._form.comment), self, _of_prompt
+        )
+
+    async def next(self) -> bytes:
+        """All tokens that have come since the last part."""
+        form, writer = self._form, self._writer
+        assert form is not None
+        tokens = await self._some()
+        if not self._opened:
+            self._opened, self._left = True, form.event(writer.opening(form))
+        if len(tokens):
+            write = partial(self._event, tokens, form, self._scores(len(tokens)))
+            slow = tokens.nbytes >= ASIDE and writer.lists(form)
+            self._left += await self._served.arrays.aside(write, self._x.tenant) if slow else write()
+        if self.over:
+            self._left += form.event(self._end())
+        sent, self._left = self._left, b""
+        return sent
+
+    async def failed(self, refused: Refused) -> bytes:
+        assert self._form is not None
+        return self._left + self._form.event(body_of(refused))
 
     def _event(self, tokens: HostArray, form: TokenFormat, scores: Scores | None) -> bytes:
         return form.event(self._writer.came(tokens, form, scores))
@@ -239,7 +237,7 @@ class _TokenAnswer:
     async def _tokens(self) -> tuple[HostArray, int]:
         """All tokens [n, *token], and their bytes."""
         parts, size = list[HostArray](), 0
-        while not self._over:
+        while not self.over:
             tokens = await self._some()
             parts.append(tokens)
             size += tokens.nbytes
@@ -282,7 +280,7 @@ class _TokenAnswer:
         items = stream.come()
         if over and (not items or stream.error is None):
             stream.check()
-            self._over = True
+            self.over = True
         if not items:
             return self._writer.none()
         self._record.got(len(items))
@@ -319,10 +317,10 @@ def _joined(items: list[Any], host: Any) -> HostArray:
     return np.concatenate(tokens).reshape(len(tokens), *tokens[0].shape)
 
 
-def _of_prompt(error: InvalidRequest) -> Refused:
+def _of_prompt(error: HibachiError) -> Refused:
     """Name the faulty field where the engine refuses a request: the one that the error is about, else the prompt."""
     refused = as_refused(error)
-    if not isinstance(error, PromptTooLong):
+    if isinstance(error, InvalidRequest):
         field = (error.path or ("prompt",))[:1]
         refused.path = field if field[0] in Parameters.__struct_fields__ else ("prompt",)
         refused.code = refused.code or "invalid_value"

@@ -49,28 +49,20 @@ MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context hold
 
 async def models(served: Served, x: Exchange) -> None:
     """The names that are served; in Anthropic's form for clients that send its version."""
-    if x.dialect is ANTHROPIC:
-        await x.json(anthropic.models([_as_anthropic(served, name) for name in served.names]))
-        return
-    await x.json(answers.models(served.names, *_about(served)))
+    found: Any = [_about(served, x, name) for name in served.names]
+    await x.json((anthropic if x.dialect is ANTHROPIC else answers).models(found))
 
 
 async def model(served: Served, x: Exchange) -> None:
     """One of the names that are served, likewise."""
-    name = served.named(x.params["model"])
+    await x.json(_about(served, x, served.named(x.params["model"])))
+
+
+def _about(served: Served, x: Exchange, name: str) -> answers.Model | anthropic.AnthropicModel:
     if x.dialect is ANTHROPIC:
-        await x.json(_as_anthropic(served, name))
-        return
-    await x.json(answers.model(name, *_about(served)))
-
-
-def _about(served: Served) -> tuple[int, int, str, str | None, str | None]:
+        return anthropic.model(name, served.created, served.max_model_len)
     keeps = served.responses.tag if served.responses.keeps else None
-    return served.created, served.max_model_len, served.settings.model, served.numerics, keeps
-
-
-def _as_anthropic(served: Served, name: str) -> anthropic.AnthropicModel:
-    return anthropic.model(name, served.created, served.max_model_len)
+    return answers.model(name, served.created, served.max_model_len, served.settings.model, served.numerics, keeps)
 
 
 async def embeddings(served: Served, x: Exchange) -> None:

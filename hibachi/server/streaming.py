@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hibachi.errors import HibachiError
-from hibachi.llm.dialects.errors import as_refused
+from hibachi.llm.dialects.errors import Refused, as_refused
 from hibachi.llm.dialects.forms import said_by
 from hibachi.llm.dialects.handler import TextDialect
 from hibachi.llm.dialects.openai.answers import encode
@@ -17,7 +17,7 @@ from hibachi.llm.textstream import TextChoice, TextStream
 from hibachi.server.record import Record
 from hibachi.server.served import Served
 from hibachi.server.web.comments import Comments
-from hibachi.server.web.exchange import JSON, SSE, Exchange
+from hibachi.server.web.exchange import JSON, Exchange
 
 Headers = Callable[[Record], dict[str, str]]
 LONG = 1 << 12  # tokens and log-probabilities of an answer, of which others wait for a few milliseconds
@@ -67,11 +67,11 @@ async def answer_text(
         text = _one(writer.streams, asked.params.n)
         record.text, record.stream = text, asked.stream
         try:
-            work = (
-                _stream(served, x, writer, text, record, headers)
-                if asked.stream
-                else _whole(served, x, writer, text, record, headers)
-            )
+            if asked.stream:
+                comments = Comments(x, comment=writer.waiting, more=headers and headers(record))
+                work = send_parts(x, record, comments, TextParts(served, x, writer, text, record))
+            else:
+                work = _whole(served, x, writer, text, record, headers)
             await x.while_here(work, text.close)
         finally:
             text.close()
@@ -116,47 +116,81 @@ def _new(writer: AnswerWriter) -> int:
     return new * (1 + (writer.asked.params.logprobs or 0))
 
 
-async def _stream(
-    served: Served, x: Exchange, writer: AnswerWriter, text: TextStream, record: Record, headers: Headers | None
+class Parts(Protocol):
+    """The parts of a stream, as they come. over: `next` has given the last one."""
+
+    over: bool
+
+    async def next(self) -> bytes: ...
+
+    async def failed(self, refused: Refused) -> bytes:
+        """What had come and was not sent, and an error at its end."""
+        ...
+
+
+async def send_parts(
+    x: Exchange,
+    record: Record,
+    comments: Comments,
+    parts: Parts,
+    refuse: Callable[[HibachiError], Refused] = as_refused,
 ) -> None:
-    more = None if headers is None else headers(record)
-    comments, dialect = Comments(x, comment=writer.waiting, more=more), writer.dialect
-    first: bytes | None = None  # events before all text, until they are sent; None means nothing has come
-    chunks: list[Any] = []
-    open_ = {c.index: c for c in text.choices}
+    """Send a stream. An error before its first part is raised, as it has a status of its own."""
     try:
-        while True:
-            pieces = await text.come(each=writer.each)
-            record.came(pieces)
-            await comments.settled()
-            if first is None:
-                if not x.begun:
-                    await x.begin(200, SSE, more)
-                first = await _opening(served, x, writer)
-            chunks += [writer.piece(p) for p in pieces]
-            ends = [writer.end(c) for c in _over(open_)]
-            chunks += ends
-            if not pieces:
-                break
-            size = _again(x, writer) if ends and writer.repeats else 0
-            await x.write(first + await _made(served, size, partial(_events, writer, chunks)))
-            first, chunks = b"", []
-        chunks += [writer.end(c) for c in open_.values()]
-        if writer.asked.usage:
-            chunks.append(writer.last())
+        while not parts.over:
+            data = await parts.next()
+            await comments.ready()
+            await x.write(data, more=not parts.over)
     except HibachiError as e:
         await comments.settled()
-        if not x.begun:  # then it has a status of its own
+        if not x.begun:
             raise
         record.failed(e)
-        refused = as_refused(e)
+        refused = refuse(e)
         x.blame(refused, e)
-        chunks.append(writer.failed(refused, x.id))  # with what came before it and was not sent
+        await x.write(await parts.failed(refused), more=False)
     finally:
         comments.stop()
-    size = _again(x, writer) if chunks and writer.repeats else 0
-    events = await _made(served, size, partial(_events, writer, chunks))
-    await x.write((first or b"") + events + dialect.end, more=False)
+
+
+class TextParts:
+    """Of a text. first: events before all of it, until they are sent; None means nothing has come."""
+
+    def __init__(self, served: Served, x: Exchange, writer: AnswerWriter, text: TextStream, record: Record) -> None:
+        self._served, self._x, self._writer, self._text, self._record = served, x, writer, text, record
+        self._first: bytes | None = None
+        self._chunks: list[Any] = []
+        self._open = {c.index: c for c in text.choices}
+        self.over = False
+
+    async def next(self) -> bytes:
+        writer, chunks = self._writer, self._chunks
+        pieces = await self._text.come(each=writer.each)
+        self._record.came(pieces)
+        if self._first is None:
+            self._first = await _opening(self._served, self._x, writer)
+        chunks += [writer.piece(p) for p in pieces]
+        ends = [writer.end(c) for c in _over(self._open)]
+        chunks += ends
+        if not pieces:
+            chunks += [writer.end(c) for c in self._open.values()]
+            if writer.asked.usage:
+                chunks.append(writer.last())
+            ends, self.over = chunks, True
+        return await self._sent(bool(ends))
+
+    async def failed(self, refused: Refused) -> bytes:
+        self._chunks.append(self._writer.failed(refused, self._x.id))  # with what came before it
+        self.over = True
+        return await self._sent(True)
+
+    async def _sent(self, ends: bool) -> bytes:
+        """All that is to be sent. ends: some of it is the end of a text."""
+        writer, chunks, first = self._writer, self._chunks, self._first or b""
+        self._chunks, self._first = [], b""
+        size = _again(self._x, writer) if ends and writer.repeats else 0
+        events = await _made(self._served, size, partial(_events, writer, chunks))
+        return first + events + (writer.dialect.end if self.over else b"")
 
 
 async def _opening(served: Served, x: Exchange, writer: AnswerWriter) -> bytes:

@@ -323,7 +323,7 @@ def test_models():
     }
     assert model("tiny", 1700000000, 512, "path/to/tiny") == one
     assert model("tiny", 1700000000, 512, "path/to/tiny", "cpu-1 float32") == one | {"numerics": "cpu-1 float32"}
-    assert models(["tiny", "other"], 1700000000, None, "path/to/tiny") == {
+    assert models([model(name, 1700000000, None, "path/to/tiny") for name in ("tiny", "other")]) == {
         "object": "list",
         "data": [one | {"max_model_len": None}, one | {"id": "other", "max_model_len": None}],
     }
@@ -391,7 +391,7 @@ def test_answers_are_as_openai_describes_them(described, words):
         spoke = [ChatChoice(0, ChatMessage("assistant", "He"), None, "stop", None, stop)]
         described("CreateChatCompletionResponse", ChatAnswer("a", "chat.completion", 1, "b", spoke, usage(5, 2)))
     described("CompletionUsage", usage(5, 2, 1))
-    described("ListModelsResponse", models(["tiny"], 1, 512, "tiny"))
+    described("ListModelsResponse", models([model("tiny", 1, 512, "tiny")]))
     described("Model", model("tiny", 1, None, "tiny"))
     vector = [np.ones(3, np.float32)]
     described("CreateEmbeddingResponse", embeddings(vector, "tiny", 9, packed=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -112,6 +112,18 @@ Grammar: TypeAlias = JsonObjectFormat | JsonSchemaFormat | JsonFormat | RegexFor
 Format: TypeAlias = TextFormat | Grammar
 
 
+def check_served(body: Any, refused: Mapping[str, str], defaults: Mapping[str, tuple[Any, str]]) -> None:
+    """Raises Refused for fields that are known and not served. refused: may only be null, and why. defaults: may only
+    have this value or null, and why.
+    """
+    for name, why in refused.items():
+        if getattr(body, name.rpartition(".")[2], UNSET) not in (UNSET, None):
+            raise unsupported(name, why)
+    for name, (default, why) in defaults.items():
+        if getattr(body, name.rpartition(".")[2], None) not in (None, default):
+            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
+
+
 def form_of(body: Any) -> tuple[str, StructuredOutputs] | None:
     """The field of a completion's or a chat's body that says a form, and the form. None means any text. Raises Refused,
     also where two fields say one.
@@ -160,12 +172,7 @@ def of_format(given: Format, field: str) -> tuple[str, Fields] | None:
 
 def of_structured(given: Structured) -> Fields:
     """The fields that were sent. Raises Refused."""
-    for name, why in REFUSED.items():
-        if getattr(given, name.rpartition(".")[2]) not in (UNSET, None):
-            raise unsupported(name, why)
-    for name, (default, why) in DEFAULTS.items():
-        if getattr(given, name.rpartition(".")[2]) not in (None, default):
-            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
+    check_served(given, REFUSED, DEFAULTS)
     return {name: value for name in _SAME if (value := getattr(given, name)) is not None}
 
 

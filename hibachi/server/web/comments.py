@@ -13,7 +13,7 @@ COMMENT = b": waiting\n\n"  # which readers of server-sent events pass over (WHA
 class Comments:
     """Sends a comment whenever nothing was sent for `every` seconds; the first begins the answer, with status 200.
 
-    more: headers of that answer. Code that writes an event awaits `settled` first, and calls `stop` at the end.
+    more: headers of that answer. Code that writes an event awaits `ready` first, and calls `stop` at the end.
     """
 
     def __init__(
@@ -51,6 +51,12 @@ class Comments:
         if self._saying is not None:
             saying, self._saying = self._saying, None
             await saying
+
+    async def ready(self) -> None:
+        """No comment is being sent, and the answer has begun."""
+        await self.settled()
+        if not self._x.begun:
+            await self._x.begin(200, self._kind, self._more)
 
     def stop(self) -> None:
         self._timer.cancel()

@@ -338,15 +338,8 @@ class Embeddings(TypedDict):
     usage: VectorsUsage
 
 
-def models(
-    names: Sequence[str],
-    created: int,
-    max_model_len: int | None,
-    root: str,
-    numerics: str | None = None,
-    server: str | None = None,
-) -> Models:
-    return {"object": "list", "data": [model(name, created, max_model_len, root, numerics, server) for name in names]}
+def models(found: Sequence[Model]) -> Models:
+    return {"object": "list", "data": list(found)}
 
 
 def model(

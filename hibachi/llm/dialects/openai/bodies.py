@@ -23,18 +23,6 @@ from hibachi.request import SamplingParams
 
 T = TypeVar("T")
 Anything = Any | UnsetType
-IGNORED = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "session_id",
-)
-"""Fields of OpenAI's and vLLM's APIs that may be sent and change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +106,10 @@ class _Ignored(Struct, kw_only=True):
     prompt_cache_retention: Anything = UNSET
     prompt_cache_options: Anything = UNSET
     session_id: Anything = UNSET
+
+
+IGNORED: tuple[str, ...] = _Ignored.__struct_fields__
+"""Fields of OpenAI's and vLLM's APIs that may be sent and change nothing."""
 
 
 class CompletionFields(Sampling, kw_only=True, forbid_unknown_fields=True):

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import UNSET
-from msgspec.json import encode
 
 from hibachi.errors import InvalidRequest, shown
 from hibachi.llm.chatformat.asked import as_shown, toolbox_of
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.dialects.chat import Conversation
 from hibachi.llm.dialects.errors import Refused, refusing, unsupported
-from hibachi.llm.dialects.forms import form_of
+from hibachi.llm.dialects.forms import check_served, form_of
 from hibachi.llm.dialects.openai.bodies import (
     Bounds,
     ChatBody,
@@ -241,7 +240,7 @@ def _asked(
     body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None
 ) -> ParsedRequest:
     """What completions and chats say alike. limit: of new tokens. logprobs: how many beside each token."""
-    _check_served(body)
+    check_served(body, REFUSED, DEFAULTS)
     _check_bounds(body, bounds, logprobs)
     options = body.stream_options
     if options is not None and not body.stream:
@@ -268,16 +267,6 @@ def _asked(
         prediction=None if body.prediction is None else body.prediction.text,
         form=None if form is None else form[0],
     )
-
-
-def _check_served(body: Any) -> None:
-    """Raises Refused for fields that are known and not served."""
-    for name, why in REFUSED.items():
-        if getattr(body, name, UNSET) not in (UNSET, None):
-            raise unsupported(name, why)
-    for name, (default, why) in DEFAULTS.items():
-        if getattr(body, name, None) not in (None, default):
-            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
 
 
 def _check_bounds(body: Any, bounds: Bounds, logprobs: int | None) -> None:

@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from hibachi.errors import FieldPath, PromptTooLong
 from hibachi.llm.dialects.errors import Refused, refusing, unsupported
-from hibachi.llm.dialects.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from hibachi.llm.dialects.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema, check_served
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody
 from hibachi.llm.dialects.openai.conversation import conversation
 from hibachi.llm.dialects.openai.parse import ParsedRequest, check_count
@@ -199,9 +198,7 @@ def _text(content: Any) -> str:
 
 
 def _check(body: ResponsesBody) -> None:
-    for name, why in REFUSED.items():
-        if getattr(body, name) not in (UNSET, None):
-            raise unsupported(name, why)
+    check_served(body, REFUSED, {})
     for name, allowed, why in _ONLY:
         if (value := _at(body, name)) not in allowed:
             raise unsupported(name, why, value)
