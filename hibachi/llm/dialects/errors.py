@@ -99,10 +99,9 @@ class Refused(HibachiError):
     def moved(self, move: Callable[[FieldPath], FieldPath]) -> Refused:
         """The same about a body in which fields stand elsewhere. move: where each does."""
         words = [part if isinstance(part, str) else move(part) for part in self.words]
-        path = None if self.path is None else move(self.path)
-        return Refused(
-            *words, status=self.status, kind=self.kind, param=path, code=self.code, headers=dict(self.headers)
-        )
+        found = Refused(*words, param=None if self.path is None else move(self.path))
+        found.status, found.kind, found.code, found.headers = self.status, self.kind, self.code, dict(self.headers)
+        return found
 
 
 def as_refused(error: BaseException, retry_after: int = 1) -> Refused:

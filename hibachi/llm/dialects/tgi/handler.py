@@ -24,7 +24,7 @@ def generate(
         )
     prompts = model.reading.prompts
     given = generation(body, limits, model.bounds, prompts.context, stream=stream, full_text=root)
-    (prompts.check_text if given.truncate is None else prompts.check_size)(given.inputs)
+    (prompts.check_text if given.said.truncate is None else prompts.check_size)(given.inputs)
     [ids] = yield from model.reading.tokens([given.inputs], True)
     ids = fit(given, ids, limits, model.bounds, prompts.context)
     return GenerateWriter(given, name, words, listed=root), [ids]

@@ -29,21 +29,30 @@ REFUSED = {
 class TgiRequest:
     """A request of TGI's. asked: as for any dialect; how many tokens are new is known once `fit` has been called.
 
-    inputs: the text. truncate: keep so many of its last tokens. wanted: new tokens; None means as many as there is room
-    for.
-    details, prefill, full_text, top: what the answer tells: of its tokens, of those of the prompt, the prompt itself,
-    and how many of the likeliest tokens beside each. seed: what tokens are drawn by; None means they are not.
+    inputs: the text. said: what is said besides. full_text: the answer tells the prompt. seed: what tokens are drawn
+    by; None means they are not.
     """
 
     asked: ParsedRequest
     inputs: str
-    truncate: int | None
-    wanted: int | None
-    details: bool
-    prefill: bool
+    said: Parameters
     full_text: bool
-    top: int
     seed: int | None
+
+    @property
+    def prefill(self) -> bool:
+        """Whether the answer tells of the tokens of the prompt."""
+        return bool(self.said.decoder_input_details)
+
+    @property
+    def details(self) -> bool:
+        """Whether it tells of its tokens."""
+        return bool(self.said.details) or self.prefill
+
+    @property
+    def top(self) -> int:
+        """How many of the likeliest tokens it tells beside each."""
+        return self.said.top_n_tokens or 0
 
 
 def generation(
@@ -74,35 +83,27 @@ def generation(
     most = limits.input(context)
     if p.truncate is not None and not 0 < p.truncate <= most:
         raise _no("truncate", f"must be strictly positive and less than {most}. Given: {shown(p.truncate)}")
-    details = bool(p.details or p.decoder_input_details)
-    params = _params(p, runs, seed, scored=stream or details or runs > 1, top=top)
+    told = bool(p.details or p.decoder_input_details)
+    params = _params(p, runs, seed, scored=stream or told or runs > 1, top=top)
     asked = ParsedRequest(params, Terms(), stream=stream, usage=False, usage_always=False, token_ids=False)
     asked.prompts = [body.inputs]
     if p.grammar is not None and (form := of_format(p.grammar, "grammar")):
         asked.form, asked.params = form[0], params.with_(structured_outputs=made(*form))
-    return TgiRequest(
-        asked,
-        inputs=body.inputs,
-        truncate=p.truncate,
-        wanted=p.max_new_tokens,
-        details=details,
-        prefill=bool(p.decoder_input_details),
-        full_text=full_text if p.return_full_text is None else p.return_full_text,
-        top=top,
-        seed=seed,
-    )
+    full = full_text if p.return_full_text is None else p.return_full_text
+    return TgiRequest(asked, body.inputs, p, full, seed)
 
 
 def fit(given: TgiRequest, ids: list[int], limits: TgiLimits, bounds: Bounds, context: int) -> list[int]:
     """The tokens of the prompt, of which the last are kept if it is to be truncated, and the number of new ones in
     `given`. Raises Refused."""
-    if given.truncate is not None:
-        ids = ids[-given.truncate :]
+    truncate, wanted = given.said.truncate, given.said.max_new_tokens
+    if truncate is not None:
+        ids = ids[-truncate:]
     if not ids:
         raise _no("inputs", "cannot be empty")
     total, n = limits.total(context), len(ids)
     room = max(0, total - n)
-    new = room if given.wanted is None else given.wanted
+    new = room if wanted is None else wanted
     if n + (least := min(new, MOST_CHECKED)) > total:
         raise Refused(
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. Given: {n} `inputs` tokens and {least} "
