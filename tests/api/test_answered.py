@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -35,20 +34,6 @@ def body_of(kind, text, most=400):
 def says(tmp_path_factory):
     with saying(tmp_path_factory.mktemp("says")) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def described():
-    """described(name, data): checks that OpenAI's document of responses describes it by this name."""
-    jsonschema = pytest.importorskip("jsonschema")
-    spec = Path(__file__).parents[1] / "data" / "openai-responses.json"
-    components = json.loads(spec.read_text())["components"]
-
-    def check(name, data):
-        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
-        jsonschema.Draft202012Validator(schema).validate(data)
-
-    return check
 
 
 # ---- what clients make of a stream -----------------------------------------------------------------------------------

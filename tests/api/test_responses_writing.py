@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from hibachi.llm.dialects.responses.writing import ResponsesWriter
 from hibachi.llm.textstream import Choice, Piece
 from hibachi.request import Finish, SamplingParams, Terms
 
-SPEC = Path(__file__).parents[1] / "data" / "openai-responses.json"
 WORDS = TokenTexts(lambda i: b"<%d>" % i, lambda ids: "".join(f"<{i}>" for i in ids))
 CALL = [CallBegun(0, "weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Paris"}'), CallEnded(0)]
 SECOND = [CallBegun(1, "time", "nineletts"), CallArguments(1, "{}"), CallEnded(1)]
@@ -181,20 +179,6 @@ def shown(response):
         named = [item["name"]] if "name" in item else []
         found.append(" ".join([item["type"], item["status"], *named, text_of(item)]))
     return found
-
-
-@pytest.fixture(scope="module")
-def described():
-    """described(name, data): checks that OpenAI's document describes it."""
-    jsonschema = pytest.importorskip("jsonschema")
-    components = json.loads(SPEC.read_text())["components"]
-    kinds = {
-        name: jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components})
-        for name in ("Response", "ResponseStreamEvent")
-    }
-    with pytest.raises(jsonschema.ValidationError):  # it looks
-        kinds["ResponseStreamEvent"].validate({"type": "response.output_text.delta", "delta": "a"})
-    return lambda name, data: kinds[name].validate(data)
 
 
 SUMS = (None, {"summary": "auto"}, {"summary": "detailed"}, {"generate_summary": "concise"})

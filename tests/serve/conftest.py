@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -29,6 +28,8 @@ from hibachi.server.server import surrounded  # noqa: E402
 from hibachi.server.settings import ServeSettings  # noqa: E402
 from hibachi.server.web.cors import Cors, origins_of  # noqa: E402
 from hibachi.server.web.deadlines import Arriving  # noqa: E402
+
+from ..lib.described import description  # noqa: E402
 
 ENGINES = {"own": open_texts, "child": RemoteLLM}
 CHATML = (
@@ -196,12 +197,4 @@ def gated(request: Any, tmp_path: Path) -> Iterator[tuple[Gate, Site]]:
 @pytest.fixture(scope="session")
 def described():
     """described(name, data): checks that OpenAI's document of responses describes it by this name."""
-    jsonschema = pytest.importorskip("jsonschema")
-    spec = Path(__file__).parents[1] / "data" / "openai-responses.json"
-    components = json.loads(spec.read_text())["components"]
-
-    def check(name, data):
-        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
-        jsonschema.Draft202012Validator(schema).validate(data)
-
-    return check
+    return description("openai-responses.json")

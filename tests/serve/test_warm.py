@@ -51,16 +51,6 @@ def test_only_what_is_new_is_stored(server):
     assert answer["chunks_stored"] == count // block - cached(answer) // block >= 2
 
 
-def test_a_text_that_fills_its_blocks(server):
-    block = server.post("/v1/warm", {"text": "a"}).json()["chunk_size"]
-    ids = server.post("/tokenize", {"prompt": "aligned " + TEXT}).json()["tokens"]
-    text = server.post("/detokenize", {"tokens": ids[:block]}).json()["prompt"]
-    answer = server.post("/v1/warm", {"text": text}).json()
-    assert answer["token_count"] == block and answer["chunks_stored"] == 1
-    assert (answer["chunk_boundary_aligned"], answer["partial_tail_tokens"]) == (True, 0)
-    assert answer["alignment_warning"] is None
-
-
 def test_a_conversation_is_warmed_as_a_chat_renders_it(server):
     answer = server.post("/v1/warm", {"messages": CHAT}).json()
     asked = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}).json()
