@@ -63,23 +63,6 @@ def test_the_nearest_documents_come_first(server, vectors, path):
     assert best == {"index": 1, "relevance_score": results[0]["relevance_score"]}
 
 
-def test_what_is_wrong_is_told_by_name(server):
-    score, rank = "/score", "/rerank"
-    for path, body, expected in (
-        (score, {"text_1": "a"}, ("text_1", "missing_required_parameter")),
-        (score, {"text_1": "a", "text_2": "b " * 2000}, (None, "context_length_exceeded")),
-        (rank, {"query": "a"}, ("documents", "missing_required_parameter")),
-        (
-            rank,
-            {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 0},
-            ("truncate_prompt_tokens", "invalid_value"),
-        ),
-        ("/classify", {"input": [1]}, (None, "unsupported")),
-    ):
-        assert refused(server.post(path, body)) == expected
-    assert refused(server.post(score, {"model": "x", "text_1": "a", "text_2": "b"}), 404)[0] == "model"
-
-
 def test_they_count_as_a_tenant_s(texts):
     """max_requests: each text is one vector, and none is computed if that is too many."""
     tenants = Tenants((("k", "small"),), {"small": Tenant(max_requests=3)})
@@ -95,19 +78,6 @@ def test_they_count_as_a_tenant_s(texts):
         assert here.post("/score", {"text_1": "a", "text_2": "b"}, headers=key).status_code == 200
         while here.served.tenants.served["small"]:  # an answer comes before its end
             pass
-
-
-def test_the_metrics_count_them(server):
-    def finished():
-        lines = server.client.get("/metrics").text.splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-
-    before = finished()
-    server.post("/score", {"text_1": "a", "text_2": "b"})
-    server.post("/score", {"text_1": "a"})
-    after = finished()
-    changed = {name for name in after if name.startswith("hibachi_requests") and after[name] != before.get(name, 0)}
-    assert any("finished_total" in name for name in changed) and any("rejected_total" in name for name in changed)
 
 
 # ---- vectors of fewer dimensions -------------------------------------------------------------------------------------
@@ -207,28 +177,10 @@ def test_inputs_are_put_into_classes(classifier):
     assert raw["probs"] == [-1.5, 1.5]
 
 
-def test_a_model_that_makes_no_text_has_no_routes_for_it(classifier):
-    for path, body in (
-        ("/score", {"text_1": "a", "text_2": "b"}),
-        ("/rerank", {"query": "a", "documents": ["b"]}),
-        ("/v1/embeddings", {"input": "a"}),
-        ("/v1/warm", {"text": "a"}),
-    ):
-        assert refused(classifier.post(path, body))[1] == "no_text"
-
-
 def test_outputs_that_are_probabilities_are_told_as_they_are(classifier_file):
     with own(classifier_file, "Shares") as model, site(model) as here:
         (found,) = here.post("/classify", {"input": [1, 1, 1]}).json()["data"]
         assert_allclose(found["probs"], [sigmoid(-3), sigmoid(3)], rtol=1e-6)
-
-
-def test_inputs_count_as_a_tenant_s(classifier_file):
-    tenants = Tenants((("k", "small"),), {"small": Tenant(max_requests=2)})
-    with own(classifier_file, "Signs") as model, site(model, tenants=tenants) as here:
-        for n, status in ((2, 200), (3, 400)):
-            answer = here.post("/classify", {"input": [[1, 2, 3]] * n}, headers={"Authorization": "Bearer k"})
-            assert answer.status_code == status, answer.text
 
 
 def test_a_model_without_labels_does_not_classify(classifier_file):
