@@ -21,8 +21,7 @@ from hibachi.offline.drive import Counts, Drive
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import FileForm, form_of
-from hibachi.offline.files.writers import open_writer
+from hibachi.offline.files.table import FileForm, form_of, open_writer
 from hibachi.offline.input import RowInput, same_input
 from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors

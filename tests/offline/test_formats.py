@@ -21,8 +21,7 @@ from hibachi.offline.files import format as format_
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources
-from hibachi.offline.files.table import FORMATS, NAMES, FileForm, form_of
-from hibachi.offline.files.writers import open_writer
+from hibachi.offline.files.table import FORMATS, NAMES, FileForm, form_of, open_writer
 
 RESULTS = [
     Field("r_text", "text"),

@@ -294,7 +294,7 @@ class Delimited(LinesFormat):
     def writer(self, file: BinaryIO, compression: Compression | None, of: Written) -> RowWriter:
         names = self.carried(of.rows, of.stop) if of.rows is not None else []
         check_collisions(names, of.results)
-        return _DelimitedWriter(file, compression, names, of.results, of.delimiter or self.delimiter)
+        return _DelimitedWriter(file, compression, names, of.results, self.delimiter)
 
 
 class Tabbed(Delimited):

@@ -85,12 +85,11 @@ class Rows(Protocol):
 
 
 class Written(NamedTuple):
-    """What an output has. rows: whose columns are carried; None means none are. delimiter: of CSV. stop: only the rows
-    before this number are asked for their columns."""
+    """What an output has. rows: whose columns are carried; None means none are. stop: only the rows before this number
+    are asked for their columns."""
 
     rows: Rows | None
     results: Sequence[Field]
-    delimiter: str | None
     stop: int | None
 
 

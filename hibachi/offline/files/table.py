@@ -1,16 +1,19 @@
-"""The formats there are, by what the names of files say. A new one is a file beside this, and a line in
-FORMATS; its beginning is no longer STRANGE."""
+"""The formats there are, by what the names of files say, and outputs in them: equal rows give equal bytes. A new format
+is a file beside this, and a line in FORMATS; its beginning is no longer STRANGE.
+"""
 
 from __future__ import annotations
 
 import codecs
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from hibachi.errors import ConfigError
 from hibachi.offline.files.compressed import Compression
 from hibachi.offline.files.delimited import Delimited, Tabbed
-from hibachi.offline.files.format import Format
+from hibachi.offline.files.format import Field, Format, Rows, RowWriter, Written
 from hibachi.offline.files.jsonl import JsonLines
 from hibachi.offline.files.parquet import Parquet
 
@@ -72,3 +75,17 @@ def form_of(name: str, format: str | None = None) -> FileForm:
             f"{name}: expected {known.title} as it is; it compresses its columns itself. Drop .gz or .zst."
         )
     return FileForm(known, compression)
+
+
+def open_writer(
+    file: BinaryIO, form: FileForm, *, sources: Rows | None, results: Sequence[Field], stop: int | None = None
+) -> RowWriter:
+    """A writer to `file`, a buffered binary file, which it never closes.
+
+    sources: the columns of these are carried through, before the results; None means results only. For CSV and Parquet
+    all rows of JSON Lines are read first, to learn their columns; with stop, those before the row of this number.
+    Raises ConfigError, InvalidInput.
+    """
+    if twice := [name for name, times in Counter(field.name for field in results).items() if times > 1]:
+        raise ConfigError(f"expected result columns of different names; more than once: {', '.join(twice)}.")
+    return form.format.writer(file, form.compression, Written(sources, results, stop))

@@ -13,7 +13,7 @@ from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown
 from hibachi.llm.chatformat.asked import check_choice, toolbox_of
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.task import RowError, TaskBase
+from hibachi.offline.tasks.task import RowError, RowTask
 from hibachi.request import SamplingParams
 
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named
@@ -303,7 +303,7 @@ class RowReader:
         return known, known.seed is not None
 
 
-class ColumnRows(TaskBase):
+class ColumnRows(RowTask):
     """What tasks have in common whose rows are read by their columns."""
 
     carries, compares = True, False

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from hibachi.engine.health import Health
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.llm.gather import Feed, Gather
-from hibachi.offline.tasks.task import Lost, Prepared, TaskBase
+from hibachi.offline.tasks.task import Lost, Prepared, RowTask
 
 
 class Serves(Protocol):
@@ -21,7 +21,7 @@ class Serves(Protocol):
 E = TypeVar("E", bound=Serves)
 
 
-class EngineTask(TaskBase, Generic[E]):
+class EngineTask(RowTask, Generic[E]):
     """What tasks on an engine have of `RowTask` in common."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from hibachi.llm.dialects.dialects import ANTHROPIC, OPENAI
 from hibachi.llm.dialects.errors import Refused, as_refused
 from hibachi.offline.files.format import Field
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.task import RowError, TaskBase
+from hibachi.offline.tasks.task import RowError, RowTask
 
 MUST = ("custom_id", "url", "body")  # columns by which such lines are known
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -73,7 +73,7 @@ class Seen:
         self._recent.clear()
 
 
-class LineRows(TaskBase):
+class LineRows(RowTask):
     """What tasks have in common whose rows are such lines: names, ids, duplicates, answers."""
 
     carries, compares = False, True

@@ -1,12 +1,13 @@
-"""The protocol of what computes rows: an engine here, one in another process, or a server."""
+"""What computes rows: an engine here, one in another process, or a server."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hibachi.errors import EngineClosed, EngineFailed, HibachiError, QueueFull
 from hibachi.llm.dialects.errors import SERVER, Refused
@@ -77,40 +78,65 @@ def id_of(seed: int, number: int, what: str) -> str:
     return hashlib.blake2b(f"{seed} {number} {what}".encode(), digest_size=12).hexdigest()
 
 
-class TaskBase:
-    """What tasks share, whatever their rows are and whoever computes them.
+class RowTask(ABC):
+    """Computes rows, several at a time. Called by one thread.
 
-    _seed: of the run. _created: Unix time in seconds of its start.
+    fields: the columns of its results. places: rows that may be started and not taken. carries: an output row has the
+    columns of its input row as well. compares: a row is compared with those before it, so `seen` must see all. _seed:
+    of the run. _created: Unix time in seconds of its start.
+
+    What stands in a row is a matter of `ColumnRows` and `LineRows`, who computes it one of `EngineTask` and `UrlTask`.
     """
 
+    fields: Sequence[Field]
+    places: int
+    carries: bool
+    compares: bool
     _seed: int
     _created: int
 
-    def _id_of(self, number: int, what: str) -> str:
-        return id_of(self._seed, number, what)
+    # ---- what stands in a row ------------------------------------------------------------------------------------
 
-    def _read(self, row: Row) -> Prepared:
-        """Raises any HibachiError."""
-        raise NotImplementedError
+    @abstractmethod
+    def check(self, columns: Sequence[str] | None) -> None:
+        """What concerns all rows, before a model is loaded. columns: of the input, as far as they are known. Raises
+        ConfigError."""
 
-    def _judge(self, row: Row) -> object:
-        """Raises any HibachiError for what is wrong with a row, as far as that is known without a model."""
-        raise NotImplementedError
+    @abstractmethod
+    def seen(self, row: Row) -> None:
+        """It was computed by an earlier run."""
 
+    @abstractmethod
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        """The values of a row that cannot be read."""
+
+    @abstractmethod
     def _failed(self, number: int, about: Mapping[str, Any], error: HibachiError) -> RowError:
         """about: of the row, what is to be repeated."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _judge(self, row: Row) -> object:
+        """Raises any HibachiError for what is wrong with a row, as far as that is known without a model."""
+
+    @abstractmethod
+    def _read(self, row: Row) -> Prepared:
+        """Raises any HibachiError."""
 
     def _values(self, number: int, about: Mapping[str, Any], answer: Any) -> dict[str, Any]:
         """Of a row that was answered so."""
         found: dict[str, Any] = answer
         return found
 
+    def _id_of(self, number: int, what: str) -> str:
+        return id_of(self._seed, number, what)
+
     def prepare(self, row: Row) -> Prepared:
+        """Raises RowError."""
         with self._judging(row.number, row.values):
             return self._read(row)
 
     def wrong(self, row: Row) -> str | None:
+        """Why a row cannot be computed, as far as that is known before a model is loaded; None means it can."""
         try:
             self._judge(row)
         except HibachiError as e:
@@ -118,12 +144,13 @@ class TaskBase:
         return None
 
     def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        """The error of a row with which the engine was lost again and again, or for which there is never room."""
         why = Refused(message, status=500, kind=SERVER, code="engine_failed")
         return self._failed(number, prepared.about, why)
 
     @contextmanager
     def _judging(self, number: int, about: Mapping[str, Any]) -> Iterator[None]:
-        """Errors become those that a `RowTask` raises."""
+        """Errors become RowError, Full and Lost."""
         try:
             yield
         except (RowError, Lost):
@@ -135,70 +162,35 @@ class TaskBase:
         except HibachiError as e:
             raise self._failed(number, about, e) from e
 
+    # ---- who computes it -----------------------------------------------------------------------------------------
 
-class RowTask(Protocol):
-    """Computes rows, several at a time. Called by one thread.
-
-    fields: the columns of its results. places: rows that may be started and not taken. carries: an output row has the
-    columns of its input row as well. compares: a row is compared with those before it, so `seen` must see all.
-    """
-
-    fields: Sequence[Field]
-    places: int
-    carries: bool
-    compares: bool
-
-    def check(self, columns: Sequence[str] | None) -> None:
-        """What concerns all rows, before a model is loaded. columns: of the input, as far as they are known. Raises
-        ConfigError."""
-        ...
-
+    @abstractmethod
     def open(self) -> Told:
         """Load the model, or reach the server. After a loss: again."""
-        ...
 
-    def prepare(self, row: Row) -> Prepared:
-        """Raises RowError."""
-        ...
-
-    def wrong(self, row: Row) -> str | None:
-        """Why a row cannot be computed, as far as that is known before a model is loaded; None means it can."""
-        ...
-
-    def seen(self, row: Row) -> None:
-        """It was computed by an earlier run."""
-        ...
-
-    def refused(self, row: Row, message: str) -> dict[str, Any]:
-        """The values of a row that cannot be read."""
-        ...
-
-    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
-        """The error of a row with which the engine was lost again and again, or for which there is never room."""
-        ...
-
+    @abstractmethod
     def start(self, number: int, prepared: Prepared) -> None:
         """Raises RowError, Full, Lost."""
-        ...
 
+    @abstractmethod
     def wait(self, timeout: float) -> Sequence[int]:
         """The rows that are done, after at most this many seconds. Raises Lost if the engine hangs."""
-        ...
 
+    @abstractmethod
     def wake(self) -> None:
         """End `wait`; from any thread, and from a signal's handler."""
-        ...
 
+    @abstractmethod
     def take(self, number: int) -> Result:
         """Of a row that is done. Raises RowError, Lost."""
-        ...
 
+    @abstractmethod
     def withdraw(self) -> Sequence[int]:
         """Take back the rows that wait, as far as that is known; returns them."""
-        ...
 
+    @abstractmethod
     def abandon(self) -> None:
         """The engine is lost, or to be ended at once: nothing of what it has is waited for."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...

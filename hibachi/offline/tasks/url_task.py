@@ -16,7 +16,7 @@ from hibachi.offline.batch import Batch
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import Row
 from hibachi.offline.tasks.sender import DENIED, MAY_PASS, Patience, Sender, denied
-from hibachi.offline.tasks.task import Prepared, Result, TaskBase, Told
+from hibachi.offline.tasks.task import Prepared, Result, RowTask, Told
 from hibachi.offline.tasks.url_answers import Answer, answer_in, used_of
 from hibachi.server.web.client import BadAnswer, Unreachable, Url
 
@@ -46,7 +46,7 @@ class _Away(Exception):
         self.down = down
 
 
-class UrlTask(TaskBase):
+class UrlTask(RowTask):
     """What a server computes for rows of any kind: requests out, answers in, a server that comes and goes."""
 
     def __init__(self, batch: Batch, created: int, patience: Patience) -> None:
