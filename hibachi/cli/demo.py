@@ -174,13 +174,13 @@ class Live:
             self._prompts, self._texts = list(now.prompts), now.texts
         columns = self._screen.size().columns
         texts = [
-            f"{i + 1:2d}  {_newest(prompt, text, max(columns - 4, 8))}"
+            f"{i + 1:2d}  {newest(prompt, text, max(columns - 4, 8))}"
             for i, (prompt, text) in enumerate(zip(self._prompts, self._texts, strict=True))
         ]
         self._screen.draw([self._title, *texts, *self._said, *([now.line()] if now else [])])
 
 
-def _newest(prompt: str, text: str, width: int) -> str:
+def newest(prompt: str, text: str, width: int) -> str:
     """Prompt and text in `width` columns: the beginning of the prompt, the end of the text."""
     whole = "".join(c if c.isprintable() else "?" for c in " ".join((prompt + text).split()))
     head = len(prompt)

@@ -185,14 +185,14 @@ class Journal:
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def head(self, what: Mapping[str, Any]) -> None:
-        self._write([HEAD, what])
+        self.write([HEAD, what])
         self.sync()
         sync_folder(self.path.parent)  # the file itself may be new
         self.heads.append(dict(what))
 
     def note(self, name: str, what: Any) -> None:
         """On the disk when this returns."""
-        self._write([NOTE, name, what])
+        self.write([NOTE, name, what])
         self.sync()
         self.notes[name] = what
 
@@ -205,10 +205,11 @@ class Journal:
 
     def row(self, row: int, digest: int, result: Any, *, failed: bool = False) -> None:
         at = self._end
-        self._write([FAULT if failed else RESULT, row, digest, result])
+        self.write([FAULT if failed else RESULT, row, digest, result])
         self._keep(row, at, failed)
 
-    def _write(self, entry: list[Any]) -> None:
+    def write(self, entry: list[Any]) -> None:
+        """A line, as all others are written by."""
         text = json.dumps(entry, ensure_ascii=True, separators=(",", ":")).encode()
         line = b"%08x %b\n" % (zlib.crc32(text), text)
         with self._named():

@@ -31,7 +31,7 @@ class Output:
         prefix: str = "",
         marks: Sequence[str | None] | None = None,
     ) -> None:
-        self._writer, self._journal, self._rows = writer, journal, rows
+        self.writer, self._journal, self._rows = writer, journal, rows
         self._prefix, self._marks = prefix, marks
         self._held: Row | None = None
         self.written = self.failed = 0
@@ -46,26 +46,26 @@ class Output:
                 self._held = row
                 return False
             self._held = None
-            self._write(row)
+            self.write(row)
 
-    def _write(self, row: Row) -> None:
+    def write(self, row: Row) -> None:
         _, values = self._journal.result(row.number)
         failed = self._journal.failed(row.number)
         if failed and isinstance(why := values.get("error"), str):
             values["error"] = f"{row.place}: {why}"
         if self._marks is not None:
             values[CHANGED.name] = self._marks[min(self._journal.segment(row.number), len(self._marks) - 1)]
-        self._writer.write(row, {self._prefix + name: value for name, value in values.items()})
+        self.writer.write(row, {self._prefix + name: value for name, value in values.items()})
         self.written += 1
         self.failed += failed
 
     @property
     def remarks(self) -> Counter[str]:
-        return self._writer.remarks
+        return self.writer.remarks
 
     def close(self) -> None:
         """The end of the format. Raises OSError."""
-        self._writer.close()
+        self.writer.close()
 
 
 def write_errors(file: BinaryIO, journal: Journal, rows: Iterable[Row]) -> None:

@@ -134,5 +134,5 @@ def test_generate_asks_for_a_prompt():
 )
 def test_a_line_shows_the_beginning_of_the_prompt_and_the_end_of_the_text(monkeypatch, prompt, text, width, line):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    got = demo._newest(prompt, text, width)
+    got = demo.newest(prompt, text, width)
     assert got.replace("\x1b[1m", "[").replace("\x1b[22m", "]") == line

@@ -61,7 +61,7 @@ class Places:
             real_line(journal, entry)
 
             def torn():
-                journal._file.flush()
+                journal.flush()
                 os.truncate(journal.path, before + (journal.size - before) // 2)
 
             self.at(f"in a line of {entry[0]}", torn)
@@ -69,7 +69,7 @@ class Places:
         def written(own, row):
             real_row(own, row)
             if own.written % 10 == 5:
-                self.at("writing", own._writer.close if own.written % 20 == 5 else None)
+                self.at("writing", own.writer.close if own.written % 20 == 5 else None)
 
         def ran(own):
             real_run(own)
@@ -80,11 +80,11 @@ class Places:
             return real_load(own)
 
         real_open, real_fsync, real_replace = builtins.open, os.fsync, os.replace
-        real_line, real_row, real_run = Journal._write, output.Output._write, drive.Drive.run
+        real_line, real_row, real_run = Journal.write, output.Output.write, drive.Drive.run
         real_load, text_task.TextTask.open = text_task.TextTask.open, loads
         builtins.open = io.open = opened
         os.fsync, os.replace = synced, replaced
-        Journal._write, output.Output._write, drive.Drive.run = line, written, ran
+        Journal.write, output.Output.write, drive.Drive.run = line, written, ran
 
 
 def run(job):

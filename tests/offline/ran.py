@@ -54,7 +54,7 @@ class Runs:
     @property
     def texts(self) -> Any:
         """The shipped model."""
-        return _texts["tiny"]
+        return SHARED["tiny"]
 
     def said(self) -> list[str]:
         """Standard output of the last, and all that came since."""
@@ -70,26 +70,26 @@ class Runs:
         return self.rows(more.get("out", "out.jsonl"))
 
 
-_texts: dict[str, Any] = {}
+SHARED: dict[str, Any] = {}
 
 
 def share(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     """All runs with the shipped model take one engine, which nobody closes."""
-    if not _texts:
-        _texts["tiny"] = open_texts("tiny", max_model_len=256)
+    if not SHARED:
+        SHARED["tiny"] = open_texts("tiny", max_model_len=256)
 
     def open_settled(settings: Any, **more: Any) -> Any:
         runs.loaded += 1
         if settings.model != "tiny":
             return _open(settings, **more)
-        return _texts["tiny"], template_of(settings.chat_template)
+        return SHARED["tiny"], template_of(settings.chat_template)
 
     _open = choose.open_settled
     monkeypatch.setattr(choose, "open_settled", open_settled)
-    monkeypatch.setattr(_texts["tiny"], "close", lambda *within: None)
+    monkeypatch.setattr(SHARED["tiny"], "close", lambda *within: None)
 
 
 def end() -> None:
-    for texts in _texts.values():
+    for texts in SHARED.values():
         texts.close()
-    _texts.clear()
+    SHARED.clear()

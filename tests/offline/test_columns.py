@@ -12,7 +12,7 @@ import pytest
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.llm.own import open_texts
 from hibachi.offline.files.rows import Row
-from hibachi.offline.tasks.columns import _LISTS, PARAMS, Columns, RowReader, value_of
+from hibachi.offline.tasks.columns import LISTS, PARAMS, Columns, RowReader, value_of
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
@@ -67,9 +67,9 @@ def test_a_parameter_is_read_from_a_cell(name, given, value):
 
 
 def test_the_parameters_that_are_lists_are_known():
-    """A new one is refused in a column of numbers, unless `_LISTS` names it."""
+    """A new one is refused in a column of numbers, unless `LISTS` names it."""
     kinds = {f.name: str(f.type) for f in fields(SamplingParams) if f.name in PARAMS}
-    assert {name for name, kind in kinds.items() if "Sequence" in kind or "Mapping" in kind} == set(_LISTS)
+    assert {name for name, kind in kinds.items() if "Sequence" in kind or "Mapping" in kind} == set(LISTS)
 
 
 def test_equal_numbers_of_different_types_are_not_taken_for_each_other():

@@ -32,7 +32,7 @@ GENERIC = ("--chat-template", TEMPLATE, "--tool-call-parser", "generic")
 def room():
     """The others share an engine with half the context."""
     with pytest.MonkeyPatch.context() as patch, open_texts("tiny") as texts:
-        patch.setitem(ran._texts, "tiny", texts)
+        patch.setitem(ran.SHARED, "tiny", texts)
         yield
 
 

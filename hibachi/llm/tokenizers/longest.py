@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hibachi.llm.tokenizers.pieces import byte_letters
 from hibachi.llm.tokenizers.rules import rules
 
-_FORMS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 4.0, "NFKD": 4.0, "Lowercase": 4.0}
+FORMS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 4.0, "NFKD": 4.0, "Lowercase": 4.0}
 """Bytes of a text by bytes of what Unicode makes of it, at most: 3.5 for NFC, where ι is U+1FBE and has two accents, 4
 for the compatible ones, where A is U+1D400, 3 for small letters."""
 _IN_UTF8 = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 256)}
@@ -74,8 +74,8 @@ def _shrinks(content: Mapping[str, Any]) -> float | None:
                 if not old or not new:
                     return None
                 times *= max(1.0, len(old.encode()) / len(new.encode()))
-            case kind if kind in _FORMS:
-                times *= _FORMS[kind]
+            case kind if kind in FORMS:
+                times *= FORMS[kind]
             case _:
                 return None
     return times

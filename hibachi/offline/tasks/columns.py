@@ -22,7 +22,7 @@ NEW_TOKENS = 16  # of a row for which nothing says a limit, as of a completion o
 _INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs",
              "num_speculative_tokens")  # fmt: skip
 _TEXTS = ("stop", "bad_words")
-_LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks", "structured_outputs")
+LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks", "structured_outputs")
 _FLAGS = {"true": True, "false": False}  # as JSON, Python and spreadsheets write them
 # How Arrow's types begin.
 _TEXT = ("string", "large_string")
@@ -204,7 +204,7 @@ class Columns:
         for name in self.features:
             _check_type(types, name, (*_NUMBERS, *_TEXT), "numbers")
         for name, column in self.param_columns.items():
-            if name not in (*_LISTS, *CHATS):
+            if name not in (*LISTS, *CHATS):
                 _check_type(types, column, (*_NUMBERS, *_TEXT), f"values of {name}")
 
     def prompt_of_all(self, columns: Sequence[str]) -> str:

@@ -210,8 +210,8 @@ def test_what_unicode_makes_of_a_text_is_at_least_a_fourth():
                 most[part] = max(most.get(part, len(part.encode())), len(c.encode()) / len(made_of))
         results = {c for c in {*others, *most} if unicodedata.normalize(form, c) == c}
         worst = max(sum(most.get(p, len(p.encode())) for p in parts.get(c, c)) / len(c.encode()) for c in results)
-        assert 2 < worst <= longest._FORMS[form]
-    assert max(len(c.encode()) / len(c.lower().encode()) for c in every) <= longest._FORMS["Lowercase"]
+        assert 2 < worst <= longest.FORMS[form]
+    assert max(len(c.encode()) / len(c.lower().encode()) for c in every) <= longest.FORMS["Lowercase"]
 
 
 def test_it_is_the_same_from_a_file(tmp_path):
