@@ -359,6 +359,13 @@ def test_a_row_says_what_the_library_says(runs):
     assert row["completion_tokens"] == sum(len(c.token_ids) for c in done.choices)
 
 
+def test_what_best_of_computed_is_counted_by_the_report_as_in_lines(runs):
+    flags = ("--param", "best_of=3", "--param", "ignore_eos=true", "--max-tokens", "4")
+    [row] = runs.of([{"prompt": "She was"}], *flags, "--report", str(runs.folder / "report.json"))
+    assert row["completion_tokens"] == 4
+    assert json.loads((runs.folder / "report.json").read_text())["this start"]["new_tokens"] == 12
+
+
 def test_stop_strings_end_a_text_and_its_tokens(runs):
     flags = ("--temperature", "0", "--max-tokens", "40")
     [free] = runs.of([{"prompt": "She was", "s": ""}], *flags, "--param-column", "stop=s")
