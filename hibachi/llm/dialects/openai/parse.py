@@ -105,13 +105,12 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
         if not echo:
             raise Refused.at("max_tokens", " must be at least 1; 0 is for echo.")
         body.max_tokens = 1
-    asked = _asked(body, defaults, bounds, body.max_tokens or 16, body.logprobs)
+    asked = _asked(body, defaults, bounds, body.max_tokens, body.logprobs, otherwise=16)
     asked.prompt_scores = body.prompt_logprobs is not None
     if body.prompt_logprobs is None and echo and body.logprobs is not None:
         asked.params = asked.params.with_(prompt_logprobs=body.logprobs)
     asked.prompts, asked.echo, asked.unwritten, asked.special = prompts, echo, none, body.add_special_tokens
     _check_rows(asked.params, len(prompts), bounds)
-    asked.limit = None if body.max_tokens is None else asked.params.max_tokens
     asked.truncation = truncation(body, asked.limit)
     return asked
 
@@ -131,7 +130,6 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequ
     _check_most("top_logprobs", body.top_logprobs, bounds.logprobs)
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
     _check_rows(asked.params, 1, bounds)
-    asked.limit = None if limit is None else asked.params.max_tokens
     form = asked.params.structured_outputs
     size = 0 if toolbox is None else size
     asked.chat = Conversation(
@@ -237,9 +235,17 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
 
 
 def _asked(
-    body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None
+    body: Any,
+    defaults: SamplingParams,
+    bounds: Bounds,
+    limit: int | None,
+    logprobs: int | None,
+    *,
+    otherwise: int | None = None,
 ) -> ParsedRequest:
-    """What completions and chats say alike. limit: of new tokens. logprobs: how many beside each token."""
+    """What completions and chats say alike. limit: of new tokens, as it was asked for; else it is `otherwise`.
+    logprobs: how many beside each token.
+    """
     check_served(body, REFUSED, DEFAULTS)
     _check_bounds(body, bounds, logprobs)
     options = body.stream_options
@@ -247,7 +253,7 @@ def _asked(
         raise Refused.at("stream_options", " needs stream to be true.")
     if body.return_tokens_as_token_ids and logprobs is None:
         raise Refused.at("return_tokens_as_token_ids", " needs logprobs.")
-    form, most = form_of(body), [n for n in (limit, bounds.new) if n is not None]
+    form, most = form_of(body), [n for n in (otherwise if limit is None else limit, bounds.new) if n is not None]
     more: dict[str, Any] = {"max_tokens": min(most, default=None)}
     if logprobs is not None:
         more["logprobs"] = logprobs
@@ -262,6 +268,7 @@ def _asked(
         usage_always=bool(options and options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
+        limit=None if limit is None else params.max_tokens,
         id=request_id(body.request_id),
         named_ids=bool(body.return_tokens_as_token_ids),
         prediction=None if body.prediction is None else body.prediction.text,
