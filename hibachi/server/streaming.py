@@ -30,7 +30,8 @@ def answering(dialect: TextDialect) -> Callable[[Served, Exchange], Awaitable[No
     async def answer(served: Served, x: Exchange) -> None:
         await answer_body(served, x, dialect, await served.body(x))
 
-    answer.__doc__ = dialect.handle.__doc__
+    handle = dialect.handle
+    answer.__doc__, answer.__module__ = handle.__doc__, handle.__module__.rpartition(".")[0]  # its folder is the tag
     return answer
 
 

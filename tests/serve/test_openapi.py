@@ -137,6 +137,8 @@ def test_every_route_is_described(tiny):
     assert len({o["operationId"] for *_, o in site.operations()}) == len(site.operations())
     assert all(o["summary"].endswith((".", "?")) and "\n" not in o["summary"] for *_, o in site.operations())
     assert all(route.about.example for route in ROUTES if route.about.body is not None)
+    rooms = {"/v1/completions": "openai", "/v1/messages": "messages", "/v1/responses": "responses", "/generate": "tgi"}
+    assert {path: o["tags"] for _, path, o in site.operations() if path in rooms} == {p: [r] for p, r in rooms.items()}
 
 
 def test_every_reference_leads_somewhere(tiny):
