@@ -89,14 +89,14 @@ class Batch:
         i, n = self.shard
         return number % n == i - 1 and (self.limit is None or number < self.limit)
 
-    def facts(self, lines: bool) -> dict[str, Any]:
-        """The facts that identify the run, as far as they are known before a model is loaded, as JSON values. lines:
-        the input is OpenAI's. Raises InvalidModelFiles.
+    def facts(self) -> dict[str, Any]:
+        """The facts that identify the run, as far as they are known before a model is loaded, as JSON values. Raises
+        InvalidModelFiles.
         """
         settings = self.settings
         parsers = [settings.tool_call_parser, settings.reasoning_parser, settings.reasoning_field]
         found: dict[str, Any] = {
-            "task": "openai" if lines else self.task,
+            "task": "openai" if self.openai else self.task,
             "columns": _plain(asdict(self.columns)),
             "seed": self.seed,
             "shard": list(self.shard),
@@ -109,7 +109,7 @@ class Batch:
             return (
                 found
                 | {"url": self.url, "url_model": self.url_model, "served_names": list(self.served_names)}
-                | ({} if lines else {"parsers": parsers[1:]})
+                | ({} if self.openai else {"parsers": parsers[1:]})
             )
         return found | {
             "model": told.model_facts(settings.model, weights=self.verify_weights),

@@ -24,11 +24,11 @@ def check_form(form: FileForm) -> None:
         need("pyarrow", f"An output of {what}", BATCH)
 
 
-def check_columns(work: RowTask, sources: Sources, batch: Batch, *, lines: bool) -> None:
-    """Are the columns there that `work` reads, and of its types? lines: they are OpenAI's, which say all themselves.
-    Raises ConfigError."""
+def check_columns(work: RowTask, sources: Sources, batch: Batch) -> None:
+    """Are the columns there that `work` reads, and of its types? OpenAI's lines say all themselves. Raises
+    ConfigError."""
     columns = batch.columns
-    if lines and (columns != Columns() or batch.task != "generate" or batch.token_ids):
+    if batch.openai and (columns != Columns() or batch.task != "generate" or batch.token_ids):
         raise ConfigError(
             "The rows are OpenAI's batch lines, which say themselves what is asked for and how to sample: leave such "
             "flags out (also --task and --token-ids); or, with --no-openai, take the lines for rows like others."
@@ -41,7 +41,7 @@ def check_columns(work: RowTask, sources: Sources, batch: Batch, *, lines: bool)
         if not any(file.own_keys for file in sources.files):
             raise
         work.check(arrowtypes.names(sources))  # only the first row was asked for its keys
-    if not lines:
+    if not batch.openai:
         columns.check_types(sources.types)
 
 

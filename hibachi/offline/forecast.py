@@ -30,8 +30,7 @@ from hibachi.offline.checks import check_columns
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
 from hibachi.offline.files.sources import Sources, expand
 from hibachi.offline.settings import BatchSettings
-from hibachi.offline.tasks.choose import text_task
-from hibachi.offline.tasks.lines import are_lines
+from hibachi.offline.tasks.choose import resolve_lines, text_task
 from hibachi.offline.tasks.task import Prepared, RowError, RowTask
 from hibachi.request import SamplingParams
 
@@ -118,9 +117,9 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> RowTask:
     def open_() -> tuple[Texts, str | None]:
         return texts, template
 
-    lines = batch.openai if batch.openai is not None else are_lines(sources.columns)
-    work = text_task(batch, open_, lines=lines)
-    check_columns(work, sources, batch, lines=lines)
+    batch = resolve_lines(batch, sources.columns)
+    work = text_task(batch, open_)
+    check_columns(work, sources, batch)
     work.open()
     return work
 

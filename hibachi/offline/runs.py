@@ -27,8 +27,7 @@ from hibachi.offline.journal import Journal
 from hibachi.offline.output import CHANGED, Output, write_errors
 from hibachi.offline.place import ERRORS, OUTPUT, RunPlace, check_places
 from hibachi.offline.tasks import fingerprint as told
-from hibachi.offline.tasks.choose import task_of
-from hibachi.offline.tasks.lines import are_lines
+from hibachi.offline.tasks.choose import resolve_lines, task_of
 from hibachi.offline.tasks.task import RowTask
 from hibachi.offline.whole import part_of
 
@@ -109,13 +108,13 @@ class _Run:
         self._sources = self._input.sources
         self._check_places(journal_path)
         self._columns = self._sources.columns
-        self._lines = batch.openai if batch.openai is not None else are_lines(self._sources.columns)
+        batch = self._batch = resolve_lines(batch, self._columns)
         self._journal = journal = Journal(journal_path)
         self._stack.callback(journal.close)
-        reader = task_of(batch, lines=self._lines, reading=True)
-        check_columns(reader, self._sources, batch, lines=self._lines)
+        reader = task_of(batch, reading=True)
+        check_columns(reader, self._sources, batch)
         self._check_names(reader)
-        head = {"created": self._created(), "input": self._input.digests, **batch.facts(self._lines)}
+        head = {"created": self._created(), "input": self._input.digests, **batch.facts()}
         changed = self._compare(head, reader)
         self._find_places()
         if changed and batch.overwrite and not batch.accept_changes:
@@ -131,7 +130,7 @@ class _Run:
             validate(reader, self._input.read(reader))
         if batch.retry_errors:
             self._forget_errors()
-        return self._compute(task_of(batch, lines=self._lines, created=head["created"]), head, changed)
+        return self._compute(task_of(batch, head["created"]), head, changed)
 
     # ---- before ------------------------------------------------------------------------------------------------
 
@@ -258,7 +257,7 @@ class _Run:
         if first is not None:
             if self._open(work, head, changed):
                 changed = self._begin_anew(head)
-                return self._compute(task_of(batch, lines=self._lines, created=head["created"]), head, changed)
+                return self._compute(task_of(batch, head["created"]), head, changed)
             left = chain((first,), left)
         elif not journal.heads or changed:
             before = journal.heads[-1] if journal.heads else {}

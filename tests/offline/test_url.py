@@ -98,7 +98,7 @@ def opened(url, **options):
 
 def both(texts, template, url, rows, *, lines=False, created=99, **options):
     """What becomes of rows here, after it was seen that a server makes the same of them."""
-    here = text_task(batch_of(**options), lambda: (texts, template), lines=lines, created=created)
+    here = text_task(batch_of(openai=lines, **options), lambda: (texts, template), created)
     here.open()
     with opened(url, lines=lines, created=created, **options) as there:
         assert list(there.fields) == list(here.fields)
@@ -565,7 +565,7 @@ def test_a_row_without_an_answer_in_time_is_an_error_and_its_connection_is_close
 
 def test_when_nobody_has_an_answer_in_time_the_server_is_lost_at_once():
     with Mock(lambda path, body, n: _later(30) if body["prompt"] == "slow" else (200, completion())) as mock:
-        work = task_of(batch_of(url=mock.url, request_timeout=0.1), lines=False)
+        work = task_of(batch_of(url=mock.url, request_timeout=0.1))
         work.open()
         try:
             assert computed(work, asks("a")) == [FINE]  # before, which says nothing
@@ -927,7 +927,7 @@ def test_token_ids_that_a_server_does_not_tell_end_the_run():
 )
 def test_what_concerns_all_rows_is_refused_first(batch, words):
     with pytest.raises(ConfigError, match=words):
-        task_of(batch_of(**{"url": "http://127.0.0.1:1", **batch}), lines=False)
+        task_of(batch_of(**{"url": "http://127.0.0.1:1", **batch}))
 
 
 @pytest.mark.parametrize(
@@ -947,7 +947,7 @@ def test_lines_are_judged_before_the_server_is_asked(row, words):
 
 
 def test_names_of_the_model_make_the_run():
-    assert batch_of(url="http://x", served_names=["alias"]).facts(True)["served_names"] == ["alias"]
+    assert batch_of(url="http://x", openai=True, served_names=["alias"]).facts()["served_names"] == ["alias"]
 
 
 def test_columns_are_checked_before_the_server_is_asked():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,21 +22,28 @@ from hibachi.offline.files.rows import BATCH
 from hibachi.offline.settings import BatchSettings
 from hibachi.offline.tasks.array_task import ArrayTask
 from hibachi.offline.tasks.column_task import ColumnTask
+from hibachi.offline.tasks.lines import are_lines
 from hibachi.offline.tasks.task import RowTask
 from hibachi.offline.tasks.text_task import Opens
 
 Opened: TypeAlias = "tuple[Texts | Tokens, str | None]"
 
 
-def task_of(batch: Batch, *, lines: bool, created: int = 0, reading: bool = False) -> RowTask:
-    """What computes the rows of a run. lines: OpenAI's. created: Unix time in seconds of the run's start. reading: it
-    is only to judge rows, so no model is made to learn what it returns. Raises ConfigError, MissingExtra.
+def resolve_lines(batch: Batch, columns: Sequence[str] | None) -> Batch:
+    """A run that says whether its rows are OpenAI's lines; None of `openai` meant that their columns say so."""
+    return replace(batch, openai=are_lines(columns)) if batch.openai is None else batch
+
+
+def task_of(batch: Batch, created: int = 0, *, reading: bool = False) -> RowTask:
+    """What computes the rows of a run, of which it is known whether they are lines. created: Unix time in seconds of
+    its start. reading: it is only to judge rows, so no model is made to learn what it returns. Raises ConfigError,
+    MissingExtra.
     """
     settings, model = batch.settings, batch.settings.model
     if batch.url is not None:
-        return _at_url(batch, lines=lines, created=created)
-    if lines:
-        return text_task(batch, partial(_texts, settings, []), lines=True, created=created)
+        return _at_url(batch, created)
+    if batch.openai:
+        return text_task(batch, partial(_texts, settings, []), created)
     if batch.task == "forward":
         if not is_own(model):
             raise ConfigError(f"The task forward is for a model of your own, named as pkg:Class; got {model}.")
@@ -47,7 +55,7 @@ def task_of(batch: Batch, *, lines: bool, created: int = 0, reading: bool = Fals
         opened.append(_opened(settings))
         tokens = isinstance(opened[0][0], Tokens)
     if not tokens:
-        return text_task(batch, partial(_texts, settings, opened), created=created)
+        return text_task(batch, partial(_texts, settings, opened), created)
     if batch.task == "embed":
         for found, _ in opened:
             found.close()
@@ -55,9 +63,9 @@ def task_of(batch: Batch, *, lines: bool, created: int = 0, reading: bool = Fals
     return ArrayTask(batch, partial(_tokens, settings, opened))
 
 
-def text_task(batch: Batch, open_: Opens, *, lines: bool = False, created: int = 0) -> RowTask:
+def text_task(batch: Batch, open_: Opens, created: int = 0) -> RowTask:
     """What computes the rows by a language model here. Raises MissingExtra."""
-    if not lines:
+    if not batch.openai:
         return ColumnTask(batch, open_, created)
     need("msgspec", "A batch line of OpenAI's", BATCH)
     from hibachi.offline.tasks.line_task import LineTask
@@ -65,12 +73,12 @@ def text_task(batch: Batch, open_: Opens, *, lines: bool = False, created: int =
     return LineTask(batch, open_, batch.served_names or names_of(batch.settings.model), created)
 
 
-def _at_url(batch: Batch, *, lines: bool, created: int) -> RowTask:
+def _at_url(batch: Batch, created: int) -> RowTask:
     need("aiohttp", "run-batch --url", BATCH)
     from hibachi.offline.tasks.sender import Patience
 
     patience = Patience(timeout=batch.request_timeout)
-    if lines:
+    if batch.openai:
         need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.tasks.url_lines import UrlLines
 
