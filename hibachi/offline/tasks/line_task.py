@@ -50,11 +50,10 @@ DIALECTS = {
 
 @dataclass(slots=True)
 class _LineRequest(TextRequest):
-    """url: of the line. body: its record. name: of the model. writer: of its answer; None means vectors are wanted."""
+    """url: of the line. body: its record, with the name of the model. writer: of its answer; None: vectors are wanted."""
 
     url: str = ""
     body: Any = None
-    name: str = ""
     writer: AnswerWriter | None = None
 
 
@@ -75,7 +74,7 @@ class LineTask(LineRows, TextTask[_LineRequest]):
     # ---- what goes in --------------------------------------------------------------------------------------------
 
     def _judge(self, row: Row) -> None:
-        url, body, _ = self._body(row)
+        url, body = self._body(row)
         if url == EMBEDDINGS:
             asking.embedding(body, BOUNDS)
         elif url == COMPLETIONS:
@@ -87,8 +86,8 @@ class LineTask(LineRows, TextTask[_LineRequest]):
             with words(url, body):
                 asking.chat(chat, SamplingParams(), BOUNDS)
 
-    def _body(self, row: Row) -> tuple[str, Any, str]:
-        """The url of a line, the record of its body, and the model's name. Raises Refused."""
+    def _body(self, row: Row) -> tuple[str, Any]:
+        """The url of a line, and the record of its body, with the model's name. Raises Refused."""
         url, given = self._line(row)
         if url == MESSAGES and given.get("model") is None:
             given = {**given, "model": self._names[0]}
@@ -105,21 +104,20 @@ class LineTask(LineRows, TextTask[_LineRequest]):
                 code="model_not_found",
             )
         body.model = body.model or self._names[0]
-        return url, body, body.model
+        return url, body
 
     def _read(self, row: Row) -> Prepared:
-        url, body, name = self._body(row)
+        url, body = self._body(row)
         if url == EMBEDDINGS:
-            ids = run(self._model.reading.encode(asking.embedding(body, BOUNDS), "input"))
-            request = _LineRequest(ids, None, url=url, body=body, name=name)
-            limit = None
+            ids, limit = run(self._model.reading.encode(asking.embedding(body, BOUNDS), "input")), None
+            request = _LineRequest(ids, None, False, url, body)
         else:
             by = _Signer(self._model, self._fingerprint, self._created, partial(self._id_of, row.number))
             writer, ids = run(DIALECTS[url].handle(by, body))
             asked = writer.asked
             if asked.params.seed is None:
                 asked.params = asked.params.with_(seed=fork(self._seed, row.number + 1))
-            request = _LineRequest(ids, asked.params, writer.each, url=url, body=body, name=name, writer=writer)
+            request = _LineRequest(ids, asked.params, writer.each, url, body, writer)
             limit = asked.limit
         with words(url, body):
             for own in ids:
@@ -143,7 +141,7 @@ class LineTask(LineRows, TextTask[_LineRequest]):
     def _vectors(self, request: _LineRequest, vectors: list[HostArray]) -> Any:
         body: EmbeddingBody = request.body
         n, packed = sum(map(len, request.ids)), body.encoding_format == "base64"
-        return answers.embeddings(shortened(vectors, body.dimensions), request.name, n, packed=packed)
+        return answers.embeddings(shortened(vectors, body.dimensions), body.model or "", n, packed=packed)
 
     def _texts(self, number: int, request: _LineRequest) -> Any:
         writer, feeding = request.writer, request.feeding

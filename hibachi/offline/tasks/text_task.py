@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from hibachi.backend.array_backend import HostArray
@@ -34,9 +34,9 @@ class TextRequest:
     ids: list[list[int]]
     params: SamplingParams | None
     each: bool = False
-    streams: Sequence[TextStream] = ()
-    feeding: Feeding | None = None
-    items: Sequence[Item[HostArray]] = ()
+    streams: Sequence[TextStream] = field(default=(), init=False)
+    feeding: Feeding | None = field(default=None, init=False)
+    items: Sequence[Item[HostArray]] = field(default=(), init=False)
 
 
 R = TypeVar("R", bound=TextRequest)
