@@ -50,7 +50,7 @@ DIALECTS = {
 
 @dataclass(slots=True)
 class _LineRequest(TextRequest):
-    """url: of the line. body: its record, with the name of the model. writer: of its answer; None: vectors are wanted."""
+    """url: of the line. body: its record, with the name of the model. writer: of its answer; None means vectors."""
 
     url: str = ""
     body: Any = None
