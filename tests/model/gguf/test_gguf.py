@@ -26,6 +26,8 @@ from hibachi.llm.model.registry import find
 from hibachi.llm.remote.identity import name_of, system_fingerprint
 from hibachi.offline.tasks.fingerprint import model_facts
 
+from ...lib.damage import changed
+
 
 def write(path, arch, entries, tensors):
     """A GGUF file. entries: without the architecture in front; a name with a slash has none. tensors: as float32, or if
@@ -698,27 +700,6 @@ def test_entries_of_any_type_are_read_or_refused(tmp_path, monkeypatch, what):
 
 # ---- fuzzing -------------------------------------------------------------------------------------------------------
 
-NUMBERS = [0, 1, 2, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
-
-
-def mutate(data, end, rng):
-    """A file with one thing in its first `end` bytes changed, or cut somewhere."""
-    out, at = bytearray(data), rng.randrange(end)
-    match rng.randrange(6):
-        case 0:
-            out[at] ^= 1 << rng.randrange(8)
-        case 1:
-            out[at : at + 8] = rng.choice(NUMBERS).to_bytes(8, "little")
-        case 2:
-            out[at : at + 4] = (rng.choice(NUMBERS) % 2**32).to_bytes(4, "little")
-        case 3:
-            del out[at : at + rng.randrange(1, 40)]
-        case 4:
-            out[at:at] = rng.randbytes(rng.randrange(1, 40))
-        case 5:
-            del out[rng.randrange(len(out)) :]
-    return bytes(out)
-
 
 def vocabulary():
     tokens = ["<unk>", "<s>", "</s>", *(chr(i) for i in range(33, 127)), "Ġ", "th", "the", "Ġthe"]
@@ -740,7 +721,7 @@ def test_a_mutated_file_is_refused_or_read(tmp_path, count):
     outcomes = {InvalidModelFiles: 0, UnknownArchitecture: 0, None: 0}
     tracemalloc.start()
     for seed in range(count):
-        path.write_bytes(mutate(data, end, random.Random(seed)))
+        path.write_bytes(changed(data, end, random.Random(seed)))
         start, outcome = time.perf_counter(), None
         try:
             model = GGUF(path)
