@@ -42,27 +42,32 @@ static F* found(const char* name) {
 }
 
 // As in operations.cpp.
-static_assert(ABI == 3, "another interface: are these as they were?");
+static_assert(ABI == 8, "another interface: are these as they were?");
 using In = const void*;
 using Size = int64_t;
-static const auto pack = [] { return found<int(int, In, void*, Size, Size)>("hibachi_pack"); };
+static const auto packed_size = [] { return found<Size(int, Size, Size)>("hibachi_packed"); };
+static const auto pack = [] {
+  return found<int(int, int, In, In, void*, void*, Size, Size, Size, Size)>("hibachi_pack");
+};
 static const auto linear = [] {
-  return found<int(int, int, In, Size, In, In, void*, Size, Size, Size)>("hibachi_linear");
+  return found<int(int, int, int, In, Size, In, In, In, void*, Size, Size, Size)>("hibachi_linear");
 };
 static const auto activate = [] { return found<int(int, int, In, Size, void*, Size, Size, int)>("hibachi_activate"); };
 static const auto softmax = [] { return found<int(int, In, void*, Size, Size)>("hibachi_softmax"); };
-static const auto draw = [] {
-  return found<int(In, Size, Size, In, In, In, In, In, In, void*, void*)>("hibachi_draw");
+struct How {  // as in draw.h
+  In temperature, top_k, top_p, min_p, typical_p, u;
 };
+static const auto draw = [] { return found<int(In, Size, Size, const How*, void*, void*)>("hibachi_draw"); };
 static const auto set_threads = [] { return found<void(int)>("hibachi_set_threads"); };
 
 template <class T>
 static int layer(int dtype) {
-  constexpr int64_t M = 37, N = 500, K = 300, PADDED = 528;
-  T *x = filled<T>(M * K, 2), *w = filled<T>(N * K, 1), *b = filled<T>(N, 1), *packed = filled<T>(PADDED * K, 0);
+  constexpr int64_t M = 37, N = 500, K = 300;
+  T *x = filled<T>(M * K, 2), *w = filled<T>(N * K, 1), *b = filled<T>(N, 1);
   T *y = filled<T>(M * N, 0), *z = filled<T>(M * N, 0);
-  int failed = pack()(dtype, w, packed, N, K);
-  failed |= linear()(dtype, 0, x, K, packed, b, y, M, N, K);
+  void* packed = aligned_alloc(64, (packed_size()(dtype, N, K) + 63) / 64 * 64);
+  int failed = pack()(dtype, dtype, w, nullptr, packed, nullptr, 0, N, N, K);
+  failed |= linear()(dtype, dtype, 0, x, K, packed, nullptr, b, y, M, N, K);
   add(y, M * N * sizeof(T));
   failed |= activate()(dtype, 0, y, N, z, M, N, 0);
   add(z, M * N * sizeof(T));
@@ -79,7 +84,8 @@ static int draws() {
     temperature[i] = i % 3 * 0.7f, k[i] = i % 5 ? 0 : 40, p[i] = i % 4 ? 1 : 0.9f;
     none[i] = 1, zero[i] = 0, u[i] = 0.5f + 0.49f * number();
   }
-  const int failed = draw()(x, ROWS, COLUMNS, temperature, k, p, zero, none, u, token, most);
+  const How how = {temperature, k, p, zero, none, u};
+  const int failed = draw()(x, ROWS, COLUMNS, &how, token, most);
   add(token, sizeof token), add(most, sizeof most);
   return failed;
 }
