@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 
 import pytest
@@ -99,14 +98,6 @@ def test_rows_that_are_not_part_of_the_run_are_not_judged(runs):
     assert runs({"in.jsonl": [{"prompt": "a"}, "{"]}, *GREEDY, "--validate", "--shard", "1/2") == 0
 
 
-def test_fail_fast(runs):
-    given = {"in.jsonl": [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}]}
-    assert runs(given, *GREEDY, "--fail-fast") == 3
-    assert "in.jsonl, line 2: A prompt must hold" in runs.told and "go on where it was" in runs.told
-    assert not (runs.folder / "out.jsonl").exists()
-    assert runs(given, *GREEDY, "--fail-fast", again=True) == 3 and len(runs.rows()) == 3
-
-
 def test_errors_go_to_a_file_too(runs):
     given = {"a.jsonl": [{"prompt": "a"}, {"prompt": ""}], "b.csv": "prompt,x\nb,1\n,2\nc\n"}
     assert runs(given, *GREEDY, "--errors", str(runs.folder / "e.jsonl")) == 3
@@ -170,18 +161,6 @@ def test_a_missing_extra_is_said_before_a_model_is_loaded(runs, monkeypatch, mis
     monkeypatch.setitem(sys.modules, missing, None)
     assert runs({"in.jsonl": given}, out=out) == 1
     assert f"'{missing}'" in runs.told and "extra 'batch'" in runs.told and not runs.loaded
-
-
-def test_v32_output_and_input_are_two_files(runs):
-    given = runs.folder / "in.jsonl"
-    assert runs({"in.jsonl": [{"prompt": "a"}]}, out="link.jsonl") == 0
-    (runs.folder / "link2.jsonl").symlink_to(given)
-    os.link(given, runs.folder / "hard.jsonl")
-    words = ["run-batch", "--engine", "own", "-i", str(given), "-o"]
-    for name in ("in.jsonl", "link2.jsonl", "hard.jsonl"):
-        assert main([*words, str(runs.folder / name)]) == 1
-        assert "is an input" in runs.told or "is an input" in "".join(runs.said())
-    assert given.read_text() == '{"prompt": "a"}\n'
 
 
 def test_a_report_says_how_it_went(runs):
@@ -285,17 +264,6 @@ def test_flags_that_lines_say_themselves_are_refused(runs, flags, plan):
     pytest.importorskip("msgspec")
     given = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}]
     assert runs({"in.jsonl": given}, *flags, *plan) == 1 and "leave such flags out" in runs.told and not runs.loaded
-
-
-def test_standard_output(runs):
-    (runs.folder / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
-    words = ["run-batch", "-i", str(runs.folder / "in.jsonl"), "-o", "-", "--engine", "own", *GREEDY]
-    assert main(words) == 3
-    one, other, *told = runs.said()
-    assert [json.loads(line)["prompt"] for line in (one, other)] == ["a", ""]
-    assert "begins anew" in " ".join(told) and "1 failed" in " ".join(told)
-    assert main([*words, "--format", "csv"]) == 3
-    assert runs.said()[0].startswith("prompt,output,")
 
 
 def test_values_of_parameters_on_the_command_line(runs):

@@ -146,15 +146,6 @@ def test_answers_have_no_field_of_time_or_company(runs, monkeypatch):
     assert whole[0]["id"].startswith("batch_req_") and whole[0]["response"]["body"]["id"].startswith("cmpl-")
 
 
-def test_v31_results_can_be_joined_by_custom_id(runs):
-    given = [line(f"id-{i}", prompt=[i + 1], max_tokens=1, echo=True, temperature=0) for i in (3, 1, 2)]
-    found = {row["custom_id"]: row for row in runs.of(given)}
-    alone = {each["custom_id"]: runs.of([each])[0] for each in given}
-    assert list(found) == ["id-3", "id-1", "id-2"]
-    for own, row in found.items():
-        assert row["response"]["body"]["choices"] == alone[own]["response"]["body"]["choices"]
-
-
 # ---- lines that are refused ------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -273,11 +264,6 @@ def test_names_that_lines_may_call_the_model(runs):
     rows = runs.of([short("a", model="one"), short("b", model="tiny"), short("c")], "--served-model-name", "one", "two")
     assert codes(rows) == {"a": 200, "b": 404, "c": 200}
     assert {row["response"]["body"].get("model") for row in rows} == {"one", None}
-
-
-def test_flags_about_rows_do_not_speak_of_lines(runs):
-    assert runs({"in.jsonl": [short("a")]}, "--max-tokens", "3") == 1
-    assert "say themselves" in runs.told and "--no-openai" in runs.told and not runs.loaded
 
 
 def test_whether_rows_are_lines_can_be_said(runs):

@@ -733,12 +733,6 @@ def test_fail_fast_ends_at_the_first_row_that_fails_and_can_be_resumed_without(r
     assert runs() == 3 and runs.content() == expected
 
 
-def test_validate_computes_nothing_if_any_row_is_wrong(runs):
-    assert runs("--validate") == 1
-    assert "in.jsonl, line 5" in runs.said() and "in.jsonl, line 23" in runs.said()
-    assert not list(runs.folder.glob("out*"))
-
-
 # ---- pipes -----------------------------------------------------------------------------------------------------------
 
 
