@@ -53,7 +53,7 @@ async def answer_text(
     """
     asked = writer.asked
     for own in ids:
-        served.reading.check_length(own, asked.limit)
+        served.reading.check_length(own, asked.max_tokens)
     if asked.prediction and served.texts.engine.facts.speculates:
         asked.predicted = await served.read(x, served.reading.predicted(asked.prediction))
     await served.check_form(asked.params, x.tenant, asked.form)

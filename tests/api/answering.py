@@ -49,7 +49,7 @@ class Host:
         writer, writer.ids = run(dialect.handle(self, given))
         with dialect.words(given):
             for ids in writer.ids:
-                self.model.reading.check_length(ids, writer.asked.limit)
+                self.model.reading.check_length(ids, writer.asked.max_tokens)
         writer.streams = self.texts.submit(writer.ids, writer.asked.params, shown=writer.asked.shown)
         return writer
 

@@ -345,8 +345,8 @@ def test_how_long_an_answer_may_be():
     assert refused(chat, max_tokens=0) == (said, "max_tokens", "invalid_value")
     said = "max_completion_tokens must be an integer >= 1 (or None: no limit); got 0."
     assert refused(chat, max_completion_tokens=0) == (said, "max_completion_tokens", "invalid_value")
-    assert chat(max_tokens=7).limit == 7 and chat().limit is None
-    assert completion(max_tokens=7).limit == 7 and completion().limit is None
+    assert chat(max_tokens=7).max_tokens == 7 and chat().max_tokens is None
+    assert completion(max_tokens=7).max_tokens == 7 and completion().max_tokens is None
 
 
 def test_log_probabilities_of_a_chat():

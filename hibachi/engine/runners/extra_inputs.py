@@ -256,10 +256,7 @@ class Arguments:
         prompt_len, seed: int32 [B]. uniform, normal: float32 [B, draws]. Inputs: [B, *shape], or [B, width, *shape],
         zeros where a row is shorter.
         """
-        found = dict[str, HostArray]()
-        if not (names := self.names):
-            return found
-        beside = self._beside
+        found, names, beside = dict[str, HostArray](), self.names, self._beside
         if "prompt_len" in names:
             found["prompt_len"] = beside.prompt_len(rows)
         if "seed" in names:

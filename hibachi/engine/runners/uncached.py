@@ -65,6 +65,8 @@ class WholeStep:
 
     def beside(self, rows: Any, lengths: Any, width: int) -> dict[str, Array]:
         """What it takes beside these, for rows of a call."""
+        if not self._arguments.names:
+            return {}
         return {name: self._backend.put(array) for name, array in self._arguments.of(rows, lengths, width).items()}
 
     def called(self, tokens: Array, lengths: Any, beside: dict[str, Array]) -> Any:
@@ -202,11 +204,14 @@ class WholeRunner(AwaitingRunner):
             self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
         if plan.draft is not None and isinstance(self.sampler, RowSampler):
             return self._run_longer(plan, self.sampler)
-        self._grown.begin()
-        self.rooms.begin()
+        if self._grown.useful:
+            self._grown.begin()
+        if self.rooms.useful:
+            self.rooms.begin()
         calls = self.grouping.calls(plan, kinds=self.tables.several)
         outcome = self.isolated((call.idx, partial(self._forward, plan, call)) for call in calls)
-        self.rooms.end()
+        if self.rooms.useful:
+            self.rooms.end()
         return outcome
 
     def _forward(self, plan: StepPlan, call: Call, idx: Any) -> Part:

@@ -118,7 +118,7 @@ class LineTask(LineRows, TextTask[_LineRequest]):
             if asked.params.seed is None:
                 asked.params = asked.params.with_(seed=fork(self._seed, row.number + 1))
             request = _LineRequest(ids, asked.params, writer.each, url, body, writer)
-            limit = asked.limit
+            limit = asked.max_tokens
         with words(url, body):
             for own in ids:
                 self._model.reading.check_length(own, limit)

@@ -76,7 +76,7 @@ def fit(asked: ParsedRequest, prompt: int, context: int) -> bool:
     wanted, room = asked.params.max_tokens, context - prompt
     if wanted is None or not 1 <= room < wanted:
         return False
-    asked.params, asked.limit = asked.params.with_(max_tokens=room), room
+    asked.params, asked.max_tokens = asked.params.with_(max_tokens=room), room
     return True
 
 

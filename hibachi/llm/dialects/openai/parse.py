@@ -73,7 +73,7 @@ class ParsedRequest:
     usage_always: bool  # with each of its chunks
     token_ids: bool  # tell them
     logprobs: int | None = None  # how many beside the token itself
-    limit: int | None = None  # limit of new tokens, if one was asked for: there must be room for them
+    max_tokens: int | None = None  # limit of new tokens, if one was asked for: there must be room for them
     id: str | None = None  # of its answer; None means one of ours
     prompts: list[Any] = field(default_factory=list)
     special: bool = True  # add special tokens to texts
@@ -111,7 +111,7 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
         asked.params = asked.params.with_(prompt_logprobs=body.logprobs)
     asked.prompts, asked.echo, asked.unwritten, asked.special = prompts, echo, none, body.add_special_tokens
     _check_rows(asked.params, len(prompts), bounds)
-    asked.truncation = truncation(body, asked.limit)
+    asked.truncation = truncation(body, asked.max_tokens)
     return asked
 
 
@@ -139,7 +139,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequ
         body.reasoning_effort,
         goes_on(body.continue_final_message, body.add_generation_prompt),
         body.add_special_tokens,
-        truncation(body, asked.limit),
+        truncation(body, asked.max_tokens),
         size + (len(form.text) if isinstance(form, StructuredOutputs) else 0),
     )
     asked.include_reasoning = body.include_reasoning is not False
@@ -268,7 +268,7 @@ def _asked(
         usage_always=bool(options and options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
-        limit=None if limit is None else params.max_tokens,
+        max_tokens=None if limit is None else params.max_tokens,
         id=request_id(body.request_id),
         named_ids=bool(body.return_tokens_as_token_ids),
         prediction=None if body.prediction is None else body.prediction.text,

@@ -83,7 +83,7 @@ def request(
 
 def _fitting(model: TextModel, chat: ChatBody) -> Steps[tuple[ParsedRequest, list[int]]]:
     asked, ids = yield from model.chat(chat)
-    model.reading.check_length(ids, asked.limit)
+    model.reading.check_length(ids, asked.max_tokens)
     return asked, ids
 
 
