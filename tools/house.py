@@ -274,7 +274,7 @@ def draw(path: str) -> None:
     for floor, some in floors.items():
         for n, room in enumerate(sorted(some)):
             at[room] = ((n + 0.5) / len(some), floor)
-    for (a, b), n in weight.items():
+    for (a, b), n in sorted(weight.items()):
         (x, y), (u, v) = at[a], at[b]
         up = v >= y
         axes.annotate(
