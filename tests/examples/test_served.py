@@ -176,6 +176,8 @@ def test_a_request_adds_a_stop_token_with_a_tolerance(served):
 
 def test_the_page_names_every_field_of_a_request_and_every_attribute_of_a_class():
     page = (ROOT / "docs" / "serving-tokens.md").read_text()
+    assert "all filters and penalties ([sampling](sampling.md))" in page
+    page += (ROOT / "docs" / "sampling.md").read_text()
     attributes = re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*)  +\S", named.__doc__ or "", re.MULTILINE)
     names = [*Parameters.__struct_fields__, *", ".join(attributes).split(", ")]
     assert len(attributes) > 8 and [name for name in names if f"`{name}`" not in page] == []
