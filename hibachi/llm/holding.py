@@ -62,3 +62,13 @@ class Holding(Closing):
     async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
         """`close`, without blocking the event loop while the running step ends."""
         await in_thread(partial(self.close, timeout))
+
+
+def about(served: Holding) -> str:
+    """The engine in a few words."""
+    engine = served.engine
+    facts = engine.facts
+    library, device, *_ = facts.fingerprint.split("; ")
+    same = "deterministic" if facts.deterministic else "not deterministic"
+    where = "this process" if engine.pid is None else f"process {engine.pid}"
+    return f"{library} on {device}, {facts.dtype}, {same}; engine in {where}"

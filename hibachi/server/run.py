@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from hibachi.errors import ConfigError
-from hibachi.llm.remote.opening import about
+from hibachi.llm.holding import about
 from hibachi.server.load_model import opened
 from hibachi.server.settings import ServeSettings
 from hibachi.server.web.address import bound

@@ -10,8 +10,9 @@ pytest.importorskip("tokenizers")
 
 from hibachi.common.settings.settle import settle
 from hibachi.errors import ConfigError
+from hibachi.llm.holding import about
 from hibachi.llm.remote import opening
-from hibachi.llm.remote.opening import about, engine_options, open_settled
+from hibachi.llm.remote.opening import engine_options, open_settled
 from hibachi.llm.remote.settings import LLMSettings
 from hibachi.request import SamplingParams
 

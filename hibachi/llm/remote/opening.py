@@ -9,7 +9,6 @@ from typing import Any, Unpack
 
 from hibachi.common.phases import phase
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
-from hibachi.llm.holding import Holding
 from hibachi.llm.model.generation import Generation
 from hibachi.llm.options import OPTIONS, TextOptions
 from hibachi.llm.own import is_own, open_model
@@ -72,16 +71,6 @@ def engine_options(settings: LLMSettings) -> TextOptions:
     if is_own(settings.model):
         options.pop("autotune", None)  # it has no kernels to choose from
     return options
-
-
-def about(served: Holding) -> str:
-    """The engine in a few words."""
-    engine = served.engine
-    facts = engine.facts
-    library, device, *_ = facts.fingerprint.split("; ")
-    same = "deterministic" if facts.deterministic else "not deterministic"
-    where = "this process" if engine.pid is None else f"process {engine.pid}"
-    return f"{library} on {device}, {facts.dtype}, {same}; engine in {where}"
 
 
 def _warm(texts: Texts, template: str | None) -> None:

@@ -13,7 +13,7 @@ from hibachi.backend.array_backend import HostArray
 from hibachi.backend.infer import mapped
 from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
-from hibachi.llm.remote.opening import about
+from hibachi.llm.holding import about
 from hibachi.llm.tokens import Tokens
 from hibachi.offline.batch import Batch
 from hibachi.offline.files.format import Field

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.common.installed import version
+from hibachi.llm.holding import about
 from hibachi.llm.model import MEANING
 from hibachi.llm.model.files import locate
 from hibachi.llm.model.gguf import parts
 from hibachi.llm.own import is_own
-from hibachi.llm.remote.opening import about
 from hibachi.llm.texts import Texts
 from hibachi.offline.tasks.task import Told
 
