@@ -386,7 +386,7 @@ SEAMS = (  # places, old and new, as module:class; and by the names of members t
         {"__init__": opened, "push": push, "end": end},
     ),
     ("hibachi.errors:HibachiError", {"__init__": raised}),
-    ("hibachi.offline.files.writers:", {"open_writer": writer}),
+    ("hibachi.offline.files.writers: hibachi.offline.files.table:", {"open_writer": writer}),
     ("hibachi.cli.main:", {"main": command}),
     ("secrets:", {"randbits": number, "randbelow": number}),
     ("uvicorn.config:Config", {"__init__": served}),
