@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from hibachi import errors
-from hibachi.errors import EngineFailed, HibachiError, InvalidRequest, InvalidTensorOperation, QueueFull
+from hibachi.errors import EngineFailed, HibachiError, InvalidRequest, InvalidTensorOperation, PromptTooLong, QueueFull
+from hibachi.llm.dialects.dialects import ANTHROPIC, OPENAI
 from hibachi.llm.dialects.errors import Refused, as_refused, body_of
 from hibachi.llm.dialects.openai.answers import encode
+from hibachi.llm.tokenizers.prompts import LEAST_TEXT, TextPrompts, check_fits
 
 ANSWERS = {  # class: status, type, code, and whether trying again may help
     "InvalidRequest": (400, "invalid_request_error", None, False),
@@ -131,3 +135,32 @@ def test_the_body_of_an_error():
     assert body_of(as_refused(InvalidRequest("No."))) == {
         "error": {"message": "No.", "type": "invalid_request_error", "param": None, "code": None}
     }
+
+
+# Texts by which clients tell that a conversation must be shortened, as read in their sources on 2026-11-29: LiteLLM
+# 1.110.2 (exception_mapping_utils.py, in lower case), langchain-openai 1.7.4 (_handle_openai_bad_request), pi-ai 0.73.1
+# (overflow.js). Where only max_tokens is too large, langchain-openai knows of no overflow.
+OVERFLOW = {
+    "litellm": r"(?i)this model's maximum context length is|input tokens exceed the configured|prompt is too long",
+    "langchain-openai": r"Input tokens exceed the configured limit|prompt is too long",
+    "pi-ai": r"(?i)prompt is too long|maximum context length is \d+ tokens",
+}
+
+
+@pytest.mark.parametrize("dialect", [OPENAI, ANTHROPIC], ids=["openai", "anthropic"])
+@pytest.mark.parametrize(
+    "too_long",
+    [
+        lambda prompts: check_fits(9, None, prompts.context),
+        lambda prompts: check_fits(7, 2, prompts.context),
+        lambda prompts: prompts.check_text("a" * 20),
+        lambda prompts: prompts.check_size("a" * (LEAST_TEXT + 1)),
+    ],
+    ids=["ids", "max_tokens", "text", "size"],
+)
+def test_clients_know_a_context_that_is_exceeded_by_its_words(dialect, too_long):
+    with pytest.raises(PromptTooLong) as e:
+        too_long(TextPrompts(SimpleNamespace(fewest_tokens=len), 8))
+    told = dialect.error(as_refused(e.value))["error"]["message"]
+    clients = {name for name, words in OVERFLOW.items() if re.search(words, told)}
+    assert clients == set(OVERFLOW) - ({"langchain-openai"} if "max_tokens" in told and dialect is OPENAI else set())

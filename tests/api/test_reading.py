@@ -66,8 +66,16 @@ def test_prompts_become_ids_in_their_order():
     [
         (["ab", [7, 100]], Refused, "input: token ids must be from 0 to 99; got 7 to 100."),
         ([[-1]], Refused, "input: token ids must be from 0 to 99; got -1 to -1."),
-        ([[7] * 8], PromptTooLong, "The prompt has 8 tokens, and this model's context holds 8"),
-        (["a" * 9], PromptTooLong, "The text has 9 characters, and at least 9 tokens"),
+        (
+            [[7] * 8],
+            PromptTooLong,
+            "This model's maximum context length is 8 tokens. However, you requested at least",
+        ),
+        (
+            ["a" * 9],
+            PromptTooLong,
+            "This model's maximum context length is 8 tokens. However, the text has 9",
+        ),
         (["ab", ""], Refused, "input is empty: it must hold at least one token."),
         (["a\0"], InvalidRequest, "no NUL"),
     ],

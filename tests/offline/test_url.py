@@ -220,7 +220,7 @@ def test_turns_are_answered_as_by_the_model_here(says):
     ids = [item["call_id"] for item in response["output"][2:]] + [block["id"] for block in message["content"][2:]]
     assert len({*ids}) == 4
     refused = {own: v[1]["response"]["body"] for own, v in answers.items() if isinstance(v, tuple)}
-    assert refused["r15"]["error"]["message"].startswith("prompt is too long: The prompt")
+    assert refused["r15"]["error"]["message"].startswith("prompt is too long: This model")
 
 
 TALKS = [

@@ -16,7 +16,7 @@ from hibachi.llm.dialects.errors import Refused, refusing
 from hibachi.llm.dialects.forms import said_by
 from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.truncation import Truncation
-from hibachi.llm.tokenizers.prompts import TextPrompts, check_fits
+from hibachi.llm.tokenizers.prompts import TextPrompts, check_fits, input_exceeds
 from hibachi.request import SamplingParams
 
 
@@ -48,7 +48,7 @@ class Reading:
     def check_length(self, ids: Sequence[int], limit: int | None) -> None:
         """Raise PromptTooLong for a prompt that does not fit, or not with the new tokens that were asked for."""
         if self.longest is not None and len(ids) > self.longest:
-            raise PromptTooLong(f"The prompt has {len(ids)} tokens; at most {self.longest} are taken. Shorten it.")
+            raise PromptTooLong(f"The prompt has {len(ids)} tokens. {input_exceeds(self.longest)} Shorten it.")
         check_fits(len(ids), limit, self.prompts.context)
 
     def encode(

@@ -53,8 +53,8 @@ class TextPrompts:
         fewest: int = getattr(self.tokenizer, "fewest_tokens", lambda text: 0)(text)
         if fewest > context:
             raise PromptTooLong(
-                f"The text has {len(text)} characters, and at least {fewest} tokens; this model's context holds "
-                f"{context}. Shorten it."
+                f"{most_tokens(context)} However, the text has {len(text)} characters, which are at least {fewest} "
+                f"tokens. {input_exceeds(context - 1)} Shorten the text."
             )
 
     def check_size(self, text: str) -> None:
@@ -62,8 +62,8 @@ class TextPrompts:
         most = max(self.context * SOMEWHAT_LONG, LEAST_TEXT)
         if len(text) > most:
             raise PromptTooLong(
-                f"The text has {len(text)} characters; with this model's context at most {most} are cut into tokens. "
-                f"Shorten it."
+                f"{most_tokens(self.context)} However, the text has {len(text)} characters, and at most {most} are cut "
+                f"into tokens. {input_exceeds(self.context - 1)} Shorten the text."
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -113,15 +113,27 @@ def check_fits(n: int, new: int | None, context: int) -> None:
     """Do n tokens of a prompt, and as many new ones as were asked for, fit? Raises PromptTooLong."""
     if n >= context:
         raise PromptTooLong(
-            f"The prompt has {n} tokens, and this model's context holds {context}, at least one of them new. Shorten "
-            f"it."
+            f"{most_tokens(context)} However, you requested at least {n + 1} tokens ({n} in the prompt and one new). "
+            f"{input_exceeds(context - 1)} Shorten the prompt."
         )
     if new is not None and n + new > context:
         raise PromptTooLong.at(
             ("max_tokens",),
-            f" is {shown(new)} and the prompt has {n} tokens, and this model's context holds {context}. Ask for at "
-            f"most {context - n}.",
+            f" is {shown(new)}, and the prompt has {n} tokens. {most_tokens(context)} However, you requested {n + new} "
+            f"tokens. Ask for at most {context - n} new ones.",
         )
+
+
+def most_tokens(context: int) -> str:
+    """The sentence by which clients know that a conversation must be shortened: LiteLLM, pi-ai and others look for it,
+    as vLLM and OpenAI say it. Further ones look for that of `input_exceeds`.
+    """
+    return f"This model's maximum context length is {context} tokens."
+
+
+def input_exceeds(most: int) -> str:
+    """See `most_tokens`; langchain-openai and LiteLLM look for this one, as OpenAI's responses say it."""
+    return f"Input tokens exceed the configured limit of {most} tokens."
 
 
 def _shown(value: Any) -> str:
