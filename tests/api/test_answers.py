@@ -236,7 +236,7 @@ CHAT = ChatAnswer(
 )
 
 
-def chunk(*pieces, used=None):
+def chunk(*pieces, used=UNSET):
     return ChatAnswer("chatcmpl-1", "chat.completion.chunk", 1700000000, "tiny", list(pieces), used)
 
 
@@ -295,6 +295,7 @@ def test_chunks_of_a_chat():
     assert encode(ChatPiece(1, Delta(), None, "stop", [7])) == (
         b'{"index":1,"delta":{},"logprobs":null,"finish_reason":"stop","token_ids":[7]}'
     )
+    assert encode(chunk(used=None)).endswith(b'"choices":[],"usage":null}')  # where the last chunk will have it
     last = b'"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6}}'
     assert encode(chunk(used=usage(5, 1))) == head + b"]," + last  # T-36: no choices
 
@@ -302,8 +303,8 @@ def test_chunks_of_a_chat():
 def test_events():
     """Each is one line and an empty one, whatever is in it, and text is UTF-8."""
     assert event({"a": 1}) == b'data: {"a":1}\n\n'
-    assert event({"text": "é\n\ndata: [DONE]\r\n\u2028"}) == (
-        b'data: {"text":"\xc3\xa9\\n\\ndata: [DONE]\\r\\n\xe2\x80\xa8"}\n\n'
+    assert event({"text": "é\n\ndata: [DONE]\r\n\u2028\u2029\u0085\\"}) == (
+        b'data: {"text":"\xc3\xa9\\n\\ndata: [DONE]\\r\\n\\u2028\\u2029\\u0085\\\\"}\n\n'
     )
     assert event(chunk()) == b"data: " + encode(chunk()) + b"\n\n"
     assert DONE == b"data: [DONE]\n\n"

@@ -51,7 +51,7 @@ FULL = "model_context_window_exceeded"
 def named(chunk: Any) -> bytes:
     """An event with its name: that of its type. chunk: a record of `answers`, or the body of an error."""
     name = chunk["type"] if isinstance(chunk, dict) else chunk.__struct_config__.tag
-    return b"event: " + str(name).encode() + b"\ndata: " + openai.encode(chunk) + b"\n\n"
+    return b"event: " + str(name).encode() + b"\ndata: " + openai.encode_line(chunk) + b"\n\n"
 
 
 class ContentBlocks:

@@ -23,9 +23,23 @@ def encode(answer: Any) -> bytes:
     return _encode(answer)
 
 
+def encode_line(answer: Any) -> bytes:
+    """`encode` for a line of a stream. Characters at which Python's splitlines, and so some clients, would break it are
+    escaped: U+2028, U+2029 and U+0085.
+    """
+    found = _encode(answer)
+    if b"\xe2\x80" in found or b"\xc2\x85" in found:
+        for raw, escaped in _BREAKS:
+            found = found.replace(raw, escaped)
+    return found
+
+
+_BREAKS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+
+
 def event(answer: Any) -> bytes:
     """A server-sent event."""
-    return b"data: " + _encode(answer) + b"\n\n"
+    return b"data: " + encode_line(answer) + b"\n\n"
 
 
 class Usage(Struct, omit_defaults=True):
@@ -114,7 +128,7 @@ class CompletionAnswer(Struct, omit_defaults=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
 
 
@@ -218,7 +232,7 @@ class ChatAnswer(Struct, Generic[C], omit_defaults=True):
     created: int
     model: str
     choices: list[C]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | None = None

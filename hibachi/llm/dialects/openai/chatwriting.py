@@ -116,9 +116,9 @@ class ChatWriter(AnswerWriter):
         return answers.chat_logprobs(ids, scores, most, self.vocabulary, named_ids=self.asked.named_ids)
 
     def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer[ChatPiece]:
-        used = used or self._always()
+        shown = used or self._always()
         return ChatAnswer(
-            self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.fingerprint
+            self.id, f"{self.object}.chunk", self.created, self.name, list(choices), shown, self.fingerprint
         )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from hibachi.errors import EngineClosed
 from hibachi.llm.dialects.dialects import OPENAI, Dialect
 from hibachi.llm.dialects.errors import Refused
@@ -136,8 +138,11 @@ class AnswerWriter:
         """The last chunk, with the usage, or a list of chunks. Called if `asked.usage`."""
         raise NotImplementedError
 
-    def _always(self) -> Usage | None:
-        return self.usage() if self.asked.usage_always else None
+    def _always(self) -> Usage | UnsetType | None:
+        """Of a chunk: null where the last one will have it, as OpenAI's have it."""
+        if self.asked.usage_always:
+            return self.usage()
+        return None if self.asked.usage else UNSET
 
     def _told(self, ids: list[int]) -> list[int] | None:
         return ids if self.asked.token_ids else None

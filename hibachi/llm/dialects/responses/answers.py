@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from hibachi.llm.dialects.openai.answers import TokenLogprob
+from hibachi.llm.dialects.openai.answers import TokenLogprob, encode_line
 from hibachi.llm.dialects.responses.items import (
     FunctionCall,
     FunctionCallOutput,
@@ -297,7 +297,6 @@ EVENTS = (
     ResponseFailed,
     ResponseError,
 )
-_encode = msgspec.json.Encoder().encode
 _BEGINNINGS: dict[type[Struct], bytes] = {
     kind: f"event: {kind.__struct_config__.tag}\ndata: ".encode() for kind in EVENTS
 }
@@ -305,4 +304,4 @@ _BEGINNINGS: dict[type[Struct], bytes] = {
 
 def frame(event: Struct) -> bytes:
     """An event as it is sent."""
-    return _BEGINNINGS[type(event)] + _encode(event) + b"\n\n"
+    return _BEGINNINGS[type(event)] + encode_line(event) + b"\n\n"
