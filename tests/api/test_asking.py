@@ -355,7 +355,7 @@ def test_log_probabilities_of_a_chat():
         assert found.params.logprobs == found.logprobs
         return found.logprobs
 
-    assert told() is told(logprobs=False) is told(logprobs=None, top_logprobs=None) is None
+    assert told() is told(logprobs=False) is told(logprobs=None, top_logprobs=None) is told(top_logprobs=0) is None
     assert told(logprobs=True) == 0
     assert told(logprobs=True, top_logprobs=0) == 0
     assert told(logprobs=True, top_logprobs=5) == 5

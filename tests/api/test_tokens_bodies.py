@@ -198,14 +198,10 @@ def test_what_is_out_of_range(stop, more, param):
 
 def test_as_many_as_were_asked_for_must_fit():
     check_fits(5, 5, 10)
-    with pytest.raises(
-        PromptTooLong, match=r"max_tokens is 6.* has 5 tokens.* is 10 tokens.* at most 5"
-    ) as found:
+    with pytest.raises(PromptTooLong, match=r"max_tokens is 6.* has 5 tokens.* is 10 tokens.* at most 5") as found:
         check_fits(5, 6, 10)
     assert found.value.path == ("max_tokens",)
-    with pytest.raises(
-        PromptTooLong, match=r"context length is 10 tokens.* at least 11 tokens \(10 in the prompt"
-    ):
+    with pytest.raises(PromptTooLong, match=r"context length is 10 tokens.* at least 11 tokens \(10 in the prompt"):
         check_fits(10, None, 10)
 
 

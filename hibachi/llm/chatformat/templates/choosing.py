@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,11 +10,11 @@ from threading import Lock
 from typing import Any
 
 from hibachi.errors import shown
-from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.format import HERMES, PLAIN, ChatFormat
 from hibachi.llm.chatformat.templates.derive import derive
 from hibachi.llm.chatformat.templates.known import Named, named, recognized
 
+log: logging.Logger = logging.getLogger("hibachi.chat")
 MOST = 256  # templates that are remembered: clients may send their own
 _THINKS = re.compile("think|reason|channel|analysis", re.IGNORECASE)  # one of them is in every template that knows it
 _KNOWS_NONE = re.compile("""['"]none['"]""")
@@ -84,6 +85,7 @@ class Choosing:
     def __init__(self, render: Callable[..., str], parsers: Parsers | None = None) -> None:
         self.parsers: Parsers = parsers or Parsers()
         self._render, self._formats = render, self.parsers.formats()
+        self._silent = False  # it has said that there is no setting for an effort
 
     def format(self, template: str, *, tools: bool) -> ChatFormat:
         """The format of a chat. template: the text of the chat template. tools: the chat has tools, or calls; if not,
@@ -106,17 +108,19 @@ class Choosing:
         return named or _THINKS.search(template) is not None or recognized(template) is not None
 
     def effort(self, template: str, asked: str) -> Mapping[str, Any]:
-        """The variables of the template by which it reads OpenAI's reasoning_effort. Raises BadField if
-        there are none.
+        """The variables of the template by which it reads OpenAI's reasoning_effort. An effort is a wish, which agents
+        send to any model: where the template has no such setting there are none, and the log says so once.
         """
         found = self._formats.of(template, self._render)
         if asked == "none" and found.switch is not None:
             return {found.switch: False}
         if not found.effort or (asked == "none" and not _KNOWS_NONE.search(template)):
-            none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
-            raise BadField.at(
-                ("reasoning_effort",),
-                f" is not supported as {shown(asked)}: this model's chat template has no such setting{none}.",
-                code=UNSUPPORTED,
-            )
+            if not self._silent:
+                self._silent = True
+                none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
+                log.warning(
+                    "reasoning_effort %s has no effect: this model's chat template has no such setting%s",
+                    shown(asked), none,
+                )  # fmt: skip
+            return {}
         return {"reasoning_effort": asked}

@@ -54,17 +54,9 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def request(model: TextModel, body: CountBody) -> Steps[tuple[ParsedRequest, list[int]]]:
-    """What a message asks for, and the token ids of its prompt. An effort is a wish, which agents send to any model:
-    many chat templates have no such setting. Raises Refused, InvalidRequest or PromptTooLong.
-    """
+    """What a message asks for, and the token ids of its prompt. Raises Refused, InvalidRequest or PromptTooLong."""
     chat: ChatBody = yield ReadingStep("body", partial(chat_of, body))
     with refusing(partial(in_body, body)):
-        try:
-            return (yield from model.chat(chat))
-        except Refused as e:
-            if chat.reasoning_effort is None or e.path != ("reasoning_effort",):
-                raise
-        chat.reasoning_effort = None
         return (yield from model.chat(chat))
 
 

@@ -122,7 +122,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequ
         raise unsupported("modalities", "Only text is served")
     if body.verbosity not in (UNSET, None, "medium"):  # OpenAI's default
         raise unsupported("verbosity", 'The models served have no such setting, so only "medium" is')
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # 0 is what many clients send with no wish at all
         raise Refused.at("top_logprobs", " needs logprobs to be true.")
     size = check_values(body.tools)
     with refusing():
