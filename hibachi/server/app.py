@@ -111,6 +111,9 @@ def _methods(scope: Any) -> list[str]:
 async def _no_route(served: Served, request: Any, error: Exception) -> Any:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
+    first = request.scope.get("endpoint")
+    if status == 405 and request.method == "POST" and isinstance(first, Endpoint) and first.path.endswith("}"):
+        status, headers = 404, {}  # /v1/responses/compact is a route that there is not, and no id: clients try it
     what, code = "does not exist", "not_found"
     if status == 405:
         what, code = "allows no such method", "method_not_allowed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NotRequired, TypedDict
 
 from hibachi.backend.array_backend import HostArray
@@ -25,7 +26,7 @@ from hibachi.llm.dialects.vectors import shortened
 from hibachi.request import SamplingParams, Terms
 from hibachi.server.openapi import Error
 from hibachi.server.record import Record, Vectors
-from hibachi.server.routes import About, Route, for_chat, for_ids, for_text, for_vectors
+from hibachi.server.routes import About, Handler, Route, for_chat, for_ids, for_text, for_vectors
 from hibachi.server.served import Served
 from hibachi.server.streaming import answering
 from hibachi.server.web.exchange import Exchange
@@ -166,6 +167,28 @@ CHAT = About(
     example=lambda served: {"messages": CONVERSATION, "max_tokens": 8},
     useful=for_chat,
 )
+EMBEDDINGS = About(
+    EmbeddingBody,
+    answers.Embeddings,
+    named=True,
+    example=lambda served: {"input": _prompt(served)},
+    useful=for_vectors,
+)
+
+
+def at_engine(handler: Handler) -> Handler:
+    """The handler for a path that names the model, as OpenAI's first one did and as text-inference-batcher's does. A
+    model in the body comes before it.
+    """
+
+    @wraps(handler)
+    async def answer(served: Served, x: Exchange) -> None:
+        served.named(x.params["model"])
+        await handler(served, x)
+
+    return answer
+
+
 MODELS = About(answer=(answers.Models, anthropic.AnthropicModels), dialects=(ANTHROPIC,))
 MODEL = About(answer=(answers.Model, anthropic.AnthropicModel), dialects=(ANTHROPIC,), named=True)
 ROUTES = (
@@ -173,18 +196,9 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", model, about=MODEL),
     Route("POST", "/v1/completions", answering(COMPLETIONS), about=COMPLETION),
     Route("POST", "/v1/chat/completions", answering(CHATS), about=CHAT),
-    Route(
-        "POST",
-        "/v1/embeddings",
-        embeddings,
-        about=About(
-            EmbeddingBody,
-            answers.Embeddings,
-            named=True,
-            example=lambda served: {"input": _prompt(served)},
-            useful=for_vectors,
-        ),
-    ),
+    Route("POST", "/v1/embeddings", embeddings, about=EMBEDDINGS),
+    Route("POST", "/v1/engines/{model:path}/completions", at_engine(answering(COMPLETIONS)), about=COMPLETION),
+    Route("POST", "/v1/engines/{model:path}/embeddings", at_engine(embeddings), about=EMBEDDINGS),
     Route(
         "POST",
         "/detokenize",

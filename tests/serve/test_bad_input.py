@@ -124,6 +124,9 @@ def test_routes_that_are_not_there(server):
         ("GET", "/nope", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
+        ("POST", "/v1/responses/compact", 404),  # of OpenAI's newer routes, which clients try: it looks like an id
+        ("POST", "/v1/responses/input_tokens", 404),
+        ("PUT", "/v1/responses/resp_1", 405),
         ("DELETE", "/health", 405),
         ("GET", "/v1/models/%00%ff/../x", 404),
     ):

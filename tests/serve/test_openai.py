@@ -324,3 +324,12 @@ def test_where_only_the_prompt_is_wanted_tools_are_checked_and_shown_alike(texts
         for tools in ([{"type": "function"}], [tool, tool], [{"function": 7}]):
             wrong = here.post(path, {"messages": CHAT, "tools": tools})
             assert wrong.status_code in (400, 422) and "tools[" in wrong.text
+
+
+def test_b27_a_path_may_name_the_model(server):
+    """B-27: `/v1/engines/MODEL/...`, and a model in the body comes before it."""
+    for path, body in (("completions", {"prompt": "Emma", "max_tokens": 1}), ("embeddings", {"input": "Emma"})):
+        answer = server.post(f"/v1/engines/tiny/{path}", body)
+        assert answer.status_code == 200 and answer.json()["model"] == "tiny"
+        assert refused(server.post(f"/v1/engines/other/{path}", body), 404)["code"] == "model_not_found"
+        assert refused(server.post(f"/v1/engines/tiny/{path}", {**body, "model": "other"}), 404)["param"] == "model"
