@@ -103,7 +103,7 @@ class Queues:
         most = max(of.values(), key=len, default=[])
         if len(most) <= len(of.get(who, ())) + 1:
             return False
-        max(most, key=lambda w: w.came).refuse("full")
+        max(reversed(most), key=lambda w: w.came).refuse("full")  # several may come in one tick of the clock
         return True
 
     def give_back(self, u: Upstream) -> None:

@@ -59,6 +59,28 @@ def test_b17_the_oldest_waiter_has_a_slot_as_soon_as_it_is_free():
     run(test)
 
 
+def test_the_newest_makes_room_also_of_those_that_came_in_one_tick(monkeypatch):
+    """uvloop's clock stands still for a millisecond: then the last of equals is the newest."""
+
+    async def test():
+        line = lines(fleet(1), most=3)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 1.0)
+        u = line.take(ASK)
+        greedy = [asyncio.ensure_future(line.wait(ASK, "greedy", 10)) for _ in range(3)]
+        await settled()
+        small = asyncio.ensure_future(line.wait(ASK, "small", 10))
+        await settled()
+        assert [task.done() for task in greedy] == [False, False, True] and not small.done()
+        with pytest.raises(NoSlot, match="full"):
+            await greedy.pop()
+        for task in (*greedy, small):
+            task.cancel()
+        await asyncio.gather(*greedy, small, return_exceptions=True)
+        line.give_back(u)
+
+    run(test)
+
+
 def test_who_asks_for_much_waits_behind_who_asks_for_little():
     async def test():
         made = fleet(1)
