@@ -13,9 +13,9 @@ import msgspec
 
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.json_limits import at_once, check_weight
+from hibachi.server.web.content_encoding import BITS, inflate
 
 MOST_UNPACKED = 1 << 25  # bytes of a compressed body that are looked at
-SLICE = 1 << 18  # bytes of it that are unpacked at once
 LONGEST_HEAD = 1 << 13  # bytes of the head of a part of a form
 MOST_FIELDS = 1000
 LONGEST_FORM = 1 << 20  # bytes of a field of a form
@@ -220,20 +220,10 @@ def _unpacked(body: Data, encoding: bytes) -> bytes | None:
     """None means not a packing that is read here, or damaged; the upstream will say. Raises Refused for one too
     large.
     """
-    bits = {b"gzip": 31, b"x-gzip": 31, b"deflate": 47}.get(encoding.strip().lower())
+    bits = BITS.get(encoding.strip().lower())
     if bits is None:
         return None
-    out, unpacker = bytearray(), zlib.decompressobj(bits)
-    with memoryview(body) as packed:
-        for at in range(0, len(packed), SLICE):
-            try:
-                out += unpacker.decompress(packed[at : at + SLICE], MOST_UNPACKED + 1 - len(out))
-            except zlib.error:
-                return None
-            if len(out) > MOST_UNPACKED:
-                raise Refused(
-                    f"The body is too large: unpacked it has more than {MOST_UNPACKED} bytes.",
-                    status=413,
-                    code="body_too_large",
-                )
-    return bytes(out)
+    try:
+        return inflate(body, bits, MOST_UNPACKED)[0]
+    except zlib.error:
+        return None

@@ -338,13 +338,6 @@ def _check_stop(stop: StopRule, kind: tuple[tuple[int, ...], str]) -> None:
 
 def _taken(x: Exchange, reads: bool) -> str:
     """The media type of the body. Raises Refused for an unsupported one."""
-    encoding = x.headers.get(b"content-encoding", b"identity").strip().lower()
-    if encoding != b"identity":
-        raise Refused(
-            f"Content-Encoding: {encoding[:60].decode('latin-1')} is not taken. Send the body as it is.",
-            status=415,
-            code="unsupported_media_type",
-        )
     kind = media_type(x.headers.get(b"content-type", b"")) or JSON
     if not (reads or kind in TYPES or kind in MSGPACKS or kind.endswith("+json")):
         raise _unsupported(kind)

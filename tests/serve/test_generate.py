@@ -319,7 +319,7 @@ def test_a_model_without_text_says_so_elsewhere(codebooks):
         ({"Accept": "application/x-npy"}, True, 406, SSE),
         ({"Accept": SSE}, False, 406, "stream=true"),
         ({"Accept": "audio/wav"}, False, 406, "application/x-npy"),
-        ({"Content-Encoding": "gzip"}, False, 415, "gzip"),
+        ({"Content-Encoding": "br"}, False, 415, "gzip, deflate"),
     ],
 )
 def test_headers_that_are_refused(codebooks, headers, stream, status, says):

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote
 from hibachi.llm.dialects.dialects import OPENAI, Dialect
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.answers import encode, event
+from hibachi.server.web.content_encoding import coding_of, decoded
 
 Message = MutableMapping[str, Any]
 log: logging.Logger = logging.getLogger("hibachi.serve")
@@ -130,6 +131,7 @@ class Exchange:
                 status=415,
                 code="unsupported_media_type",
             )
+        coding = coding_of(self.headers.get(b"content-encoding", b""))
         length = self.headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > most:
             raise _too_large(int(length), most)
@@ -145,7 +147,9 @@ class Exchange:
             parts.append(part)
             if not message.get("more_body"):
                 self.size = size
-                return b"".join(parts)
+                break
+        whole = b"".join(parts)
+        return whole if coding is None else await asyncio.to_thread(decoded, whole, coding, most)
 
     async def left(self) -> None:
         """Wait until the client has left. The body must have been read."""
