@@ -484,9 +484,7 @@ EXPORT int hibachi_best(const float* x, int64_t rows, int64_t columns, int32_t* 
 }
 
 // token, most [rows]; see draw.h.
-EXPORT int hibachi_draw(
-    const float* x, int64_t rows, int64_t columns, const How* how, int32_t* token, float* most
-) {
+EXPORT int hibachi_draw(const float* x, int64_t rows, int64_t columns, const How* how, int32_t* token, float* most) {
   return told(share(Draw{x, rows, columns, *how, token, most}));
 }
 

@@ -368,12 +368,7 @@ EXPORT void* hibachi_xla_draw(Frame* f) {
     hibachi::How how;
     std::memcpy(&how, of, sizeof how);
     return hibachi_draw(
-        c.in<float>(0),
-        c.size(0, 0),
-        c.size(0, 1),
-        &how,
-        static_cast<int32_t*>(c.out(0)),
-        static_cast<float*>(c.out(1))
+        c.in<float>(0), c.size(0, 0), c.size(0, 1), &how, static_cast<int32_t*>(c.out(0)), static_cast<float*>(c.out(1))
     );
   });
 }
