@@ -162,7 +162,7 @@ def test_a_response_is_read_and_forgotten(server, described):
 
 def test_the_methods_of_a_response_are_told(server):
     """Those of all routes with its path, whatever its id."""
-    answer = server.post(f"{URL}/input_tokens", {})  # a route that OpenAI has
+    answer = server.client.put(f"{URL}/resp_1")
     error = error_of(answer, 405)
     assert error["code"] == "method_not_allowed" and error["message"].endswith("no such method, but DELETE, GET, HEAD.")
     assert answer.headers["allow"] == "DELETE, GET, HEAD"
