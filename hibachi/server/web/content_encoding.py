@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import mmap
 import zlib
+from functools import cache
 from typing import Any
 
 from hibachi.llm.dialects.errors import Refused
 
 SLICE = 1 << 18  # bytes that are taken at once
+MOST_MEMBERS = 64  # of a gzip, each of which costs a copy of what is behind it
 BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 47}  # zlib's words for them; some send gzip as deflate
 
 
@@ -20,9 +22,9 @@ def coding_of(header: bytes) -> bytes | None:
     coding = header.strip().lower()
     if coding in (b"", b"identity"):
         return None
-    if coding in BITS or (coding == b"zstd" and _arrow() is not None):
+    taken = "gzip, deflate, zstd" if _reads_zstd() else "gzip, deflate"
+    if coding in BITS or (coding == b"zstd" and _reads_zstd()):
         return coding
-    taken = "gzip, deflate" if _arrow() is None else "gzip, deflate, zstd"
     raise Refused(
         f"Content-Encoding: {coding[:60].decode('latin-1')} is not taken: expected one of {taken}, or a body as it is.",
         status=415,
@@ -51,18 +53,25 @@ def inflate(body: bytes | mmap.mmap, bits: int, most: int) -> tuple[bytes, bool]
     """What zlib makes of a body, and whether it came to its end. bits: see `BITS`. Raises zlib.error for a damaged one,
     and Refused for more than `most` bytes.
     """
-    out, unpacker = bytearray(), zlib.decompressobj(bits)
+    out, unpacker, members = bytearray(), zlib.decompressobj(bits), 1
     with memoryview(body) as packed:
         for at in range(0, len(packed), SLICE):
-            out += unpacker.decompress(packed[at : at + SLICE], most + 1 - len(out))
-            if len(out) > most:
-                raise _too_large(most)
+            part: bytes | memoryview = packed[at : at + SLICE]
+            while part:
+                if unpacker.eof:  # a gzip may have several members, one behind the other
+                    unpacker, members = zlib.decompressobj(bits), members + 1
+                    if members > MOST_MEMBERS:
+                        return bytes(out), False
+                out += unpacker.decompress(part, most + 1 - len(out))
+                if len(out) > most:
+                    raise _too_large(most)
+                part = unpacker.unused_data
     return bytes(out), unpacker.eof
 
 
 def _of_zstd(body: bytes, most: int) -> tuple[bytes, bool]:
     """Raises OSError for a damaged body or one that was cut off."""
-    pa = _arrow()
+    pa: Any = importlib.import_module("pyarrow")  # here: it takes some tenths of a second, and this is a thread
     with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
         out = bytearray()
         while part := stream.read(min(SLICE, most + 1 - len(out))):
@@ -72,12 +81,10 @@ def _of_zstd(body: bytes, most: int) -> tuple[bytes, bool]:
     return bytes(out), bool(body)
 
 
-def _arrow() -> Any:
-    """pyarrow, which reads zstd (extra `batch`); None where it is not installed."""
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError:
-        return None
+@cache
+def _reads_zstd() -> bool:
+    """Is pyarrow there, which reads it (extra `batch`)?"""
+    return importlib.util.find_spec("pyarrow") is not None
 
 
 def _too_large(most: int) -> Refused:
