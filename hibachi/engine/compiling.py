@@ -7,9 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
+import numpy as np
+
+from hibachi.backend.masks import words
+from hibachi.engine.guide.turns import Turns
 from hibachi.engine.runners.guiding import Guided
 from hibachi.engine.runners.job import Job
 
@@ -22,11 +27,11 @@ Done: TypeAlias = "Callable[[Job, Guided | BaseException, float], None]"
 class Compiling:
     """Makes the guides of jobs, in the order in which they come.
 
-    done: called in one of the threads, with the seconds that it took.
+    done: called in one of the threads, with the seconds that it took. vocab_size: of the model, where it is guided.
     """
 
-    def __init__(self, done: Done) -> None:
-        self._done = done
+    def __init__(self, done: Done, turns: Turns, vocab_size: int) -> None:
+        self._work = partial(_work, done=done, turns=turns, vocab_size=vocab_size)
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._threads = 0
 
@@ -34,14 +39,14 @@ class Compiling:
         self._queue.put(job)
         if self._threads < MOST_THREADS:
             self._threads += 1
-            threading.Thread(target=_work, args=(self._queue, self._done), name="hibachi-grammars", daemon=True).start()
+            threading.Thread(target=self._work, args=(self._queue,), name="hibachi-grammars", daemon=True).start()
 
     def close(self) -> None:
         for _ in range(self._threads):
             self._queue.put(None)
 
 
-def _work(queue: SimpleQueue[Job | None], done: Done) -> None:
+def _work(queue: SimpleQueue[Job | None], done: Done, turns: Turns, vocab_size: int) -> None:
     if hasattr(os, "setpriority"):
         with suppress(OSError):  # Linux: of this thread only
             if os.uname().sysname == "Linux":
@@ -53,8 +58,20 @@ def _work(queue: SimpleQueue[Job | None], done: Done) -> None:
             began = time.perf_counter()
             try:
                 ends = () if job.stop is None or job.stop.tokens is None else job.stop.tokens.tolist()
-                made: Guided | BaseException = Guided(guides, guides.compile(grammar), ends)
+                guided = Guided(guides, guides.compile(grammar), ends, turns.form(grammar.source))
+                _try(guided, vocab_size)
+                made: Guided | BaseException = guided
             except BaseException as e:
                 made = e
             done(job, made, time.perf_counter() - began)
         del job
+
+
+def _try(guided: Guided, vocab_size: int) -> None:
+    """See by a first mask whether a form is slow. Raises GuideFailed."""
+    if not guided.form.known:
+        began = time.perf_counter()
+        [failure] = guided.guides.masks([guided.guide], np.empty((1, words(vocab_size)), np.uint32))
+        if failure is not None:
+            raise failure
+        guided.form.expect(time.perf_counter() - began)

@@ -18,6 +18,7 @@ import numpy as np
 from hibachi.engine.budget import TokenBudget, guilty_of
 from hibachi.engine.compiling import Compiling
 from hibachi.engine.guide.protocol import GuideFailed
+from hibachi.engine.guide.turns import Turns
 from hibachi.engine.promise import Promise
 from hibachi.engine.recording.recorder import RecordedScheduler, Recorder
 from hibachi.engine.runners.calls import drop_frames, internal, no_room, too_late
@@ -99,7 +100,9 @@ class Engine:
         self._launcher = runner if wanted and isinstance(runner, Launcher) else None
         self._flight: Flight | None = None
         self._calm = False  # the next step is waited for
-        self._compiling = Compiling(self._made)
+        self._turns = Turns()
+        self._in_turns: set[Job] = set()  # requests of slow forms that wait for theirs
+        self._compiling = Compiling(self._made, self._turns, runner.sampler.shape[-1] if runner.sampler else 0)
         self.drafting: Drafting | None = None
         self.promise: Promise | None = None
         self.waits: Waits | None = None  # where steps may begin before the last one is read; None means that all do
@@ -190,7 +193,11 @@ class Engine:
             self._ended(job, Finish.STOP)
         else:
             job.guided = made
-            self.scheduler.free(job.seq)
+            if made.form.slow:
+                self._in_turns.add(job)
+                self._turns.some = True
+            else:
+                self.scheduler.free(job.seq)
 
     def cancel(self, job: Job) -> None:
         if job in self._live:
@@ -212,7 +219,23 @@ class Engine:
         """The consumer of a paused request has caught up."""
         if job in self._paused:
             self._paused.remove(job)
-            self.scheduler.unpause(job.seq)
+            if job not in self._in_turns:
+                self.scheduler.unpause(job.seq)
+
+    def _take_turns(self) -> None:
+        """Rows of slow forms wait until it is their turn."""
+        slow = [(job, job.guided) for job in self._live if job.guided is not None and job.guided.form.slow]
+        mine = {job.seq for job, _ in slow}
+        others = any(seq.row >= 0 and not seq.paused and seq not in mine for seq in self.scheduler.order)
+        going = set(self._turns.go([guided for _, guided in slow], others=others, now=time.perf_counter()))
+        waiting = {job for job, guided in slow if guided not in going}
+        for job in waiting - self._in_turns:
+            self.scheduler.pause(job.seq)
+        for job in self._in_turns - waiting:
+            if job in self._live and job not in self._paused:
+                self.scheduler.free(job.seq)
+                self.scheduler.unpause(job.seq)
+        self._in_turns, self._turns.some = waiting, bool(slow)
 
     def next_deadline(self) -> float | None:
         """The time (time.monotonic()) at which `step` has something to do even if no request arrives and nothing is
@@ -231,6 +254,8 @@ class Engine:
             began = self._begin()
         now = time.monotonic()
         self._expire(now)
+        if self._turns.some:
+            self._take_turns()
         self._suspend(self.scheduler.make_room())
         if self.scheduler.shares_rows:
             self.scheduler.rest(self._shares.resting(*self.scheduler.wanted()))
@@ -658,6 +683,7 @@ class Engine:
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
         self._live.discard(job)
         self._paused.discard(job)
+        self._in_turns.discard(job)
         if self.drafting is not None:
             self.drafting.forget(job.seq)
         job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
@@ -688,6 +714,7 @@ class Engine:
         self._flight, self._calm = None, False
         self._budget.restart()
         self._paused.clear()
+        self._in_turns.clear()
         self.runner.adopt(self.scheduler)
         self.restarts += 1
 

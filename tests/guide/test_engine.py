@@ -39,7 +39,7 @@ LEVELS = {"level 2": SumPaged, "level 1": SumLogits, "own cache": SumOwn}
 def engine(model=SumPaged, *, eos=(), backend=None, **options):
     made = model(backend or NumpyBackend())
     made.eos_ids = eos
-    found = AutoregressiveBatchInference(made, max_model_len=64, **options)
+    found = AutoregressiveBatchInference(made, **{"max_model_len": 64} | options)
     toy_guides(found)
     return found
 

@@ -14,7 +14,7 @@ from hibachi.errors import InvalidRequest
 
 class ToyGuide:
     """sets: the ids that may come, in turns. most: tokens of a complete output. least: from how many on it may end.
-    fails: after so many tokens it is too complex.
+    fails: after so many tokens it is too complex. dear: seconds that a mask takes, after `cheap` tokens.
     """
 
     def __init__(self, rule: dict[str, Any], eos_ids: Sequence[int]) -> None:
@@ -65,6 +65,7 @@ class ToyGuides:
         self.size, self.eos_ids = len(vocabulary.tokens), tuple(vocabulary.eos_ids)
         self.compiled = 0
         self.gate: threading.Event | None = None
+        self.calls = list[float]()  # seconds of dear masks in each call that the engine has waited for
 
     def check(self, form: Any) -> Grammar:
         rule = json.loads(form.text)
@@ -87,6 +88,12 @@ class ToyGuides:
 
     def masks(self, guides: Sequence[ToyGuide], bits: Any) -> list[GuideFailed | None]:
         out: list[GuideFailed | None] = []
+        began = time.perf_counter()
+        dear = sum(g.rule.get("dear", 0) for g in guides if len(g.had) >= g.rule.get("cheap", 0))
+        if dear:
+            time.sleep(dear)
+        if threading.current_thread().name != "hibachi-grammars":
+            self.calls.append(time.perf_counter() - began if dear else 0.0)
         for i, guide in enumerate(guides):
             kept = np.zeros(bits.shape[1] * 32, bool)
             try:

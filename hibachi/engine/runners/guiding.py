@@ -1,8 +1,14 @@
-"""Guided requests in a step: which tokens may come, and which requests are complete with the token that has come."""
+"""Guided requests in a step: which tokens may come, and which requests are complete with the token that has come.
+
+All that guides compute is timed, for `Turns`. Where many rows turn slow in one step, those of them that nobody has
+waited for yet end with an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -10,8 +16,12 @@ import numpy as np
 from hibachi.backend.array_backend import HostArray
 from hibachi.backend.masks import ALL, forbid, words
 from hibachi.engine.guide.protocol import Guide, GuideFailed, Guides
+from hibachi.engine.guide.turns import BURST, FREE, LONG, MOST, SUDDEN, FormTime
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest
+
+AT_ONCE = 16  # rows of one form whose masks are computed in one call: between two calls the clock is read
+TOO_LONG = "Its tokens take too long to work out."
 
 
 class Guided:
@@ -19,14 +29,16 @@ class Guided:
 
     What is drawn is told to the guide at once. If the step then fails, the guide takes back what has not come.
 
-    closed: end tokens that do not end this request, so they may not come.
+    closed: end tokens that do not end this request, so they may not come. form, latest: as of `turns.InTurn`. took:
+    seconds for its next token so far, before its mask.
     """
 
-    __slots__ = ("closed", "guide", "guides", "seen")
+    __slots__ = ("closed", "form", "guide", "guides", "latest", "seen", "took")
 
-    def __init__(self, guides: Guides, guide: Guide, ends: Collection[int]) -> None:
+    def __init__(self, guides: Guides, guide: Guide, ends: Collection[int], form: FormTime) -> None:
         """ends: the request's stop tokens."""
-        self.guides, self.guide, self.seen = guides, guide, 0
+        self.guides, self.guide, self.seen, self.form = guides, guide, 0, form
+        self.took = self.latest = 0.0
         self.closed: tuple[int, ...] = tuple(i for i in guides.eos_ids if i not in ends)
 
     def bring_to(self, n: int, read: Callable[[int, int], HostArray]) -> None:
@@ -71,8 +83,7 @@ def allowed(
     if ready:
         whole = len(ready) == len(jobs)
         into = bits if whole else np.empty((len(ready), bits.shape[1]), np.uint32)
-        guides: Guides = jobs[ready[0]].guided.guides
-        failed = guides.masks([jobs[i].guided.guide for i in ready], into)
+        failed = masks([jobs[i].guided for i in ready], into)
         if not whole:
             bits[ready] = into
         for i, failure in zip(ready, failed, strict=True):
@@ -84,6 +95,69 @@ def allowed(
     return bits, faults
 
 
+def masks(some: Sequence[Guided], bits: HostArray) -> list[GuideFailed | None]:
+    """Fill bits, uint32 [n, words], with the masks of n rows, and note what they take. Returns failures by place."""
+    failed: list[GuideFailed | None] = [None] * len(some)
+    guides, began = some[0].guides, perf_counter()
+    for part in _parts(some):
+        form, now = some[part[0]].form, perf_counter()
+        if form.hopeless or (form.seconds > LONG and now - began > MOST):
+            for i in part:
+                failed[i] = GuideFailed(TOO_LONG)
+            continue
+        whole = len(part) == len(some)
+        into = bits if whole else np.empty((len(part), bits.shape[1]), np.uint32)
+        found = guides.masks([some[i].guide for i in part], into)
+        note([some[i] for i in part], now)
+        if whole:
+            return found
+        bits[part] = into
+        for i, failure in zip(part, found, strict=True):
+            failed[i] = failure
+    return failed
+
+
+def _parts(some: Sequence[Guided]) -> Iterator[list[int]]:
+    """Places of rows whose masks are computed together: ordinary ones, then each form that is slow by itself."""
+    left = list(range(len(some)))
+    while ordinary := [i for i in left if not some[i].form.slow]:  # one may turn slow with each call
+        had = Counter[FormTime]()
+        part = []
+        for i in ordinary:
+            had[some[i].form] += 1
+            if had[some[i].form] <= AT_ONCE:
+                part.append(i)
+        yield part
+        if len(part) == len(left):
+            return
+        done = set(part)
+        left = [i for i in left if i not in done]
+    slow: dict[FormTime, list[int]] = {}
+    for i in left:
+        slow.setdefault(some[i].form, []).append(i)
+    for form, places in sorted(slow.items(), key=lambda item: item[0].seconds):
+        n = max(1, min(AT_ONCE, int(BURST / max(form.seconds, FREE))))
+        for i in range(0, len(places), n):
+            yield places[i : i + n]
+
+
+def note(some: Sequence[Guided], began: float, tokens: Sequence[int] | None = None) -> None:
+    """The next tokens of these rows were worked out together since `began`, by `time.perf_counter()`.
+
+    tokens: how many of each row; None means one.
+    """
+    now = perf_counter()
+    n = len(some) if tokens is None else sum(tokens)
+    each, forms = (now - began) / n, {guided.form for guided in some}
+    if len(forms) == 1 or now - began + sum([guided.took for guided in some]) > SUDDEN + FREE * n:
+        for form in forms:
+            mine = [i for i, guided in enumerate(some) if guided.form is form]
+            count = len(mine) if tokens is None else sum(tokens[i] for i in mine)
+            form.note(count, each * count + sum(some[i].took for i in mine))
+    for guided in some:
+        guided.took, guided.latest = 0.0, now
+
+
 def completed(jobs: Sequence[Any], tokens: HostArray, stopped: Any, skip: Any) -> tuple[Any, dict[int, HibachiError]]:
     """Tell guides which token has come: returns which requests are complete with it, bool [n], and errors by place.
 
@@ -91,12 +165,22 @@ def completed(jobs: Sequence[Any], tokens: HostArray, stopped: Any, skip: Any) -
     nothing.
     """
     whole, faults = np.zeros(len(jobs), bool), dict[int, HibachiError]()
+    began = now = perf_counter()
+    last: dict[FormTime, float] = {}  # what a row of each form has just taken
     for i, job in enumerate(jobs):
-        if job.guided is not None and not stopped[i] and not skip[i]:
-            try:
-                whole[i] = job.guided.came(int(tokens[i]))
-            except GuideFailed as e:
-                faults[i] = stuck(e)
+        guided: Guided | None = job.guided
+        if guided is None or stopped[i] or skip[i]:
+            continue
+        if now - began > MOST and last.get(guided.form, 0.0) > LONG:
+            faults[i] = stuck(GuideFailed(TOO_LONG))
+            continue
+        try:
+            whole[i] = guided.came(int(tokens[i]))
+        except GuideFailed as e:
+            faults[i] = stuck(e)
+        before, now = now, perf_counter()
+        guided.took += now - before
+        last[guided.form] = now - before
     return whole, faults
 
 

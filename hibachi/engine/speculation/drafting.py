@@ -13,6 +13,8 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.engine.guide.protocol import GuideFailed
+from hibachi.engine.guide.turns import MOST
+from hibachi.engine.runners.guiding import AT_ONCE, note
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Drafted
 from hibachi.engine.runners.runner import Outcome, Runner
@@ -341,12 +343,21 @@ class Drafting:
 def _force(rows: Sequence[DraftingRow]) -> None:
     """Find what the grammars of guided rows leave no choice about."""
     guided = [(row, row.job.guided) for row in rows]
-    ready = [(row, each) for row, each in guided if each is not None and each.seen == row.known - row.seq.prompt_len]
-    if not ready:
-        return
-    if (prepare := getattr(ready[0][1].guides, "prepare", None)) is not None:
-        prepare([each.guide for _, each in ready])
-    for row, each in ready:
-        with suppress(GuideFailed):  # the draw will find out
-            found, row.sure = each.guide.forced(row.most)
-            row.found, row.by = np.array(found, np.int32), FORCED
+    ready = [
+        (row, each)
+        for row, each in guided
+        if each is not None and each.seen == row.known - row.seq.prompt_len and not each.form.slow
+    ]
+    began = time.perf_counter()
+    for i in range(0, len(ready), AT_ONCE):
+        part, now = ready[i : i + AT_ONCE], time.perf_counter()
+        if now - began > MOST:
+            return
+        some = [each for _, each in part]
+        if (prepare := getattr(some[0].guides, "prepare", None)) is not None:
+            prepare([each.guide for each in some])
+        for row, each in part:
+            with suppress(GuideFailed):  # the draw will find out
+                found, row.sure = each.guide.forced(row.most)
+                row.found, row.by = np.array(found, np.int32), FORCED
+        note(some, now, [1 + row.sure for row, _ in part])
