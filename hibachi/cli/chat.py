@@ -170,7 +170,7 @@ def _answer(
     (prompt, reader), shown = talking.prompt(messages, {}), ShownAnswer()
     reader = reader or ALL_SAID
     ids, parser = llm.tokenizer.encode(prompt, add_special_tokens=False), reader.parser()
-    [stream] = llm.submit([ids], params, shown=reader.shown)
+    [stream] = llm.submit([ids], params, reader=reader)
     with stream:
         try:
             for piece in told(stream):

@@ -49,9 +49,9 @@ class Ready:
         return [chat.params for chat in self.chats]
 
     @property
-    def shown(self) -> frozenset[int]:
-        """Special tokens that the texts of answers show."""
-        return frozenset[int]().union(*(chat.reader.shown for chat in self.chats if chat.reader is not None))
+    def readers(self) -> list[AnswerReader | None]:
+        """Of their answers."""
+        return [chat.reader for chat in self.chats]
 
     def told(self, done: Sequence[Completion], ids: Sequence[str] | None = None) -> list[Completion]:
         """Completions whose texts are what is said, beside calls and reasoning. ids: of each answer, of which those of

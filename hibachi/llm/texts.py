@@ -18,6 +18,7 @@ from hibachi.engine.streams.channel import give_way
 from hibachi.engine.streams.merge import amerge, merge
 from hibachi.engine.streams.stream import Item
 from hibachi.errors import InvalidRequest, shown
+from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.chats import ChatRequest, Chats
 from hibachi.llm.each import AsyncEach, Each, OneOrEach, window_of
@@ -93,14 +94,15 @@ class Texts(Holding):
         *,
         prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
-        shown: frozenset[int] = frozenset(),
+        reader: AnswerReader | None = None,
     ) -> list[TextStream]:
         """Queue all prompts, after all have been checked, and return a stream for each. See `generate`.
 
-        shown: special tokens that texts show though others are left out.
+        reader: of the texts, if they answer a chat: what it reads by is in them, and stop strings are looked for in
+        what is said.
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed; then nothing is queued.
         """
-        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction, shown)
+        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms, prediction, reader)
 
     @spelled
     def generate(
@@ -275,7 +277,7 @@ class Texts(Holding):
         if self._chats is None:
             self._chats = Chats(self.prompts, self.check_form, self.eos_ids)
         ready = self._chats.ready(many, each, asking, variables)
-        streams = self._start(ready.prompts, ready.ids, ready.params, terms, prediction, ready.shown)
+        streams = self._start(ready.prompts, ready.ids, ready.params, terms, prediction, ready.readers)
         return ready.told(_finish(streams, progress))
 
     def embed(
@@ -352,11 +354,12 @@ class Texts(Holding):
         params: Any,
         terms: Any = None,
         prediction: Predictions = None,
-        shown: frozenset[int] = frozenset(),
+        reader: AnswerReader | Sequence[AnswerReader | None] | None = None,
     ) -> list[TextStream]:
         """Queue requests, after all of them have been checked."""
         each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
         served = [as_terms(t) for t in _for_each(terms, prompts, "Terms")]
+        readers = _for_each(reader, prompts, "AnswerReader")
         wanted: Counter[Hashable] = Counter()
         for p, t in zip(each, served, strict=True):
             wanted[t.tenant] += p.runs
@@ -374,7 +377,7 @@ class Texts(Holding):
                     TextChoice(
                         i,
                         self.engine.submit(one),
-                        partial(_text, self.tokenizer, p, after=own, shown=shown),
+                        partial(_text, self.tokenizer, p, after=own, reader=told),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),
@@ -383,7 +386,7 @@ class Texts(Holding):
                 ],
                 p.n,
             )
-            for prompt, own, p, some in zip(prompts, ids, each, ready, strict=True)
+            for prompt, own, p, told, some in zip(prompts, ids, each, readers, ready, strict=True)
         ]
         for choice in (choice for stream in streams for choice in stream.choices):
             choice.each = isinstance(self.tokenizer, NoTokenizer)  # pieces without a text come with each token
@@ -430,15 +433,16 @@ class Texts(Holding):
         return ready
 
 
-def _text(tokenizer: Any, p: SamplingParams, *, after: list[int], shown: frozenset[int]) -> Detokenizer:
+def _text(tokenizer: Any, p: SamplingParams, *, after: list[int], reader: AnswerReader | None) -> Detokenizer:
     return Detokenizer(
         tokenizer,
         p.stop,
         after=after,
         include_stop=bool(p.include_stop),
         min_tokens=p.min_tokens,
+        within=None if reader is None else reader.stops,
         skip_special=p.skip_special_tokens,
-        shown=shown,
+        shown=frozenset() if reader is None else reader.shown,
     )
 
 

@@ -17,6 +17,7 @@ from hibachi.engine.health import Health
 from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.streams.stream import Item, ItemStream
 from hibachi.errors import EngineClosed, InvalidRequest
+from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.dialects.errors import SERVER, Refused, unsupported
 from hibachi.llm.dialects.forms import OURS, refused
 from hibachi.llm.dialects.handler import Use
@@ -292,15 +293,15 @@ class Served:
         params: SamplingParams,
         terms: Terms,
         prediction: list[int] | None = None,
-        shown: frozenset[int] = frozenset(),
+        reader: AnswerReader | None = None,
     ) -> Iterator[list[TextStream]]:
         """Queue prompts; they count as the tenant's for as long as the `with` block lasts.
 
-        prediction: what each answer may be. shown: special tokens that their texts show.
+        prediction: what each answer may be. reader: of their texts, see `Texts.submit`.
         """
         self.check_open()
         with self._counted(terms.tenant, len(ids) * params.runs):
-            yield self.texts.submit(ids, params, terms=terms, prediction=prediction, shown=shown)
+            yield self.texts.submit(ids, params, terms=terms, prediction=prediction, reader=reader)
 
     @contextmanager
     def submit_vectors(self, ids: list[list[int]], terms: Terms) -> Iterator[list[Item[HostArray]]]:

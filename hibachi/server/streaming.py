@@ -61,7 +61,7 @@ async def answer_text(
         said_by(asked.form),
         served.record(x, asked.params, ids) as record,
         served.submit(
-            ids, asked.params, served.terms(asked.terms, x.tenant, x.part), asked.predicted, asked.shown
+            ids, asked.params, served.terms(asked.terms, x.tenant, x.part), asked.predicted, asked.reader
         ) as writer.streams,
     ):
         writer.ids = ids

@@ -50,7 +50,7 @@ class Host:
         with dialect.words(given):
             for ids in writer.ids:
                 self.model.reading.check_length(ids, writer.asked.max_tokens)
-        writer.streams = self.texts.submit(writer.ids, writer.asked.params, shown=writer.asked.shown)
+        writer.streams = self.texts.submit(writer.ids, writer.asked.params, reader=writer.asked.reader)
         return writer
 
     def whole(self, kind: str, **body: Any) -> dict[str, Any]:

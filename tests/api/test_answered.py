@@ -310,6 +310,21 @@ def test_what_stopped_a_text(says):
     assert asked(says, "response", **body_of("response", "abcd"), stop="c")["status"] == "completed"
 
 
+@pytest.mark.parametrize("kind", TOOLS)
+def test_stop_strings_end_what_is_said_and_nothing_else(says, kind):
+    """A blank line, as harnesses send it, stands in the thoughts, behind them and in a call."""
+    name = "stop_sequences" if kind == "message" else "stop"
+    thought = "<think>\nRestate.\n\nQuestion: what?\n</think>\n\n"
+    call = CALL.replace("sun", "Question: \\n")
+    body = body_of(kind, f"{thought}It is 4.\n{call}")
+    plain = parts(kind, asked(says, kind, **body, tools=TOOLS[kind]))
+    stops = ["\n\n", "Question:", "</think>", "<tool_call>", "look"]
+    assert [name for name, _ in plain] == ["thought", "said", "called"]
+    assert parts(kind, asked(says, kind, **body, tools=TOOLS[kind], **{name: stops})) == plain
+    answer = asked(says, kind, **body, tools=TOOLS[kind], **{name: [*stops, "is"]})
+    assert [(name, what.strip()) for name, what in parts(kind, answer)] == [plain[0], ("said", "It")]
+
+
 def test_an_answer_that_is_begun_goes_on_and_may_be_echoed(says):
     begun = [*told("It is so."), {"role": "assistant", "content": "It"}]
     plain = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False, "n": 2}

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from hibachi.llm.chatformat.format import PLAIN as PLAIN_FORMAT
-from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.dialects.chat import Conversation
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import parse as asking
@@ -500,13 +498,6 @@ def test_reasoning():
     assert chat(include_reasoning=False).include_reasoning is False
     assert chat(include_reasoning=True) == chat(include_reasoning=None) == chat()
     assert chat(reasoning_effort="low").chat.effort == "low" and chat(reasoning_effort=None) == chat()
-
-
-def test_special_tokens_that_the_text_of_an_answer_shows():
-    asked = chat()
-    assert asked.shown == frozenset()
-    asked.reader = AnswerReader(PLAIN_FORMAT, shown=frozenset({7}))
-    assert asked.shown == {7}
 
 
 # ---- vLLM's fields ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from hibachi import (
 from hibachi.backend.kernels.library import NUMERICS, SWITCH, possible
 from hibachi.cli.main import main
 from hibachi.llm import llm as module
+from hibachi.llm.chatformat.format import PLAIN
+from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.model.describe import describe
 from hibachi.llm.model.files import TINY
 
@@ -266,7 +268,7 @@ def test_special_tokens_that_are_shown_stand_in_the_text(llm):
     [end] = llm.tokenizer.special_ids
     params = drawn(3, tokens=12, temperature=2.0, logit_bias={end: 20})
     [hidden] = llm.submit(["x"], params)
-    [shown] = llm.submit(["x"], params, shown=frozenset({end}))
+    [shown] = llm.submit(["x"], params, reader=AnswerReader(PLAIN, shown=frozenset({end})))
     for stream in (hidden, shown):
         for _ in stream:
             pass

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hibachi.llm.tokenizers.stops import StopStrings
 from hibachi.llm.tokenizers.tokenizer import Tokenizer
+
+
+class FindsStops(Protocol):
+    """As of `StopStrings`."""
+
+    @property
+    def found(self) -> str | None: ...
+
+    def push(self, piece: str, /) -> str: ...
+
+    def pass_by(self, piece: str, /) -> str: ...
+
+    def flush(self) -> str: ...
 
 
 class Detokenizer:
@@ -19,6 +33,7 @@ class Detokenizer:
     count.
     after: the ids in front, if the text goes on from there: at a beginning some tokenizers drop a space. If they end
     inside a character, that character comes with the token that completes it.
+    within: makes of them what looks for them only in parts of the text.
     skip_special: False means special tokens are shown, as `Tokenizer.decode(ids, skip_special_tokens=False)` shows
     them. shown: ids of those that are shown in any case, such as the marks of tool calls.
     """
@@ -33,6 +48,7 @@ class Detokenizer:
         after: Sequence[int] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        within: Callable[[StopStrings], FindsStops] | None = None,
         skip_special: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> None:
@@ -41,7 +57,8 @@ class Detokenizer:
             self._text = tokenizer.text_showing(shown)(after)
         else:
             self._text = (tokenizer.text_after if skip_special else tokenizer.full_text_after)(after)
-        self._stops = StopStrings(stop, include=include_stop) if stop else None
+        stops = StopStrings(stop, include=include_stop) if stop else None
+        self._stops: FindsStops | None = within(stops) if stops and within else stops
         self._early = min_tokens
 
     @property

@@ -31,6 +31,15 @@ class StopStrings:
         self._held = ""
         self.found = None
 
+    @property
+    def holds(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
+    def restart(self) -> None:
+        """What was held back is none; the text goes on as if it began."""
+        self._matched, self._open, self._held = [0] * len(self._stops), False, ""
+
     def push(self, piece: str) -> str:
         """The text that is out of danger now. After `found` nothing comes."""
         if not self._open and not self._begins(piece):

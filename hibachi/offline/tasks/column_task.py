@@ -86,8 +86,8 @@ class ColumnTask(ColumnRows, TextTask[_ColumnRequest]):
         return self._chats.ready([messages], [asked.params], talking, variables)
 
     def _submit(self, request: _ColumnRequest, params: SamplingParams) -> list[TextStream]:
-        shown = frozenset[int]() if request.chat is None else request.chat.shown
-        return self.serving.submit(request.ids, params, shown=shown)
+        [reader] = [None] if request.chat is None else request.chat.readers
+        return self.serving.submit(request.ids, params, reader=reader)
 
     def _vectors(self, request: _ColumnRequest, vectors: list[HostArray]) -> dict[str, Any]:
         return {"embedding": np.asarray(vectors[0], np.float64).tolist(), "prompt_tokens": len(request.ids[0])}

@@ -132,7 +132,7 @@ class LineTask(LineRows, TextTask[_LineRequest]):
         with words(request.url, request.body), said_by(asked.form):
             writer.ids, writer.streams = (
                 request.ids,
-                self.serving.submit(request.ids, params, terms=terms, prediction=asked.prediction, shown=asked.shown),
+                self.serving.submit(request.ids, params, terms=terms, prediction=asked.prediction, reader=asked.reader),
             )
         return writer.streams
 

@@ -52,6 +52,7 @@ class Parser:
         self._begins = tuple(filter(None, (self._think, self._thought, self._before_said, *self._marks)))
 
         self._text, self._at = "", 0  # what has come, and how much of it is read
+        self._before = 0  # characters that came before it
         self._prompted = 0  # where the part of the text ends that the prompt has written
         self._last = False  # no more text comes
         self._joined: list[str] = []  # pieces of one kind, which become one event
@@ -71,8 +72,14 @@ class Parser:
         elif self._begins or self._calls is not None:
             self._text = format.prompted
             self._prompted = len(format.prompted)
+            self._before = -self._prompted
         else:
             self._state = self._say_all
+
+    @property
+    def all_said(self) -> bool:
+        """Whether all text from now on is said."""
+        return self._state == self._say_all
 
     @property
     def reasoning(self) -> bool:
@@ -82,7 +89,7 @@ class Parser:
     @property
     def may_reason(self) -> bool:
         """Whether the text is in the reasoning, or some may still come."""
-        return self._state == self._reason or (bool(self._think) and self._state != self._say_all)
+        return self._state == self._reason or (bool(self._think) and not self.all_said)
 
     @property
     def holds(self) -> bool:
@@ -93,7 +100,7 @@ class Parser:
         """What all of the next text surely is; most of the time that is quickly seen. None: it may be anything."""
         if self._text or not text:
             return None
-        if self._state == self._say_all:
+        if self.all_said:
             return Said
         kind = Said if self._state == self._speak else Reasoned if self.reasoning else None
         if kind not in self._given or kind in self._apart or text[-1] in BLANKS:
@@ -106,6 +113,7 @@ class Parser:
         if not text:
             return []
         if kind := self.plain(text):
+            self._before += len(text)
             return [kind(text)]
         self._text += text
         return self._read()
@@ -126,6 +134,7 @@ class Parser:
         while self._state():
             pass
         self._prompted = max(self._prompted - self._at, 0)
+        self._before += self._at
         self._text, self._at = self._text[self._at :], 0
         if self._last and self._open:
             self._end_call(False)
@@ -268,6 +277,7 @@ class Parser:
         self._at = len(self._text)
         if not (reader.done or reader.broken):
             return False
+        self._before += len(self._text) - len(reader.rest)
         self._text, self._at, self._prompted = reader.rest, 0, 0
         if reader.done and not reader.closing:
             self._end_call(True)

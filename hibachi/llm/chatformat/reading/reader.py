@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hibachi.llm.chatformat.format import PLAIN, ChatFormat, Thinking
 from hibachi.llm.chatformat.ids import call_id
 from hibachi.llm.chatformat.reading.parser import Parser
+from hibachi.llm.chatformat.reading.stops import AnswerStops, SaidParser, Stops
 from hibachi.llm.chatformat.reading.whole import Answer, read
 from hibachi.llm.chatformat.tools import NO_TOOLS, Toolbox
 
@@ -27,6 +28,11 @@ class AnswerReader:
     def parser(self) -> Parser:
         """One for each continuation, where text comes in pieces."""
         return Parser(self.format, self.toolbox, self.thinking)
+
+    def stops(self, stops: Stops) -> Stops | AnswerStops:
+        """Looks for stop strings in what is said."""
+        parser = SaidParser(self.format, self.toolbox, self.thinking)
+        return stops if parser.all_said else AnswerStops(parser, stops)
 
     def read(self, text: str, cut: bool) -> Answer:
         """A whole continuation. cut: something else than the model has ended it."""

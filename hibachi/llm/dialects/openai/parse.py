@@ -91,11 +91,6 @@ class ParsedRequest:
     reasoning_fields: tuple[str, ...] = ()  # names under which reasoning is told in OpenAI's chats; () means it is not
     reader: AnswerReader | None = None  # of the answer to a chat; None means it is all text
 
-    @property
-    def shown(self) -> frozenset[int]:
-        """Special tokens that its text shows."""
-        return frozenset() if self.reader is None else self.reader.shown
-
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> ParsedRequest:
     """Read the body of a completion. Raises Refused or InvalidRequest."""
