@@ -646,7 +646,7 @@ class Engine:
                     job.channel.stop_token = values[j]
                 if job.request.include_stop is False:
                     if values is not None and j in part.logprobs:
-                        job.channel.stop_logprob = part.logprobs[j][values[j]]
+                        job.channel.stop_logprobs = part.logprobs[j]
                     continue
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])

@@ -39,12 +39,13 @@ class Stopped:
 
     reason: the stop string, or the id of a stop token that the request named; None means the model's own end. token:
     the id that ended it, delivered or not; None means a stop string did. logprob: of that token, if log-probabilities
-    were asked for.
+    were asked for. logprobs: as of a token in `Choice.logprobs`, if it is not among these.
     """
 
     reason: str | int | None
     token: int | None = None
     logprob: float = 0.0
+    logprobs: dict[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +187,13 @@ class TextChoice:
             return Stopped(string)
         if self.tokens.finish_reason is not Finish.STOP:
             return None
-        token, logprob = self.tokens.stop_token, self.tokens.stop_logprob
+        token, scores = self.tokens.stop_token, self.tokens.stop_logprobs
         if token is None:
             return Stopped(None)
+        logprob = 0.0 if scores is None else scores[token]
         if self._logprobs and self._delivers and self._ids and self._ids[-1] == token:
             logprob = (self.tokens.logprobs_from(len(self._ids) - 1, len(self._ids))[0] or {})[token]
-        return Stopped(None if token in self._ends else token, token, logprob)
+        return Stopped(None if token in self._ends else token, token, logprob, scores)
 
     def feed(self, ids: Sequence[int]) -> str:
         """Take new tokens; returns the text that they complete. Ends the request at a stop string."""
@@ -282,7 +284,8 @@ class TextChoice:
 
     def likelihood(self) -> float:
         """Log-probability of all drawn tokens, the token that ended it included."""
-        return _sum(self._ids, self.tokens.logprobs_from(0, len(self._ids))) + self.tokens.stop_logprob
+        end = [] if (by := self.stopped_by) is None or by.logprobs is None else [by.logprob]
+        return sum(end, _sum(self._ids, self.tokens.logprobs_from(0, len(self._ids))))
 
 
 def cut_off(choice: Choice | TextChoice) -> bool:

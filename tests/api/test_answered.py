@@ -310,6 +310,36 @@ def test_what_stopped_a_text(says):
     assert asked(says, "response", **body_of("response", "abcd"), stop="c")["status"] == "completed"
 
 
+@pytest.mark.parametrize(
+    "said, more, new",
+    [
+        ("", {"max_tokens": 1}, 1),  # the end token alone, as where a harness scores a continuation
+        ("é!", {}, 4),
+        ("é!", {"max_tokens": 2}, 2),
+        ("abcd", {"stop": ["c"]}, 3),
+        ("abcd", {"stop": ["bcx"], "max_tokens": 3}, 3),
+        ("abcd", {"stop_token_ids": [ord("b")]}, 2),
+        ("abcd", {"stop_token_ids": [ord("b")], "include_stop_str_in_output": True}, 2),
+        ("ab", {"n": 2}, 3),
+    ],
+)
+def test_lists_have_an_entry_for_each_token_and_places_in_the_text(says, said, more, new):
+    """Those of the end token and of tokens without text as well, whole and streamed."""
+    body = {"prompt": f"\x01{said}\x02\x03", "logprobs": 1, "max_tokens": 9, **GREEDY, **more}
+    whole = says.whole("completion", **body)
+    chunks = says.events("completion", **body, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == new * more.get("n", 1)
+    for choice in whole["choices"]:
+        lists, offsets = choice["logprobs"], choice["logprobs"]["text_offset"]
+        assert {len(each) for each in lists.values()} == {new}
+        assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in parts) == choice["text"]
+        for name, each in lists.items():
+            assert [x for c in parts for x in (c["logprobs"] or {}).get(name, ())] == each, name
+
+
 @pytest.mark.parametrize("kind", TOOLS)
 def test_stop_strings_end_what_is_said_and_nothing_else(says, kind):
     """A blank line, as harnesses send it, stands in the thoughts, behind them and in a call."""

@@ -22,11 +22,11 @@ from hibachi.llm.dialects.openai.answers import (
     Delta,
     Function,
     FunctionDelta,
+    TextOffsets,
     TokenTexts,
     ToolCall,
     ToolCallDelta,
     chat_logprobs,
-    completion_logprobs,
     embeddings,
     encode,
     event,
@@ -37,6 +37,8 @@ from hibachi.llm.dialects.openai.answers import (
     prompt_scores,
     usage,
 )
+
+from hibachi.llm.dialects.openai.answers import completion_logprobs as told_with_offsets
 
 from ..lib.described import description
 
@@ -52,6 +54,11 @@ def text(ids):
 @pytest.fixture
 def words():
     return TokenTexts(RAW.__getitem__, text)
+
+
+def completion_logprobs(ids, scores, most, words, at=0, **named):
+    """Of tokens whose text is in the answer."""
+    return told_with_offsets(ids, scores, most, words, TextOffsets(words, at).of(ids, words.text(ids)), **named)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -109,6 +116,16 @@ def test_offsets_go_on_after_what_was_written(words):
     assert completion_logprobs([], [], 3, words, 7) == CompletionLogprobs([], [], [], [])
 
 
+def test_offsets_are_places_in_the_text_however_it_comes(words):
+    """Parts of a letter, a token that is not in the text, and what a stop string has cut off."""
+    ids, told = [0, 4, 5, 7, 2, 1, 1], "He— youllo"
+    assert TextOffsets(words).of(ids, told) == [0, 2, 2, 3, 3, 7, 10]
+    places = TextOffsets(words)
+    parts = [([0, 4], "He"), ([5, 7], "—"), ([2], " you"), ([], ""), ([1, 1], "llo")]
+    assert [at for some, piece in parts for at in places.of(some, piece)] == [0, 2, 2, 3, 3, 7, 10]
+    assert TextOffsets(words, 5).of([2, 0], "you He") == [5, 8]
+
+
 def test_tokens_of_the_same_text_share_an_entry(words):
     """That of the likelier one: 1 and 6 look alike."""
     assert completion_logprobs([0], [{0: -3.0, 6: -2.0, 1: -1.0}], 3, words).top_logprobs == [{"llo": -1.0, "He": -3.0}]
@@ -125,7 +142,7 @@ def test_a_prompt_and_its_completion(words):
         top_logprobs=[None, {"llo": -1.0}, {" you": -2.0}],
         text_offset=[0, 2, 5],
     )
-    assert joined(prompt, new) == whole
+    assert joined([prompt, None, new]) == whole
     assert prompt.tokens == ["He"] and new.tokens == ["llo", " you"]
 
 

@@ -161,6 +161,25 @@ def test_echo_and_logprobs_score_a_prompt(server, llm):
     assert refused(server.post("/v1/completions", {"prompt": "a", "max_tokens": 0}))["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("end", [True, False])
+def test_harnesses_find_the_scores_of_a_continuation(server, llm, end):
+    """As lm-eval does it: all scores behind the context but the last, which is of the one new token, whatever it is."""
+    context, continuation = "It is a", " truth"
+    before, after = (llm.tokenizer.encode(text) for text in (context, context + continuation))
+    bias = {str(llm.eos_ids[0]): 100} if end else {}
+    body = {"prompt": [after], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "logit_bias": bias}
+    answer = server.complete(**body)
+    [choice], lists = answer["choices"], answer["choices"][0]["logprobs"]
+    assert choice["finish_reason"] == ("stop" if end else "length")
+    assert {len(each) for each in lists.values()} == {len(after) + 1} == {answer["usage"]["total_tokens"]}
+    expected = llm.score(context, continuation)[0].logprobs
+    assert lists["token_logprobs"][len(before) : -1] == pytest.approx(expected, abs=1e-4)
+    assert lists["text_offset"] == sorted(lists["text_offset"]) and lists["text_offset"][-1] <= len(choice["text"])
+    chunks = stream(server, "/v1/completions", **body)
+    parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"] and c["choices"][0]["logprobs"]]
+    assert [x for part in parts for x in part["token_logprobs"]] == pytest.approx(lists["token_logprobs"][:], abs=1e-6)
+
+
 def test_a_stream_of_a_prompt_alone_has_no_other_text(server):
     chunks = stream(server, "/v1/completions", prompt="Emma", echo=True, max_tokens=0)
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "Emma"

@@ -199,7 +199,7 @@ class Channel(Generic[T]):
         "rejected",
         "reused",
         "started",
-        "stop_logprob",
+        "stop_logprobs",
         "stop_token",
         "tenant",
         "thread",
@@ -210,7 +210,7 @@ class Channel(Generic[T]):
         self.pause_after: int | None = pause_after
         self.logprobs: list[Any] = []  # {id: number} of each token, or one for each of its codebooks, or None
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
-        self.stop_logprob: float = 0.0  # log-probability of a stop token that was not delivered, if asked for
+        self.stop_logprobs: dict[int, float] | None = None  # as `logprobs`, of a stop token that was not delivered
         # the token that ended it, delivered or not, where tokens are drawn from logits
         self.stop_token: int | None = None
         self.started: float | None = None  # when it joined the batch, by time.monotonic()

@@ -63,9 +63,9 @@ class ItemStream(Closing, Generic[T]):
         return None if found is None else list(found)
 
     @property
-    def stop_logprob(self) -> float:
-        """Log-probability of a stop token that was not delivered; 0 if there was none, or none were asked for."""
-        return self.channel.stop_logprob
+    def stop_logprobs(self) -> dict[int, float] | None:
+        """{token id: log-probability} of a stop token that was not delivered, if asked for; None if there was none."""
+        return self.channel.stop_logprobs
 
     @property
     def stop_token(self) -> int | None:

@@ -72,7 +72,7 @@ class Outbox:
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
         self.guesses: dict[int, tuple[int, int]] = {}  # of predictions, by request: all so far, right and wrong
-        self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, float]]] = []
+        self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, dict[int, float] | None]]] = []
         self.rows = Gathered(sendable, self._no_row)
         self.beat: Callable[[], None] = lambda: None  # tells how the engine is
         self.drop: Callable[[int], object] = lambda number: None  # ends a request
@@ -151,7 +151,7 @@ class OutChannel(Channel[Any]):
         if not super().end(reason, error, wakeups):
             return False
         self._forget(self._number)
-        end = (self._number, reason, _portable(error), (self.stop_token, self.stop_logprob))
+        end = (self._number, reason, _portable(error), (self.stop_token, self.stop_logprobs))
         if wakeups is None:  # not of a step, so perhaps in another thread than the engine's
             self._outbox.send("step", self._opening(), [], {}, [end])
         else:

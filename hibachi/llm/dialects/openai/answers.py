@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
@@ -14,6 +15,7 @@ StopReason = str | int | None | UnsetType
 else; not in chunks before the end.
 """
 Logprobs = Sequence[dict[int, float] | None]
+NEAR = 8  # characters behind its place in which a token's text is looked for
 C = TypeVar("C")
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -104,6 +106,32 @@ class TokenTexts:
 # ---- completions -------------------------------------------------------------------------------------------------
 
 
+class TextOffsets:
+    """Where in a text its tokens begin, in characters, as both come. at: the beginning of the text.
+
+    A token without a text of its own there (a special one, a part of a letter, one behind a stop string) begins where
+    the text before it ends.
+    """
+
+    def __init__(self, vocabulary: TokenTexts, at: int = 0) -> None:
+        self._vocabulary, self._at = vocabulary, at
+        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, ids: Sequence[int], text: str) -> list[int]:
+        """Of the next tokens, with the text that they complete."""
+        found, at = list[int](), 0
+        for token in ids:
+            found.append(self._at + at)
+            own = self._letters.decode(bytes(self._vocabulary(token)[1]))
+            bare = own.lstrip(" ")  # at a beginning some tokenizers drop a space
+            if own and text.startswith(own, at):
+                at += len(own)
+            elif bare and (begin := text.find(bare, at, at + len(own) + NEAR)) >= 0:
+                at = begin + len(bare)
+        self._at += len(text)
+        return found
+
+
 class CompletionLogprobs(Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -141,18 +169,16 @@ def completion_logprobs(
     scores: Logprobs,
     most: int,
     vocabulary: TokenTexts,
-    offset: int = 0,
+    offsets: list[int],
     *,
     named_ids: bool = False,
 ) -> CompletionLogprobs:
-    """The log-probabilities of a completion. offset: characters in front. named_ids: tokens are named "token_id:7"
+    """The log-probabilities of a completion. offsets: of `TextOffsets`. named_ids: tokens are named "token_id:7"
     instead of by text.
     """
-    out = CompletionLogprobs([], [], [], [])
+    out = CompletionLogprobs([], [], [], offsets)
     for token, by_id in zip(ids, scores, strict=True):
         out.tokens.append(_name(token, vocabulary, named_ids))
-        out.text_offset.append(offset)
-        offset += len(vocabulary(token)[0])
         out.token_logprobs.append(None if by_id is None else finite(by_id[token]))
         if by_id is None:
             out.top_logprobs.append(None)
@@ -164,12 +190,14 @@ def completion_logprobs(
     return out
 
 
-def joined(a: CompletionLogprobs, b: CompletionLogprobs) -> CompletionLogprobs:
+def joined(parts: Sequence[CompletionLogprobs | None]) -> CompletionLogprobs:
+    """One behind the other."""
+    some = [part for part in parts if part is not None]
     return CompletionLogprobs(
-        a.tokens + b.tokens,
-        a.token_logprobs + b.token_logprobs,
-        a.top_logprobs + b.top_logprobs,
-        a.text_offset + b.text_offset,
+        [token for part in some for token in part.tokens],
+        [score for part in some for score in part.token_logprobs],
+        [top for part in some for top in part.top_logprobs],
+        [at for part in some for at in part.text_offset],
     )
 
 

@@ -18,12 +18,13 @@ from hibachi.llm.dialects.openai.answers import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
+    TextOffsets,
     TokenTexts,
     Usage,
 )
 from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.thought import Thought
-from hibachi.llm.textstream import Choice, Completion, Piece, TextChoice, TextStream
+from hibachi.llm.textstream import Choice, Completion, Piece, Stopped, TextChoice, TextStream
 from hibachi.request import Finish
 
 
@@ -66,7 +67,6 @@ class AnswerWriter:
         self.created: int = int(time.time()) if by.created is None else by.created
         self.streams: list[TextStream] = []
         self.ids: list[list[int]] = []
-        self._lengths: dict[int, int] = {}  # characters written, by choice
         self._given = asked.params.n
         self._thoughts: dict[int, Thought] = {}  # by choice
 
@@ -152,7 +152,24 @@ class AnswerWriter:
 
 
 class CompletionWriter(AnswerWriter):
+    """With log-probabilities the token that ended a text has an entry as well, and counts: who cuts the lists by the
+    lengths of prompts finds one for each token that was drawn, as in vLLM.
+    """
+
     prefix, object = "cmpl", "text_completion"
+
+    def __init__(self, asked: ParsedRequest, by: Signature) -> None:
+        super().__init__(asked, by)
+        self._offsets: dict[int, TextOffsets] = {}  # of each choice
+
+    def usage(self) -> Usage:
+        used = super().usage()
+        if self.asked.logprobs is not None and not self.asked.unwritten:
+            ends = [c.stopped_by for s in self.streams for c in s.choices]
+            told = sum(by is not None and by.logprobs is not None for by in ends)
+            used.completion_tokens += told
+            used.total_tokens += told
+        return used
 
     def opening(self) -> list[Any]:
         if not self.asked.echo:
@@ -162,19 +179,15 @@ class CompletionWriter(AnswerWriter):
     def piece(self, p: Piece) -> Any:
         if self.asked.unwritten:
             return self._answer([CompletionChoice(p.index, "", None, None)])
-        most, scores = self.asked.logprobs, None
-        at = self._lengths.get(p.index, 0)
-        if most is not None and p.logprobs is not None:
-            scores = self._scores(p.token_ids, p.logprobs, most, at)
-        self._lengths[p.index] = at + len(p.text)
+        scores = None if p.logprobs is None else self._scores(p.index, p.token_ids, p.logprobs, p.text)
         return self._answer([CompletionChoice(p.index, p.text, scores, None, None, self._told(p.token_ids))])
 
     def end(self, choice: TextChoice) -> Any:
         why, by = reason_of(choice.finish_reason), choice.stopped_by
         if self.asked.unwritten:
             why, by = "length", None
-        stop = by.reason if by else None
-        return self._answer([CompletionChoice(choice.index, "", None, why, stop_reason=stop)])
+        stop, scores = by.reason if by else None, self._ended(choice.index, by)
+        return self._answer([CompletionChoice(choice.index, "", scores, why, stop_reason=stop)])
 
     def last(self) -> Any:
         return CompletionAnswer(self.id, self.object, self.created, self.name, [], self.usage(), self.fingerprint)
@@ -192,8 +205,8 @@ class CompletionWriter(AnswerWriter):
         out = self._echo(index, done.prompt_logprobs) if self.asked.echo else CompletionChoice(index, "", None, None)
         if not self.asked.unwritten:
             if self.asked.logprobs is not None and c.logprobs is not None:
-                new = self._scores(c.token_ids, c.logprobs, self.asked.logprobs, len(out.text))
-                out.logprobs = new if out.logprobs is None else answers.joined(out.logprobs, new)
+                new = [self._scores(index, c.token_ids, c.logprobs, c.text), self._ended(index, c.stopped_by)]
+                out.logprobs = answers.joined([out.logprobs, *new])
             out.text += c.text
             out.token_ids = self._told(c.token_ids)
         out.finish_reason = "length" if self.asked.unwritten else reason_of(c.finish_reason)
@@ -209,16 +222,23 @@ class CompletionWriter(AnswerWriter):
         p = self.prompt_of(index)
         prompt = self.asked.prompts[p] if self.asked.truncation is None else self.ids[p]
         text = prompt if isinstance(prompt, str) else self.vocabulary.text(prompt)
-        self._lengths[index] = len(text)
-        found, most = None, self.asked.logprobs
         scores = self.streams[p].tokens.prompt_logprobs if scores is None else scores
-        if most is not None and scores is not None:
-            found = self._scores(self.ids[p], scores, most, 0)
+        found = None if scores is None else self._scores(index, self.ids[p], scores, text)
         return CompletionChoice(index, text, found, None)
 
-    def _scores(self, ids: list[int], scores: Any, most: int, at: int) -> CompletionLogprobs:
-        named = self.asked.named_ids
-        return answers.completion_logprobs(ids, scores, most, self.vocabulary, at, named_ids=named)
+    def _ended(self, index: int, by: Stopped | None) -> CompletionLogprobs | None:
+        """The entry of an end that is not among the tokens."""
+        if by is None or by.token is None or by.logprobs is None:
+            return None
+        return self._scores(index, [by.token], [by.logprobs], "")
+
+    def _scores(self, index: int, ids: list[int], scores: Any, text: str) -> CompletionLogprobs | None:
+        """Of the next tokens of a choice, with the text that they complete; None if they were not asked for."""
+        if (most := self.asked.logprobs) is None:
+            return None
+        places = self._offsets.setdefault(index, TextOffsets(self.vocabulary))
+        offsets, named = places.of(ids, text), self.asked.named_ids
+        return answers.completion_logprobs(ids, scores, most, self.vocabulary, offsets, named_ids=named)
 
     def _answer(self, choices: Sequence[CompletionChoice]) -> CompletionAnswer:
         return CompletionAnswer(
