@@ -37,7 +37,6 @@ from hibachi.llm.dialects.openai.answers import (
     prompt_scores,
     usage,
 )
-
 from hibachi.llm.dialects.openai.answers import completion_logprobs as told_with_offsets
 
 from ..lib.described import description
