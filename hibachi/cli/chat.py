@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         check_template(args.chat_template, template, llm.tokenizer)
         start = [{"role": "system", "content": args.system}] if args.system else []
         question = {"role": "user", "content": "?"}
-        llm.tokenizer.render_chat([*start, question], chat_template=template)  # fails now if it cannot be done
+        Talk(llm.tokenizer, template).prompt_text([*start, question], {})  # fails now if it cannot be done
         params = llm.default_params.with_(**(chat_sampling(open_files(llm.path)) | sampling(args)))
         terminal = sys.stdin.isatty()
         if terminal:

@@ -98,13 +98,17 @@ def test_what_differs_in_front_of_a_system_prompt_is_left_out():
     assert asked(system=f"say {billed}").messages[0]["content"] == f"say {billed}"
 
 
-def test_what_the_system_says_later_on_is_of_the_users():
+def test_what_the_system_says_later_on_stays_its_own_behind_results():
     late = {"role": "system", "content": "be kind"}
-    first, user = asked(system="be brief", messages=[late, HELLO, late]).messages
-    assert first == {"role": "system", "content": "be brief\nbe kind"}
-    assert user == {"role": "user", "content": "hello\nbe kind"}
-    messages = [HELLO, {"role": "assistant", "content": [call("1")]}, {"role": "user", "content": [result("1")]}, late]
-    assert [m["role"] for m in asked(messages=messages).messages] == ["user", "assistant", "tool", "user"]
+    first, *rest = asked(system="be brief", messages=[late, HELLO, late]).messages
+    assert first == {"role": "system", "content": "be brief\nbe kind"} and rest == [HELLO, late]
+    called = [HELLO, {"role": "assistant", "content": [call("1"), call("2")]}]
+    results = [{"role": "user", "content": [result(id)]} for id in "12"]
+    for behind in ([*results, late], [late, *results], [results[0], late, results[1]]):
+        found = asked(messages=[*called, *behind]).messages
+        assert [m["role"] for m in found] == ["user", "assistant", "tool", "tool", "system"]
+    with pytest.raises(Refused, match="has a result already"):
+        asked(messages=[*called, results[0], late, results[0]])
     with pytest.raises(Refused, match="messages is empty"):
         asked(system="s", messages=[])
 

@@ -92,13 +92,9 @@ def test_reasoning_and_what_turns_it_on(name, reasoning, switch, effort):
 
 def test_the_form_of_history_that_shows_calls():
     assert derive(rendering(ours("hermes"))).history == History()
-    assert derive(rendering(ours("fenced"))).history == History("text", "null", "content", developer=False)
+    assert derive(rendering(ours("fenced"))).history == History("text", "null", "content")
     assert derive(rendering(ours("single"))).history == History(beside="calls")
     assert derive(rendering(ours("nine"))).tools.id == "nine letters"
-    assert derive(rendering(ours("typed"))).history.developer
-    assert not derive(
-        rendering(ours("typed").replace("{%- else %}", "{%- elif message.role == 'assistant' %}"))
-    ).history.developer
     printed = ours("hermes").replace("(call.function.arguments | tojson)", "(call.function.arguments | string)")
     assert derive(rendering(printed)).history == History("text")  # as an object it would be Python's
     split = ours("hermes").replace("message.content or ''", "message.content if loop.last else message.content.strip()")
@@ -223,7 +219,7 @@ def test_one_that_refuses_everything_has_no_format():
         asked.append(messages)
         raise InvalidRequest("no")
 
-    assert derive(render) == ChatFormat(shows=False, history=History(developer=False))
+    assert derive(render) == ChatFormat(shows=False)
     assert len(asked) <= MOST
 
 

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.asked import as_shown, toolbox_of
 from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.format import Thinking
@@ -185,10 +184,9 @@ def test_described_where_there_is_no_system_message():
     no_system = DROPS.replace("[{{ m.role }}]", refuses)
     text, _ = prompt(talk(no_system, tools="generic"), [{"role": "user", "content": "Hi"}])
     assert text.startswith("[user]You can call tools") and text.endswith("\n\nHi[end]\n[assistant]")
-    with pytest.raises(InvalidRequest, match="no system"):
-        prompt(
-            talk(no_system, tools="generic"), [{"role": "system", "content": "A"}, {"role": "user", "content": "Hi"}]
-        )
+    led = [{"role": "system", "content": "A"}, {"role": "user", "content": "Hi"}]
+    text, _ = prompt(talk(no_system, tools="generic"), led)
+    assert text.startswith("[user]You can call tools") and "<system-message>\nA\n</system-message>[end]" in text
 
 
 def test_results_and_what_the_user_says_are_one_message():

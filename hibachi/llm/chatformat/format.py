@@ -113,14 +113,12 @@ class History:
 
     arguments: as an object, or as JSON in a text. content, where nothing is said: no such key, the text "", or null
     that reaches the template as none (`render_chat(..., nulls=True)`). beside: what is shown of a message that has
-    both a content and calls; what is not shown is lost without a word. developer: a message of the role "developer" is
-    shown, though maybe as any other role.
+    both a content and calls; what is not shown is lost without a word.
     """
 
     arguments: Literal["object", "text"] = "object"
     content: Literal["missing", "empty", "null"] = "missing"
     beside: Literal["both", "calls", "content"] = "both"
-    developer: bool = True
 
 
 @dataclass(frozen=True, slots=True)

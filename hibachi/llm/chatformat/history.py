@@ -102,24 +102,10 @@ def _arguments(given: Any, place: FieldPath) -> Mapping[str, Any]:
     return found
 
 
-def without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For a template that knows no "developer": the role is "system", and is joined to a system message in front."""
-    found: list[Mapping[str, Any]] = []
-    for m in messages:
-        if m.get("role") != "developer":
-            found.append(m)
-        elif found and found[-1].get("role") == "system":
-            texts = [t for t in (found[-1].get("content"), m.get("content")) if t]
-            found[-1] = {**found[-1], "content": "\n\n".join(texts)}
-        else:
-            found.append({**m, "role": "system"})
-    return found
-
-
 def hidden_calls(
     render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], text: str, *, open_end: bool = False
-) -> FieldPath | None:
-    """The first field with calls that the template does not show to the model; None means there is none.
+) -> bool:
+    """Whether the template does not show the calls of the conversation to the model.
 
     text: of the conversation as it is, `rendered` with this open_end.
     """
@@ -127,10 +113,9 @@ def hidden_calls(
         if m.get("tool_calls"):
             without = [*messages[:i], {k: v for k, v in m.items() if k != "tool_calls"}, *messages[i + 1 :]]
             with suppress(InvalidRequest):
-                if rendered(render, without, variables, open_end=open_end, doubted=()) == text:
-                    return "messages", i, "tool_calls"
-            return None  # the template treats further messages with calls like this one
-    return None
+                return rendered(render, without, variables, open_end=open_end, doubted=()) == text
+            return False  # the template treats further messages with calls like this one
+    return False
 
 
 def as_written(messages: Messages, format: ChatFormat) -> Messages:

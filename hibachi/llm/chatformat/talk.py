@@ -19,11 +19,12 @@ from hibachi.llm.chatformat.history import (
     as_written,
     hidden_calls,
     rendered,
-    without_developer,
 )
+from hibachi.llm.chatformat.instructions import Instructions
 from hibachi.llm.chatformat.marks import marks
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.templates.choosing import Choosing, Parsers
+from hibachi.llm.chatformat.templates.probes import TOOLS, USUAL
 from hibachi.llm.chatformat.tools import NO_TOOLS, Toolbox
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
@@ -42,6 +43,7 @@ class Talk:
         self._tokenizer, self._template = tokenizer, chat_template
         self.choosing: Choosing = Choosing(self._render, parsers)
         self._forms = RecentForms()
+        self._placing: dict[tuple[str, bool, bool], Instructions] = {}
 
     def _render(self, messages: Messages, /, **variables: Any) -> str:
         more = {} if self._template is None else {"chat_template": self._template}
@@ -74,8 +76,25 @@ class Talk:
         self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
     ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-        if "developer" not in self._source(tools=bool(given.get("tools"))) or not format.history.developer:
-            messages = without_developer(messages)
+        instructions = self._instructions(bool(given.get("tools")), format)
+        return instructions.shown(messages, lambda placed: self._text(placed, given, format, open_end=open_end))
+
+    def _instructions(self, tools: bool, format: ChatFormat) -> Instructions:
+        source = self._source(tools=tools)
+        key = source, tools, format.tools is None
+        if key not in self._placing:
+            usual = {**USUAL, "tools": TOOLS if tools else None}
+            self._placing[key] = Instructions(
+                lambda messages, begin: self._text(messages, {**usual, "add_generation_prompt": begin}, format),
+                "developer" in source,
+            )
+        return self._placing[key]
+
+    def _text(
+        self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
+    ) -> str:
+        """The text of messages whose system and developer stand where they are shown."""
+        given = dict(variables)
         if self.choosing.parsers.generic:
             return self._described(messages, given.pop("tools", None) or (), given, open_end=open_end)
         sure = format.shows and format.tools is not None and format.source == "derived"
@@ -84,11 +103,11 @@ class Talk:
             given["nulls"] = True
         doubted = ("documents",) if sure else ("tools", "documents")
         text = rendered(self._render, messages, given, open_end=open_end, doubted=doubted)
-        if sure or (field := hidden_calls(self._render, messages, given, text, open_end=open_end)) is None:
+        if sure or not hidden_calls(self._render, messages, given, text, open_end=open_end):
             return text
         if format.tools is None:
             raise BadField.at(
-                field,
+                ("messages", next(i for i, m in enumerate(messages) if m.get("tool_calls")), "tool_calls"),
                 f" is not supported: this model's chat template does not show calls to the model.{WAY_OUT}",
                 code=UNSUPPORTED,
             )

@@ -141,8 +141,6 @@ class Template:
                     break
         else:
             self.nine, self.history = last or (False, History())
-        told = self.text([{"role": "developer", "content": SAID}, user()])
-        self.history = replace(self.history, developer=told is not None and SAID in told)
         if last is not None:
             self._settle_python()
             self._settle_beside()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -195,17 +195,24 @@ def _system(given: str | list[TextBlock] | None) -> str:
 def _messages(given: Sequence[Turn], system: str) -> tuple[list[Message], bool]:
     """In OpenAI's form, behind the system prompt, and whether the last one is to be continued."""
     out: list[Message] = []
-    calls: dict[str, FieldPath] = {}  # by id, those of the message before that have no result yet
+    calls: dict[str, FieldPath] = {}  # by id, those of the last message of the assistant
+    answered = set[str]()  # ids of those that have a result
+    front = 0  # where the next result stands
     last: Message = {}
     for role, blocks in _turns(given, system):
         last = {}
         if role == "assistant":
             last, calls = _of_assistant(blocks)
+            answered.clear()
             out.append(last)
+            front = len(out)
         else:
-            out += _of_user(role, blocks, calls)
-            calls = {}
-    if calls:
+            results, said = _of_others(blocks, calls, answered)
+            out[front:front] = results
+            front += len(results)
+            if said or not results:
+                out.append({"role": role, "content": said})
+    if last and calls:
         raise Refused(
             calls.popitem()[1],
             ": the last message calls a tool. Send its result, in a message of the user.",
@@ -218,15 +225,11 @@ def _messages(given: Sequence[Turn], system: str) -> tuple[list[Message], bool]:
 
 
 def _turns(given: Sequence[Turn], system: str) -> Iterator[tuple[str, list[Placed]]]:
-    """Role and blocks. Messages of one role that follow each other are one. What the system says later on is of the
-    user's, as few chat templates know more than one system prompt.
-    """
+    """Role and blocks. Messages of one role that follow each other are one."""
     role, blocks = "system", list[Placed]()
     if system:
         blocks.append((("system",), TextBlock(system)))
     for of, own in _made(given):
-        if of == "system" and role != "system":
-            of = "user"
         if of != role:
             if blocks or role != "system":
                 yield role, blocks
@@ -298,24 +301,24 @@ def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, FieldPat
     return message, places
 
 
-def _of_user(role: str, blocks: Sequence[Placed], calls: dict[str, FieldPath]) -> Iterator[Message]:
-    """Results of calls first, in the order in which they came, and then what is said."""
-    said, answered = list[str](), set[str]()
+def _of_others(
+    blocks: Sequence[Placed], calls: Mapping[str, FieldPath], answered: set[str]
+) -> tuple[list[Message], str]:
+    """Results of calls, in the order in which they came, and what is said."""
+    said, results = list[str](), list[Message]()
     for place, block in blocks:
         if isinstance(block, TextBlock):
             said.append(block.text)
-        elif isinstance(block, ToolResult) and role == "user":
+        elif isinstance(block, ToolResult):
             name = block.tool_use_id
             if name not in calls or name in answered:
                 why = "has a result already" if name in answered else "is not of a tool_use in the message before"
                 raise Refused.at((*place, "tool_use_id"), f": {name[:60]!r} {why}.")
             answered.add(name)
-            yield {"role": "tool", "tool_call_id": name, "content": _result(block)}
+            results.append({"role": "tool", "tool_call_id": name, "content": _result(block)})
         else:
-            kind = str(type(block).__struct_config__.tag)
-            raise _elsewhere(place, kind, "user" if kind == "tool_result" else "assistant")
-    if (text := _joined(said)) or not answered:
-        yield {"role": role, "content": text}
+            raise _elsewhere(place, str(type(block).__struct_config__.tag), "assistant")
+    return results, _joined(said)
 
 
 def _result(given: ToolResult) -> str:
