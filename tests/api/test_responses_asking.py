@@ -200,7 +200,6 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         (call(1, namespace=7), "input[1].namespace", "invalid_type"),
         (call(1, caller="n"), "input[1].caller", "unsupported_parameter"),
         ({**call(1), "call_id": ""}, "input[1].call_id", "invalid_value"),
-        ({**call(1), "arguments": {}}, "input[1].arguments", "invalid_type"),
         (result(1, [IMAGE]), "input[1].output[0].type", "unsupported_parameter"),
         (thought("a", encrypted_content="x"), "input[1].encrypted_content", "unsupported_parameter"),
         ({"type": "item_reference"}, "input[1].id", "missing_required_parameter"),
@@ -469,9 +468,7 @@ def test_no_input():
     [
         ([result(1)], "call_id", "names a call that was not made"),
         ([call(1, status="incomplete"), result(2)], "call_id", "names a call that was not made"),
-        ([thought("I"), spoke("a"), call(1), call(2, arguments='{"n": ')], "arguments", "is no JSON"),
-        ([call(2, arguments="[]")], "arguments", "must be a JSON object"),
-        ([call(2, name="")], "name", "must be the name"),
+        ([thought("I"), spoke("a"), call(1), call(2, name="")], "name", "must be the name"),
     ],
 )
 def test_what_is_wrong_with_an_item_is_said_of_its_place(items, param, words, instructions, before):

@@ -179,3 +179,23 @@ def test_ten_thousand_system_messages_are_rendered_once(name, letters):
     assert talk.prompt_text(messages, {}) == first and f"Say {len(many) - 1}." in first
     assert words.rendered == 1
     assert time.process_time() - began < 1
+
+
+@pytest.mark.skipif(not FETCHED, reason="the templates are not there: make .templates/fetched")
+@pytest.mark.parametrize("file", FETCHED, ids=lambda f: f.stem)
+def test_a_call_whose_arguments_were_cut_off_is_shown_as_the_template_can(file):
+    talk, variables = Talk(Words(file.read_text())), {"tools": TOOLS, "add_generation_prompt": True}
+    messages = conversation("uctau")
+    function = messages[1]["tool_calls"][0]["function"]
+    try:
+        talk.prompt_text(messages, variables)
+    except InvalidRequest:
+        return  # it takes no calls
+    for arguments in ('{"city": "Quand', '[["Quand"]]', "Quand{{", '{"a' + '"\\' * 9):
+        function["arguments"] = arguments
+        text = talk.prompt_text(messages, variables)
+        shown = text.partition(word(0))[2].partition(word(2))[0]
+        assert "look_up" in shown
+        forms = (arguments, json.dumps(arguments)[1:-1])
+        function["arguments"] = {}
+        assert any(form in shown for form in forms) or text == talk.prompt_text(messages, variables)

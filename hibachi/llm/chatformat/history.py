@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 from collections import deque
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from hibachi.common.once import Once
 from hibachi.errors import FieldPath, InvalidRequest, shown
 from hibachi.llm.chatformat.completed import completed
 from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
@@ -22,13 +24,14 @@ WAY_OUT = (
     "model; the name of the format in which the model writes calls is taken too."
 )
 """What an operator can do about tools that a template does not know."""
+_once = Once(logging.getLogger("hibachi.chat"))
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
 def as_objects(message: Mapping[str, Any], place: FieldPath) -> Mapping[str, Any]:
     """A message with the arguments of its calls as objects: OpenAI's API has them as JSON in a text, and templates want
-    the object. Calls that we have marked as cut off are left out, as nothing can answer them. place: of the message,
-    such as ("messages", 3).
+    the object; what is none stays a text. Calls that we have marked as cut off are left out, as nothing can answer
+    them. place: of the message, such as ("messages", 3).
 
     Raises BadField.
     """
@@ -77,29 +80,50 @@ def _as_object(given: Any, place: FieldPath) -> dict[str, Any]:
         raise BadField.at(
             (*place, "function", "name"), f" must be the name of a function; got {shown(function.get('name'))}."
         )
-    arguments = _arguments(function.get("arguments"), (*place, "function", "arguments"))
+    arguments = _arguments(function.get("arguments"), function["name"])
     return {**given, "function": {**function, "arguments": arguments}}
 
 
-def _arguments(given: Any, place: FieldPath) -> Mapping[str, Any]:
-    """No text, and null, are no arguments."""
+def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
+    """No text, and null, are no arguments; those that were encoded twice are an object. What is none stays a text: a
+    client cannot mend what a model wrote long ago, and would send it again and again.
+    """
     found = given
-    if isinstance(given, str):
-        try:
-            found = json.loads(given or "{}")
-        except RecursionError:
-            raise BadField.at(place, " is nested too deep.") from None
-        except ValueError as e:
-            raise BadField.at(
-                place,
-                f" is no JSON ({e}): expected a text with a JSON object; got {shown(given)}. Leave out a call "
-                f"that was cut off.",
-            ) from None
+    for _ in range(2):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found or "{}") if isinstance(found, str) else found
     if found is None:
         return {}
-    if not isinstance(found, Mapping):
-        raise BadField.at(place, f" must be a JSON object, or a text with one; got {shown(given)}.")
+    if isinstance(found, Mapping):
+        return found
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
+    _once.warning(
+        hash((name, text)),
+        "arguments of an earlier call of %s are no JSON object; the model is shown them as they are where its chat "
+        "template can show that, else none: %s",
+        shown(name), shown(text),
+    )  # fmt: skip
+    return text
+
+
+def has_texts(messages: Messages) -> bool:
+    """Whether a call has arguments that are a text."""
+    return any(_is_text(call) for m in messages for call in m.get("tool_calls") or ())
+
+
+def without_texts(messages: Messages) -> Messages:
+    """Messages whose calls have no arguments where these are a text."""
+    found = []
+    for m in messages:
+        calls = m.get("tool_calls") or ()
+        empty = [{**c, "function": {**c["function"], "arguments": {}}} if _is_text(c) else c for c in calls]
+        found.append({**m, "tool_calls": empty} if empty else m)
     return found
+
+
+def _is_text(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("arguments"), str)
 
 
 def hidden_calls(

@@ -6,6 +6,7 @@ depends on its neighbours only: what comes later moves nothing, and a conversati
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections import Counter
@@ -15,7 +16,7 @@ from enum import Enum
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.templates.probes import KEYS, NAMES, THINKING
 
@@ -58,6 +59,7 @@ class Instructions:
         self._show, self._developer = show, developer
         self._ways: dict[Surrounding, Way] = {}
         self._rows: dict[str, bool] = {}
+        self._texts: bool | None = None
 
     def shown(self, messages: Sequence[Message], show: Show) -> str:
         """What `show` makes of the messages in a form in which the template shows all that system and developer say;
@@ -171,9 +173,16 @@ class Instructions:
             self._rows[role] = bool(self._told(trial, _WORDS[: len(trial)]))
         return self._rows[role]
 
+    def take_texts(self) -> bool:
+        """Whether arguments of a call that are no object are shown as they are, maybe in quotes."""
+        if self._texts is None:
+            trial = _saying(["user", "calls"], _BROKEN)
+            self._texts = any(self._told(trial, [form]) for form in (_BROKEN, json.dumps(_BROKEN)[1:-1]))
+        return self._texts
+
     def _told(self, messages: Sequence[Message], words: Sequence[str]) -> str:
         """The text of a conversation of made-up words; "" if the template does not show these."""
-        with suppress(InvalidRequest):
+        with suppress(InvalidRequest, InvalidModelFiles):  # what is broken may be where only a trial comes
             text = self._show(messages, messages[-1].get("role") != "assistant")
             return text if all(word in text for word in words) else ""
         return ""
@@ -199,13 +208,18 @@ _BEHIND: Mapping[str | None, tuple[str, ...]] = {
     "tool": ("tool", "assistant", "user"),
 }
 _ID = "call_Lvag1"
+_BROKEN = f'{{"{KEYS[0]}": "{_WORDS[0]}'  # arguments that were cut off
 
 
-def _saying(kinds: Sequence[str]) -> list[Message]:
-    """Messages of these kinds, each with a word of its own."""
+def _saying(kinds: Sequence[str], arguments: str | None = None) -> list[Message]:
+    """Messages of these kinds, each with a word of its own. arguments: of calls, in the place of an object."""
     found: list[Message] = []
     for kind, word in zip(kinds, _WORDS, strict=False):
-        call = {"id": _ID, "type": "function", "function": {"name": NAMES[0], "arguments": {KEYS[0]: word}}}
+        call = {
+            "id": _ID,
+            "type": "function",
+            "function": {"name": NAMES[0], "arguments": arguments or {KEYS[0]: word}},
+        }
         if kind == "calls":
             found.append({"role": "assistant", "content": None, "tool_calls": [call], **THINKING})
         else:

@@ -17,8 +17,10 @@ from hibachi.llm.chatformat.history import (
     WAY_OUT,
     Messages,
     as_written,
+    has_texts,
     hidden_calls,
     rendered,
+    without_texts,
 )
 from hibachi.llm.chatformat.instructions import Instructions
 from hibachi.llm.chatformat.marks import marks
@@ -77,6 +79,8 @@ class Talk:
     ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
         instructions = self._instructions(bool(given.get("tools")), format)
+        if has_texts(messages) and not instructions.take_texts():
+            messages = without_texts(messages)
         return instructions.shown(messages, lambda placed: self._text(placed, given, format, open_end=open_end))
 
     def _instructions(self, tools: bool, format: ChatFormat) -> Instructions:

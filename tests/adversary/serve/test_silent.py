@@ -1,16 +1,27 @@
 """Nothing silent: conversations with tools, fields that would change nothing, and what is refused by name."""
 
 import json
+import logging
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
+from hibachi.common.once import Once
 from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.history import rendered
+from hibachi.llm.chatformat.messages import plain_messages
+from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.dialects.errors import Refused
+from hibachi.llm.dialects.messages.bodies import CountBody
+from hibachi.llm.dialects.messages.parse import chat_of
 from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, read
 from hibachi.llm.dialects.openai.conversation import conversation, refusing
+from hibachi.llm.dialects.responses.bodies import ResponsesBody
+from hibachi.llm.dialects.responses.parse import as_chat, own_items
 from hibachi.llm.tokenizers.chat import render_chat
 from hibachi.request import SamplingParams
 
@@ -39,6 +50,21 @@ def history(arguments='{"city": "Paris", "days": [1, 2]}', content=None, call="c
         },
         {"role": "tool", "tool_call_id": call, "content": "18 C"},
     ]
+
+
+class Template:
+    """What of a tokenizer a conversation needs."""
+
+    special_ids = frozenset()
+
+    def __init__(self, template):
+        self.chat_templates = {"default": template}
+
+    def render_chat(self, messages, **variables):
+        return render_chat(self.chat_templates["default"], messages, **variables)
+
+    def split_special(self, text):
+        return [text]
 
 
 def text_of(template, messages, **variables):
@@ -75,11 +101,72 @@ def test_12_arguments_are_objects_in_a_template(how):
         assert '{"city":"Paris","days":[1,2]}' in text.replace(" ", "")
 
 
-@pytest.mark.parametrize("arguments", ["not JSON", "[1]", '"x"', "{", "[" * 100_000])
-def test_12_arguments_that_are_no_object_are_refused(arguments):
-    with pytest.raises(Refused) as caught:
+TOOLED = "{{ tools | tojson }}" + CHATML.replace("{{ m.content }}", "{{ m.content }}CALL")
+SHOWS = {
+    "as a text": "{{ a if a is string else a | tojson }}",
+    "as JSON": "{{ a | tojson }}",
+    "pair by pair": "{% for k, v in a | items %}<{{ k }}={{ v }}>{% endfor %}",
+}
+
+
+def prompts_of(how, arguments):
+    """Of a conversation with these arguments of a call: by chats, responses, messages, and in Python."""
+    call = "call_1"
+    loop = (
+        "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}[{{ c.function.name }} SHOWN]{% endfor %}"
+    )
+    talk = Talk(Template(TOOLED.replace("CALL", loop.replace("SHOWN", SHOWS[how]))))
+    items = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "function_call", "call_id": call, "name": "get_weather", "arguments": arguments},
+        {"type": "function_call_output", "call_id": call, "output": "18 C"},
+    ]
+    used = {"type": "tool_use", "id": call, "name": "get_weather", "input": arguments}
+    blocks = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call, "content": "18 C"}]},
+    ]
+    body = ResponsesBody(input=items)
+    sent = [
+        history(arguments),
+        as_chat(body, own_items(body, Bounds())).messages,
+        chat_of(convert({"model": "m", "messages": blocks}, CountBody)).messages,
+    ]
+    tools = {"tools": [TOOL]}
+    found = [talk.prompt_text(conversation(messages, 10), tools) for messages in sent]
+    return [*found, talk.prompt_text(plain_messages(history(arguments)), tools)]
+
+
+BROKEN = ["not JSON", '{"city": "Par', "[1]", '"x"', "7", "[" * 100_000, '{"a":' * 5000, [1], "{'city': 1}"]
+
+
+@pytest.mark.parametrize("arguments", BROKEN, ids=lambda a: str(a)[:9])
+@pytest.mark.parametrize("how", SHOWS)
+def test_12_arguments_that_are_no_object_are_shown_as_a_text_or_as_none(how, arguments, caplog, monkeypatch):
+    monkeypatch.setattr("hibachi.llm.chatformat.history._once", Once(logging.getLogger("hibachi.chat")))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    expected = {"as a text": text, "as JSON": json.dumps(text), "pair by pair": ""}[how]
+    for prompt in prompts_of(how, arguments):
+        assert f"[get_weather {expected}]" in prompt and "18 C" in prompt
+    [warned] = caplog.records
+    assert "arguments of an earlier call of 'get_weather' are no JSON object" in warned.getMessage()
+    assert len(warned.getMessage()) < 600
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', json.dumps('{"city": "Paris"}'), {"city": "Paris"}])
+def test_12_arguments_that_are_an_object_are_one_also_where_they_were_encoded_twice(arguments):
+    for how, expected in (("as a text", '{"city": "Paris"}'), ("pair by pair", "<city=Paris>")):
+        assert all(f"[get_weather {expected}]" in prompt for prompt in prompts_of(how, arguments))
+
+
+@pytest.mark.parametrize("piece", ["x", '"', "\\", "{} ", "é"])
+def test_12_eight_megabytes_that_are_no_object_are_read_at_once(piece):
+    arguments = '{"city": "' + piece * (8_000_000 // len(piece.encode()))
+    began = time.process_time()
+    with suppress(Refused):  # where it would hold too many values
         conversation(history(arguments), 10)
-    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("calls", [[], None])

@@ -36,11 +36,13 @@ class TextBlock(Struct, tag="text", forbid_unknown_fields=True):
 
 
 class ToolUse(Struct, tag="tool_use", forbid_unknown_fields=True):
-    """A call that the model made. incomplete: ours, see `answers.ToolUseBlock`."""
+    """A call that the model made. input: an object, or whatever else came. incomplete: ours, see
+    `answers.ToolUseBlock`.
+    """
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
     incomplete: bool | None = None
     cache_control: Anything = UNSET
     caller: Anything = UNSET

@@ -288,7 +288,8 @@ def _of_assistant(blocks: Sequence[Placed]) -> tuple[Message, dict[str, FieldPat
             if not block.name:
                 raise Refused.at((*place, "name"), " must be the name of a tool; got ''.")
             places[block.id] = place
-            function = {"name": block.name, "arguments": encode(block.input).decode()}
+            given = block.input if isinstance(block.input, str) else encode(block.input).decode()
+            function = {"name": block.name, "arguments": given}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif not isinstance(block, RedactedThinking):
             raise _elsewhere(place, "tool_result", "user")

@@ -63,12 +63,12 @@ class Reasoning(_Strict, tag="reasoning", kw_only=True):
 
 
 class FunctionCall(_Strict, tag="function_call", kw_only=True):
-    """arguments: JSON."""
+    """arguments: JSON in a text, or whatever else came."""
 
     id: Id = UNSET
     call_id: str
     name: str
-    arguments: str
+    arguments: Any
     status: Status | None = "completed"
     namespace: str | UnsetType | None = UNSET
     caller: Any | UnsetType = UNSET  # null only
