@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from hibachi.common.once import Once
 from hibachi.errors import FieldPath, InvalidRequest, shown
 from hibachi.llm.chatformat.completed import completed
 from hibachi.llm.chatformat.errors import UNSUPPORTED, BadField
 from hibachi.llm.chatformat.format import ChatFormat, History
+from hibachi.llm.chatformat.once import Once
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 WAY_OUT = (

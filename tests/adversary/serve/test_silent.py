@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec import convert
 
-from hibachi.common.once import Once
 from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.history import rendered
 from hibachi.llm.chatformat.messages import plain_messages
+from hibachi.llm.chatformat.once import Once
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.messages.bodies import CountBody
