@@ -186,7 +186,7 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
 @pytest.mark.parametrize(
     ("item", "param", "code"),
     [
-        ({"type": "web_search_call", "id": "ws_1"}, "input[1].type", "unsupported_parameter"),
+        ({"type": "computer_call", "id": "cu_1"}, "input[1].type", "unsupported_parameter"),
         ({"type": "computer_call_output"}, "input[1].type", "unsupported_parameter"),
         ({"type": 7}, "input[1].type", "unsupported_parameter"),
         ({}, "input[1].id", "missing_required_parameter"),
@@ -196,7 +196,6 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         (user([IMAGE]), "input[1].content[0].type", "unsupported_parameter"),
         (user([{"type": "input_file", "file_id": "f"}]), "input[1].content[0].type", "unsupported_parameter"),
         (user([{"type": "input_text", "text": 7}]), "input[1].content[0].text", "invalid_type"),
-        ({**user("a"), "weight": 1}, "input[1].weight", "unknown_parameter"),
         (call(1, namespace=7), "input[1].namespace", "invalid_type"),
         (call(1, caller="n"), "input[1].caller", "unsupported_parameter"),
         ({**call(1), "call_id": ""}, "input[1].call_id", "invalid_value"),
@@ -309,7 +308,6 @@ def test_a_tool_in_a_namespace_is_demanded(named):
         ({**SPACE, "name": ""}, "tools[1].name", "invalid_value"),
         ({**SPACE, "tools": [{**INNER, "name": ""}]}, "tools[1].tools[0].name", "invalid_value"),
         ({**SPACE, "tools": None}, "tools[1].tools", "invalid_type"),
-        ({**SPACE, "weight": 1}, "tools[1].weight", "unknown_parameter"),
         ({**SPACE, "tools": [FUNCTION, {"type": "custom", "name": "c"}]}, "tools[1].tools[1].type",
          "unsupported_parameter"),
         ({**SPACE, "tools": [SPACE]}, "tools[1].tools[0].type", "unsupported_parameter"),

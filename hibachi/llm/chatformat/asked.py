@@ -18,6 +18,10 @@ Mode: TypeAlias = Literal["none", "auto", "required"]
 MOST = 1024  # tools of a request
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MODES: Mapping[str, Mode] = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # hold schemas by name
+_PARTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalProperties", "propertyNames", "contains", "not")
+_DEEPEST = 128  # steps of a path
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -75,8 +79,37 @@ def as_shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _function(given: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in given.items() if value is not None and name != "strict"}
-    return kept if "parameters" in kept else {**kept, "parameters": dict(_NOTHING)}
+    field, parameters = _parameters(given, ())
+    named = {"parameters" if name == field else name: value for name, value in given.items() if name != "strict"}
+    named["parameters"] = dict(_NOTHING) if parameters is None else parameters
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _parameters(function: Mapping[str, Any], place: FieldPath) -> tuple[str, Any]:
+    """The field that says the parameters, Anthropic's where OpenAI's is missing, and what it says; None is nothing."""
+    field = "parameters" if function.get("parameters") is not None else "input_schema"
+    return field, _schema(function.get(field), (*place, field))
+
+
+def _schema(given: Any, place: FieldPath) -> Any:
+    """A schema without keywords that are null, which say nothing. Raises BadField for a type in other letters than JSON
+    schemas have, such as Gemini's "STRING".
+    """
+    if not isinstance(given, Mapping) or len(place) > _DEEPEST:
+        return given
+    kind, found = given.get("type"), dict[str, Any]()
+    if isinstance(kind, str) and kind not in _TYPES and kind.lower() in _TYPES:
+        raise BadField.at((*place, "type"), f" must be {kind.lower()!r}, as JSON schemas spell it; got {shown(kind)}.")
+    for key, value in given.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            value = {name: _schema(part, (*place, key, name)) for name, part in value.items()}
+        elif key in _PARTS and isinstance(value, list):
+            value = [_schema(part, (*place, key, i)) for i, part in enumerate(value)]
+        elif key in _PARTS:
+            value = _schema(value, (*place, key))
+        if value is not None or key in ("const", "default"):
+            found[key] = value
+    return found
 
 
 def _tool(given: Any, place: FieldPath) -> Tool:
@@ -98,12 +131,12 @@ def _tool(given: Any, place: FieldPath) -> Tool:
         )
     if not isinstance(about, (str, type(None))):
         raise BadField.at((*at, "description"), f" must be a text; got {shown(about)}.")
-    strict, parameters = function.get("strict"), function.get("parameters")
+    strict, (field, parameters) = function.get("strict"), _parameters(function, at)
     if not isinstance(strict, (bool, type(None))):
         raise BadField.at((*at, "strict"), f" must be true or false; got {shown(strict)}.")
     if parameters is None:
         parameters = _NOTHING
-    _check_schema(parameters, (*at, "parameters"))
+    _check_schema(parameters, (*at, field))
     return Tool(name, parameters, about or "", bool(strict))
 
 

@@ -50,9 +50,26 @@ def _message(given: Mapping[str, Any], place: FieldPath) -> dict[str, Any]:
             at = (*place, name)
             raise BadField.at(at, f" must be a text; got {shown(given[name])}.", code="invalid_type")
     found, content = dict(as_objects(given, place)), given.get("content")
+    if thought := _thought(given):
+        found["reasoning_content"] = thought
     if content is None or isinstance(content, str):
         return found
     return {**found, "content": _text(content, (*place, "content"))}
+
+
+def _thought(given: Mapping[str, Any]) -> str:
+    """Reasoning that stands only under a name that Copilot or OpenRouter has for it."""
+    if any(given.get(name) for name in ("reasoning_content", "reasoning", "thinking")):
+        return ""
+    if isinstance(text := given.get("reasoning_text"), str) and text:
+        return text
+    details = given.get("reasoning_details")
+    texts = [
+        each.get("text") or each.get("summary")
+        for each in (details if isinstance(details, (list, tuple)) else ())
+        if isinstance(each, Mapping)
+    ]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _text(content: Any, place: FieldPath) -> str:

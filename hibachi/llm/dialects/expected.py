@@ -8,6 +8,8 @@ from typing import Any
 
 from msgspec import inspect
 
+from hibachi.llm.dialects.extensible import parts
+
 SAME = (  # what fields of the bodies of other routes are called
     ("max_tokens", "max_completion_tokens", "max_output_tokens"),
     ("messages", "input", "prompt"),
@@ -35,23 +37,15 @@ def choices(kind: Any, path: str) -> tuple[Any, ...]:
         return ()
     for step in re.findall(r"\[[^]]*\]|[^.\[]+", path):
         places = [inner for place in places for inner in _inner(place, step)]
-    found = (place for outer in places for place in _parts(outer) if isinstance(place, inspect.LiteralType))
+    found = (place for outer in places for place in parts(outer) if isinstance(place, inspect.LiteralType))
     return tuple(value for literal in found for value in literal.values)
 
 
 def _inner(place: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    for part in _parts(place):
+    for part in parts(place):
         if isinstance(part, inspect.StructType):
             yield from (field.type for field in part.fields if field.encode_name == step)
         elif step.startswith("[") and isinstance(part, inspect.ListType):
             yield part.item_type
         elif step.startswith("[") and isinstance(part, inspect.DictType):
             yield part.value_type
-
-
-def _parts(place: inspect.Type) -> Iterator[inspect.Type]:
-    if isinstance(place, inspect.UnionType):
-        for each in place.types:
-            yield from _parts(each)
-    else:
-        yield place

@@ -11,6 +11,7 @@ from msgspec.json import encode
 
 from hibachi.errors import FieldPath, InvalidRequest
 from hibachi.llm.dialects.errors import Refused, unsupported
+from hibachi.llm.dialects.extensible import Extensible
 from hibachi.structured import StructuredOutputs
 
 Schema: TypeAlias = dict[str, Any]
@@ -58,7 +59,7 @@ class Structured(Struct, kw_only=True, forbid_unknown_fields=True):
     structural_tag: Any | UnsetType = UNSET
 
 
-class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+class NamedSchema(Extensible, kw_only=True):
     """OpenAI's. The answer keeps to the schema whatever `strict` says; without one it is any JSON object. name: any
     text, as clients send what a type is called, such as "Answer[int]".
     """
@@ -69,7 +70,7 @@ class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class GivenSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+class GivenSchema(Extensible, kw_only=True):
     """TGI's, which need not have a name."""
 
     name: str | None = None
@@ -78,31 +79,31 @@ class GivenSchema(Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class TextFormat(Struct, tag="text", forbid_unknown_fields=True):
+class TextFormat(Extensible, tag="text"):
     """Any text."""
 
 
-class JsonObjectFormat(Struct, kw_only=True, tag="json_object", forbid_unknown_fields=True):
+class JsonObjectFormat(Extensible, kw_only=True, tag="json_object"):
     """Any JSON object. With a schema, one that keeps to it: `schema` as llama.cpp has it, or `value` as TGI does."""
 
     schema: Schema | None = None
     value: Schema | str | None = None
 
 
-class JsonSchemaFormat(Struct, kw_only=True, tag="json_schema", forbid_unknown_fields=True):
+class JsonSchemaFormat(Extensible, kw_only=True, tag="json_schema"):
     """JSON that keeps to a schema: `json_schema` as OpenAI has it, or `value` as TGI does."""
 
     json_schema: NamedSchema | None = None
     value: GivenSchema | None = None
 
 
-class JsonFormat(Struct, kw_only=True, tag="json", forbid_unknown_fields=True):
+class JsonFormat(Extensible, kw_only=True, tag="json"):
     """TGI's. value: a JSON schema, as an object or in a text."""
 
     value: Schema | str
 
 
-class RegexFormat(Struct, kw_only=True, tag="regex", forbid_unknown_fields=True):
+class RegexFormat(Extensible, kw_only=True, tag="regex"):
     """TGI's. value: a regular expression for the whole answer."""
 
     value: str

@@ -1,5 +1,5 @@
-"""Bodies of requests to /v1/messages: JSON as typed records, read strictly. `cache_control` may stand anywhere, and has
-no effect: what can be cached is.
+"""Bodies of requests to /v1/messages: JSON as typed records, read as those of OpenAI's API. `cache_control` may stand
+anywhere, and has no effect: what can be cached is.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 
+from hibachi.llm.dialects.extensible import Extensible
 from hibachi.llm.dialects.forms import Schema
 
 Anything = Any | UnsetType
@@ -27,7 +28,7 @@ REFUSED = {
 OF_SERVER = "It is a tool that Anthropic's servers have: give tools with an input_schema, which you call yourself"
 
 
-class TextBlock(Struct, tag="text", forbid_unknown_fields=True):
+class TextBlock(Extensible, tag="text"):
     """citations: of an answer that is sent back; they have no effect."""
 
     text: str
@@ -35,7 +36,7 @@ class TextBlock(Struct, tag="text", forbid_unknown_fields=True):
     citations: Anything = UNSET
 
 
-class ToolUse(Struct, tag="tool_use", forbid_unknown_fields=True):
+class ToolUse(Extensible, tag="tool_use"):
     """A call that the model made. input: an object, or whatever else came. incomplete: ours, see
     `answers.ToolUseBlock`.
     """
@@ -49,7 +50,7 @@ class ToolUse(Struct, tag="tool_use", forbid_unknown_fields=True):
     toolset_name: str | None = None
 
 
-class ToolResult(Struct, tag="tool_result", forbid_unknown_fields=True):
+class ToolResult(Extensible, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
@@ -57,7 +58,7 @@ class ToolResult(Struct, tag="tool_result", forbid_unknown_fields=True):
     toolset_name: str | None = None
 
 
-class ThinkingText(Struct, tag="thinking", forbid_unknown_fields=True):
+class ThinkingText(Extensible, tag="thinking"):
     """Reasoning of an answer that is sent back. Its signature is not checked."""
 
     thinking: str
@@ -65,7 +66,7 @@ class ThinkingText(Struct, tag="thinking", forbid_unknown_fields=True):
     cache_control: Anything = UNSET
 
 
-class RedactedThinking(Struct, tag="redacted_thinking", forbid_unknown_fields=True):
+class RedactedThinking(Extensible, tag="redacted_thinking"):
     """Reasoning that only its maker can read. It is left out."""
 
     data: str
@@ -75,14 +76,14 @@ class RedactedThinking(Struct, tag="redacted_thinking", forbid_unknown_fields=Tr
 Block: TypeAlias = TextBlock | ToolUse | ToolResult | ThinkingText | RedactedThinking
 
 
-class Turn(Struct, forbid_unknown_fields=True):
+class Turn(Extensible):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class CustomTool(Struct, kw_only=True, forbid_unknown_fields=True):
+class CustomTool(Extensible, kw_only=True):
     """A tool that the client calls. Its input keeps to the schema where it is `strict`, or must be called."""
 
     name: str
@@ -114,7 +115,7 @@ class Thoughts(Struct, kw_only=True, forbid_unknown_fields=True):
     display: Literal["summarized", "omitted", "updates"] | None = None
 
 
-class JsonOutput(Struct, kw_only=True, forbid_unknown_fields=True):
+class JsonOutput(Extensible, kw_only=True):
     type: Literal["json_schema"]
     schema: Schema
 

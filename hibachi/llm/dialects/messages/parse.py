@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from msgspec import UNSET, ValidationError, convert
+from msgspec import UNSET
 from msgspec.json import encode
 
 from hibachi.errors import FieldPath, shown
@@ -16,6 +16,7 @@ from hibachi.llm.dialects.errors import Refused, refusing, unsupported
 from hibachi.llm.dialects.forms import JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.messages.bodies import (
     OF_SERVER,
+    PAGE,
     REFUSED,
     Block,
     Choice,
@@ -29,7 +30,7 @@ from hibachi.llm.dialects.messages.bodies import (
     ToolUse,
     Turn,
 )
-from hibachi.llm.dialects.openai.bodies import ChatBody, refused_by
+from hibachi.llm.dialects.openai.bodies import ChatBody, taken
 from hibachi.llm.dialects.openai.parse import ParsedRequest
 from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.textmodel import TextModel
@@ -165,10 +166,7 @@ def _tool(given: dict[str, Any], place: FieldPath) -> dict[str, Any]:
         raise _unserved(place, kind, "Here a tool has name, description and input_schema")
     if isinstance(kind, str) and kind != "custom":
         raise _unserved(place, kind, OF_SERVER)
-    try:
-        tool = convert(given, CustomTool)
-    except ValidationError as e:
-        raise refused_by(e, CustomTool, within=place) from None
+    tool = taken(CustomTool, given, PAGE, place)
     for name, (values, why) in TOOL_DEFAULTS.items():
         if getattr(tool, name) not in values:
             raise unsupported((*place, name), f"{why}, so only {encode(values[-1]).decode()} is")

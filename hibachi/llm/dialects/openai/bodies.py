@@ -1,6 +1,7 @@
 """Bodies of requests: JSON as typed records, read strictly.
 
-An unknown field is refused by its name. So is a known one that has no effect here although its sender would expect one.
+An unknown field is refused by its name, but not within records that are Extensible. A known one that has no effect here
+although its sender would expect one is refused, too.
 Fields in IGNORED do not affect the answer.
 """
 
@@ -17,6 +18,7 @@ from hibachi.errors import MOST_SHOWN, FieldPath
 from hibachi.llm.chatformat.errors import UNSUPPORTED
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.expected import choices, same
+from hibachi.llm.dialects.extensible import Extensible, without_unknown
 from hibachi.llm.dialects.forms import Backend, Format, Schema, Structured
 from hibachi.llm.dialects.json_limits import at_once
 from hibachi.request import SamplingParams
@@ -42,13 +44,13 @@ class Bounds:
     new: int | None = None  # new tokens of a continuation: the most that it gets, whatever it asks for
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(Extensible):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool | UnsetType = UNSET
 
 
-class TextPart(Struct, forbid_unknown_fields=True):
+class TextPart(Extensible):
     type: Literal["text"]
     text: str
 
@@ -323,24 +325,35 @@ def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
     """Read a body from JSON. page: the page that lists the fields. Raises Refused, which names the field."""
     try:
         with at_once(len(body)):
-            return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as e:
-        raise refused_by(e, kind, page) from None
+            try:
+                return msgspec.json.decode(body, type=kind)
+            except msgspec.ValidationError as e:
+                value = msgspec.json.decode(body) if _UNKNOWN.search(str(e)) else None
+                return taken(kind, _extended(e, kind, page, value), page)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:
         raise Refused("The body is nested too deep.", code="invalid_json") from None
 
 
-def taken(kind: type[T], value: Any, page: str = PAGE) -> T:
-    """Read a body from parsed JSON: dictionaries, lists, texts, numbers. Raises Refused, as `read` does.
+def taken(kind: type[T], value: Any, page: str = PAGE, within: FieldPath = ()) -> T:
+    """Read a body, or what stands at the place `within` of one, from parsed JSON: dictionaries, lists, texts, numbers.
+    Raises Refused, as `read` does.
 
     Where a field may hold anything, the record holds what was given, not a copy.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        raise refused_by(e, kind, page) from None
+        return taken(kind, _extended(e, kind, page, value, within), page, within)
+
+
+def _extended(error: msgspec.ValidationError, kind: Any, page: str, value: Any, within: FieldPath = ()) -> Any:
+    """The value without what clients may add, if that is what is wrong with it. Raises Refused if it is not."""
+    kept = without_unknown(kind, value) if _UNKNOWN.search(str(error)) else value
+    if kept == value:
+        raise refused_by(error, kind, page, within) from None
+    return kept
 
 
 def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, within: FieldPath = ()) -> Refused:

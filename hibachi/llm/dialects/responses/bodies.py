@@ -6,19 +6,20 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from hibachi.llm.dialects.extensible import Extensible
 from hibachi.llm.dialects.forms import Schema
 from hibachi.llm.dialects.openai.bodies import Anything
 
 
-class PlainFormat(Struct, tag="text", forbid_unknown_fields=True):
+class PlainFormat(Extensible, tag="text"):
     """Any text."""
 
 
-class ObjectFormat(Struct, tag="json_object", forbid_unknown_fields=True):
+class ObjectFormat(Extensible, tag="json_object"):
     """Any JSON object."""
 
 
-class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_fields=True):
+class SchemaFormat(Extensible, tag="json_schema", kw_only=True):
     """JSON that keeps to a schema, whatever `strict` says."""
 
     name: str
@@ -54,11 +55,12 @@ class ReasoningAsked(Struct, forbid_unknown_fields=True):
         return self.summary is not None or self.generate_summary is not None
 
 
-class FunctionTool(Struct, tag="function", kw_only=True, forbid_unknown_fields=True):
+class FunctionTool(Extensible, tag="function", kw_only=True):
     """strict: arguments must keep to the schema also where the model may choose; null means no."""
 
     name: str
     parameters: Schema | None = None
+    input_schema: Schema | None = None  # the same
     description: str | None = None
     strict: bool | None = None
     output_schema: Any = None  # null only
@@ -67,7 +69,7 @@ class FunctionTool(Struct, tag="function", kw_only=True, forbid_unknown_fields=T
     asynchronous: bool | None = field(default=None, name="async")  # null or false only
 
 
-class Namespace(Struct, tag="namespace", kw_only=True, forbid_unknown_fields=True):
+class Namespace(Extensible, tag="namespace", kw_only=True):
     """Functions that belong together. tools: as those of the body."""
 
     name: str
@@ -75,7 +77,7 @@ class Namespace(Struct, tag="namespace", kw_only=True, forbid_unknown_fields=Tru
     tools: list[dict[str, Any]]
 
 
-class StreamAsked(Struct, forbid_unknown_fields=True):
+class StreamAsked(Extensible):
     include_obfuscation: bool | None = None  # it changes nothing
 
 

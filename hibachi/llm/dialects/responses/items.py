@@ -6,45 +6,42 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 
 from hibachi.errors import FieldPath
 from hibachi.llm.dialects.errors import Refused, unsupported
-from hibachi.llm.dialects.openai.bodies import refused_by
+from hibachi.llm.dialects.extensible import Extensible
+from hibachi.llm.dialects.openai.bodies import taken
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 Id: TypeAlias = str | UnsetType | None
 PAGE = "docs/agents.md"
 
 
-class _Strict(Struct, tag_field="type", forbid_unknown_fields=True):
-    pass
-
-
-class InputText(_Strict, tag="input_text"):
+class InputText(Extensible, tag="input_text"):
     text: str
     prompt_cache_breakpoint: Any | UnsetType = UNSET  # it changes nothing
 
 
-class OutputText(_Strict, tag="output_text"):
+class OutputText(Extensible, tag="output_text"):
     text: str
     annotations: list[Any] | None = msgspec.field(default_factory=list)
     logprobs: list[Any] | None = msgspec.field(default_factory=list)
 
 
-class RefusalText(_Strict, tag="refusal"):
+class RefusalText(Extensible, tag="refusal"):
     refusal: str
 
 
-class ReasoningText(_Strict, tag="reasoning_text"):
+class ReasoningText(Extensible, tag="reasoning_text"):
     text: str
 
 
-class SummaryText(_Strict, tag="summary_text"):
+class SummaryText(Extensible, tag="summary_text"):
     text: str
 
 
-class Message(_Strict, tag="message", kw_only=True):
+class Message(Extensible, tag="message", kw_only=True):
     id: Id = UNSET
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | RefusalText]
@@ -52,7 +49,7 @@ class Message(_Strict, tag="message", kw_only=True):
     phase: str | UnsetType | None = UNSET  # it changes nothing
 
 
-class Reasoning(_Strict, tag="reasoning", kw_only=True):
+class Reasoning(Extensible, tag="reasoning", kw_only=True):
     """What the model thought. Without `content`, its summary stands for it."""
 
     id: Id = UNSET
@@ -62,7 +59,7 @@ class Reasoning(_Strict, tag="reasoning", kw_only=True):
     encrypted_content: Any | UnsetType = UNSET  # null only
 
 
-class FunctionCall(_Strict, tag="function_call", kw_only=True):
+class FunctionCall(Extensible, tag="function_call", kw_only=True):
     """arguments: JSON in a text, or whatever else came."""
 
     id: Id = UNSET
@@ -74,7 +71,7 @@ class FunctionCall(_Strict, tag="function_call", kw_only=True):
     caller: Any | UnsetType = UNSET  # null only
 
 
-class FunctionCallOutput(_Strict, tag="function_call_output", kw_only=True):
+class FunctionCallOutput(Extensible, tag="function_call_output", kw_only=True):
     """The result of a call."""
 
     id: Id = UNSET
@@ -86,7 +83,7 @@ class FunctionCallOutput(_Strict, tag="function_call_output", kw_only=True):
     caller: Any | UnsetType = UNSET  # null only
 
 
-class ItemReference(_Strict, tag="item_reference"):
+class ItemReference(Extensible, tag="item_reference"):
     """An item of an earlier response, or of its input."""
 
     id: str
@@ -105,11 +102,8 @@ _KINDS: Mapping[str, type[Any]] = {
     "item_reference": ItemReference,
 }
 _NULL = ("encrypted_content", "caller")
-_READ = ("parsed_arguments", "parsed", "created_by")
-"""Fields that OpenAI's clients have in our items, and send back with them: what they have read in a text, and what says
-nothing to a model.
-"""
-_IDLE = ("async", "async_")  # the same, where they are null or false
+SKIPPED = "web_search_call", "file_search_call", "mcp_list_tools", "ghost_snapshot"
+"""Types of items that are passed over: they say what a server did, and the message behind them what came of it."""
 # As they are read when they were kept: what a text has beside it, which may be long, is passed over.
 _RAW = [(name, msgspec.Raw, msgspec.Raw()) for name in ("annotations", "logprobs")]
 _KeptText: Any = msgspec.defstruct("_KeptText", _RAW, bases=(OutputText,), tag="output_text")
@@ -142,6 +136,10 @@ def as_kept(item: Item, id: str) -> bytes:
     return _encode(item)
 
 
+def is_skipped(raw: Any) -> bool:
+    return isinstance(raw, dict) and isinstance(kind := raw.get("type"), str) and kind in SKIPPED
+
+
 def given(raw: Any, place: FieldPath) -> Given:
     """One item of a request. place: where it stands. Raises Refused, which names the field."""
     kind = raw.get("type")
@@ -153,12 +151,9 @@ def given(raw: Any, place: FieldPath) -> Given:
         raise unsupported(
             (*place, "type"), f"{str(kind)[:40]!r} is none of the items that are served, which are {', '.join(_KINDS)}"
         )
-    try:
-        item: Given = msgspec.convert(_as_sent(raw), found)
-    except msgspec.ValidationError as e:
-        raise refused_by(e, found, PAGE, place) from None
+    item: Given = taken(found, raw, PAGE, place)
     for name in _NULL:
-        if getattr(item, name, UNSET) not in (UNSET, None):
+        if getattr(item, name, UNSET) not in (UNSET, None, ""):
             raise unsupported((*place, name), "It is of another server, so only null is")
     for part in item.content if isinstance(item, Message) and isinstance(item.content, list) else ():
         if isinstance(part, OutputText):  # no model is shown these, so they take no room
@@ -166,15 +161,3 @@ def given(raw: Any, place: FieldPath) -> Given:
     if isinstance(item, FunctionCall | FunctionCallOutput) and not item.call_id:
         raise Refused.at((*place, "call_id"), " is empty.")
     return item
-
-
-def _as_sent(raw: dict[str, Any]) -> dict[str, Any]:
-    """An item without what a client has added."""
-    out = {
-        name: value
-        for name, value in raw.items()
-        if name not in _READ and (name not in _IDLE or value not in (None, False))
-    }
-    if isinstance(content := out.get("content"), list):
-        out["content"] = [_as_sent(part) if isinstance(part, dict) else part for part in content]
-    return out

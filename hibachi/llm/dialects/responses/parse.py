@@ -10,6 +10,7 @@ import msgspec
 
 from hibachi.errors import FieldPath, PromptTooLong
 from hibachi.llm.dialects.errors import Refused, refusing, unsupported
+from hibachi.llm.dialects.extensible import pass_over
 from hibachi.llm.dialects.forms import Format, JsonObjectFormat, JsonSchemaFormat, NamedSchema, check_served
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody
 from hibachi.llm.dialects.openai.conversation import conversation
@@ -24,6 +25,7 @@ from hibachi.llm.dialects.responses.items import (
     Reasoning,
     RefusalText,
     given,
+    is_skipped,
 )
 from hibachi.llm.dialects.responses.tools import functions, joined, of_chat
 from hibachi.llm.dialects.steps import ReadingStep, Steps
@@ -92,7 +94,9 @@ def own_items(body: ResponsesBody, bounds: Bounds) -> list[Given]:
     if isinstance(body.input, str):
         return [Message(role="user", content=body.input)]
     check_count("input", body.input, bounds.messages, "items")
-    return [given(raw, ("input", i)) for i, raw in enumerate(body.input)]
+    for kind in {raw["type"] for raw in body.input if is_skipped(raw)}:
+        pass_over("Items", kind)
+    return [given(raw, ("input", i)) for i, raw in enumerate(body.input) if not is_skipped(raw)]
 
 
 def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> ChatBody:
@@ -107,7 +111,7 @@ def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> Chat
     include = body.include or ()
     return ChatBody(
         **fields,
-        messages=_checked(items, body.instructions, before),
+        messages=_checked(items, body, before),
         max_completion_tokens=body.max_output_tokens,
         logprobs=True if LOGPROBS in include else None,
         top_logprobs=body.top_logprobs if LOGPROBS in include else None,
@@ -118,27 +122,33 @@ def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> Chat
     )
 
 
-def _checked(items: Sequence[Item], instructions: str | None, before: int) -> list[dict[str, Any]]:
+def _checked(items: Sequence[Item], body: ResponsesBody, before: int) -> list[dict[str, Any]]:
     """The messages that items stand for, with what can be wrong in them refused by its item. Raises Refused."""
-    found = turns(items, instructions)
-    with refusing(partial(_in_items, items, [own for _, own in found], before)):
+    found = turns(items, body.instructions)
+    sent = [i for i, raw in enumerate(body.input) if not is_skipped(raw)]
+    places = [None] * before + sent
+    with refusing(partial(_in_items, items, [own for _, own in found], places)):
         return conversation([message for message, _ in found], len(found) + len(items))
 
 
-def _in_items(items: Sequence[Item], of: Sequence[Sequence[int]], before: int, path: FieldPath) -> FieldPath:
-    """Where a field of a message stands in the input. of: places of the items of each message."""
+def _in_items(
+    items: Sequence[Item], of: Sequence[Sequence[int]], places: Sequence[int | None], path: FieldPath
+) -> FieldPath:
+    """Where a field of a message stands in the input. of: the items of each message. places: of items in the input;
+    None means it is kept.
+    """
     match path:
         case "messages", int(i), "tool_calls", int(j), "function", *rest:
-            return _in_items(items, of, before, ("messages", i, "tool_calls", j, *rest))
+            return _in_items(items, of, places, ("messages", i, "tool_calls", j, *rest))
         case "messages", int(i), "tool_calls", int(j), *rest:
             k = [k for k in of[i] if isinstance(items[k], FunctionCall)][j]
         case "messages", int(i), *rest:
             k = of[i][0]
         case _:
             return in_body(None, path)
-    if k < before:
+    if (place := places[k]) is None:
         return ("input",)
-    return "input", k - before, *("call_id" if name in ("id", "tool_call_id") else name for name in rest)
+    return "input", place, *("call_id" if name in ("id", "tool_call_id") else name for name in rest)
 
 
 def turns(items: Iterable[Item], instructions: str | None = None) -> list[tuple[dict[str, Any], list[int]]]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from hibachi.errors import FieldPath
 from hibachi.llm.dialects.errors import Refused, unsupported
-from hibachi.llm.dialects.openai.bodies import refused_by
+from hibachi.llm.dialects.openai.bodies import taken
 from hibachi.llm.dialects.responses.bodies import FunctionTool, Namespace
 from hibachi.llm.dialects.responses.items import PAGE
 
@@ -51,7 +49,7 @@ def of_chat(placed: Placed) -> Raw:
     tool, space = placed.function, placed.namespace
     more = {
         "description": tool.description or (space and space.description),
-        "parameters": tool.parameters,
+        "parameters": tool.input_schema if tool.parameters is None else tool.parameters,
         "strict": tool.strict,
     }
     function = {"name": placed.name} | {name: value for name, value in more.items() if value is not None}
@@ -64,7 +62,7 @@ def split(placed: Sequence[Placed]) -> dict[str, tuple[str, str]]:
 
 
 def _in_namespace(raw: Raw, place: FieldPath) -> Iterator[Placed]:
-    space = _read(Namespace, raw, place)
+    space: Namespace = taken(Namespace, raw, PAGE, place)
     _check_name(space, place)
     for i, inner in enumerate(space.tools):
         at = (*place, "tools", i)
@@ -93,17 +91,10 @@ def _function(raw: Raw, place: FieldPath) -> FunctionTool:
             param=(*place, "function"),
             code="unknown_parameter",
         )
-    tool: FunctionTool = _read(FunctionTool, raw, place)
+    tool: FunctionTool = taken(FunctionTool, raw, PAGE, place)
     for name in ("output_schema", "allowed_callers", "defer_loading"):
         if getattr(tool, name):
             raise unsupported((*place, name), "It is of tools that OpenAI runs")
     if tool.asynchronous:
         raise unsupported((*place, "async"), "The next request comes with the result of a call")
     return tool
-
-
-def _read(kind: Any, raw: Raw, place: FieldPath) -> Any:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as e:
-        raise refused_by(e, kind, PAGE, place) from None
