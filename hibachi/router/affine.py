@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from math import ceil
 
-from hibachi.router.policies import Ask, at_home, least_busy, quickest
+from hibachi.router.policies import Ask, at_home, preferred
 from hibachi.router.upstreams import Upstream
 
 STEP, FURTHEST = 1 << 10, 1 << 16  # bytes: from one piece to the next, and what is looked at in all
@@ -97,7 +97,7 @@ class PrefixAffine:
         home = self.home(ask, everyone)
         if home is not None and home in free and home.in_flight < bound(home, everyone):
             return home
-        return quickest(least_busy(free))
+        return preferred(free)
 
 
 def bound(home: Upstream, everyone: Sequence[Upstream]) -> int:

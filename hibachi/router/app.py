@@ -17,7 +17,7 @@ from hibachi.router.body import Body, BodyRoom
 from hibachi.router.client import Headers, in_words
 from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
-from hibachi.router.forward import Broken, Forwarder, Forwarding, unknown
+from hibachi.router.forward import Broken, Forwarder, Forwarding, lost, unknown
 from hibachi.router.inspect_body import Named, model_of_path, model_of_query, server_of
 from hibachi.router.policies import Ask, at_home
 from hibachi.router.proxying import without_hops
@@ -130,7 +130,7 @@ class Door:
                 own = self._its_own(x, ask)
                 if kind is RouteKind.OBJECT or any(u.name == own for u in self._fleet.having(ask.model)):
                     ask = replace(ask, only=own)
-            job = Forwarding(x, ask, headers, path, body, kind, again=kind is RouteKind.GENERATES)
+            job = Forwarding(x, ask, headers, path, body, kind, again=kind is RouteKind.GENERATES, kept=named)
             await self._while_here(x, self._forwarder.forward(job))
         finally:
             body.close()
@@ -213,6 +213,8 @@ class Door:
             if len(self._fleet.upstreams) <= 1:
                 return ask  # it says so itself
             raise lost(named, "no upstream is the one that kept it")
+        if keeper.gone and len(self._fleet.upstreams) > 1:
+            raise lost(named, "no connection to the server that kept it can be opened")
         if kind is not RouteKind.GENERATES:
             ask = replace(ask, model=ANY)
         elif ask.model != ANY and ask.model not in keeper.models:
@@ -242,15 +244,3 @@ class Door:
                 await work
         finally:
             left.then(None)
-
-
-def lost(named: Named, why: str) -> Refused:
-    """What is named is not to be had: in the words and codes of our servers."""
-    id = named.id[:100]
-    if named.param is None:
-        return Refused(f"Response with id {id!r} not found: {why}.", status=404, code="response_not_found")
-    if named.param == "previous_response_id":
-        what, then, code = "Previous response", "Send the whole conversation as input.", "previous_response_not_found"
-    else:
-        what, then, code = "Item", "Send the item itself.", "item_not_found"
-    return Refused(f"{what} with id {id!r} not found: {why}. {then}", status=404, param=named.param, code=code)

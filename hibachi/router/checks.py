@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from hibachi.router.client import Headers, UpstreamClient, is_ours, words
+from hibachi.router.client import Headers, UpstreamClient, is_ours, not_opened, words
 from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import Thresholds, bad_check, good_check
+from hibachi.router.outliers import suspect
 from hibachi.router.upstreams import Upstream, UpstreamState
 
 log: logging.Logger = logging.getLogger("hibachi.route")
@@ -94,7 +95,7 @@ class UpstreamChecks:
                 await asyncio.sleep(AT_LEAST)
 
     async def check(self, u: Upstream) -> None:
-        began, wrong, models = asyncio.get_running_loop().time(), "", None
+        began, wrong, models, gone = asyncio.get_running_loop().time(), "", None, False
         try:
             async with asyncio.timeout(self._within):
                 models = await self._models(u)
@@ -104,10 +105,10 @@ class UpstreamChecks:
             if is_ours(e):
                 log.error("a check could not be made: %s", e)
                 return
-            wrong = words(e)
+            wrong, gone = words(e), not_opened(e)
         state, had, why = u.state, u.models, u.why  # requests may have changed them meanwhile
         if models is None:
-            bad_check(u, wrong, self._limits)
+            bad_check(u, wrong, self._limits, gone=gone)
         else:
             good_check(u, models, asyncio.get_running_loop().time() - began, self._limits)
         if u.models.keys() != had.keys():
@@ -115,7 +116,7 @@ class UpstreamChecks:
         self._compare(u)
         if u.state is not state or (not u.takes and u.why != why):
             _tell(u, state)
-        if u.state is not state or u.models.keys() != had.keys():
+        if u.state is not state or u.models.keys() != had.keys() or suspect(u):  # it may have rested long enough
             self._changed()
 
     def _compare(self, u: Upstream) -> None:

@@ -83,6 +83,10 @@ class UpstreamClient:
         """Certificates are read again."""
         self._contexts = {}
 
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
+
     async def close(self) -> None:
         await self._session.close()
 

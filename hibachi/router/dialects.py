@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hibachi.llm.dialects.dialects import ANTHROPIC, OPENAI, TGI, Dialect, Headers, spoken
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.messages import answers as anthropic
+from hibachi.llm.dialects.openai.answers import event
+from hibachi.llm.dialects.responses import answers as responses
 from hibachi.router.routes import TGI as TGI_PATHS
+from hibachi.router.routes import TOKENS
 
 
 def _as_tgi(refused: Refused) -> dict[str, Any]:
@@ -25,6 +29,56 @@ def dialect_of(path: str, headers: Headers | None = None) -> Dialect:
     if path in TGI_PATHS:
         return _TGI
     return spoken(path, headers or {}, ANTHROPIC if path.startswith("/v1/messages") else OPENAI)
+
+
+# ---- streams -----------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
+_CHATS = re.compile(r"(/v1/engines/.+)?(/v1)?(/chat)?/completions")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How streams of a path end. end: is found in their last event, and in no other: texts in events are JSON, with
+    neither line breaks nor quotes of their own. marks: of which one is in `end`, and quicker to find.
+    """
+
+    dialect: Dialect
+    marks: tuple[bytes, ...]
+    end: re.Pattern[bytes]
+
+    def broken(self, refused: Refused, request: str, last: bytes) -> bytes:
+        """What ends a stream that broke. last: events before it."""
+        told = self.dialect.told(refused, request)
+        if self is RESPONSES:
+            number = [int(n) + 1 for n in _NUMBER.findall(last)[-1:]] or [0]
+            return responses.frame(responses.ResponseError(number[0], refused.code, str(refused), None))
+        return (b"event: error\n" if self is MESSAGES else b"") + event(told) + self.dialect.end
+
+
+def _form(dialect: Dialect, *ends: bytes, before: bytes, after: bytes = b"") -> StreamForm:
+    end = b"(?:%s)(?:%s)%s" % (before, b"|".join(map(re.escape, ends)), after)
+    return StreamForm(dialect, ends, re.compile(end, re.MULTILINE))
+
+
+_TYPE = rb'^event: ?|"type": ?"'
+RESPONSES = _form(OPENAI, b"response.completed", b"response.incomplete", b"response.failed", before=_TYPE)
+MESSAGES = _form(ANTHROPIC, b"message_stop", before=_TYPE)
+_OF_CHATS = _form(OPENAI, b"[DONE]", before=b"^data: ?")
+_FORMS = {
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    TOKENS: _form(replace(OPENAI, end=b""), b"finish_reason", before=b'"', after=b'": ?"'),
+    **dict.fromkeys(TGI_PATHS, _form(_TGI, b"generated_text", before=b'"', after=b'": ?"')),
+}
+
+
+def stream_form(path: str) -> StreamForm | None:
+    """None means it is not known how streams of this path end."""
+    return _FORMS.get(path) or (_OF_CHATS if _CHATS.fullmatch(path) else None)
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
 
 
 def as_anthropic(listed: Sequence[dict[str, Any]]) -> anthropic.AnthropicModels:

@@ -7,6 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -15,13 +16,17 @@ import msgspec
 
 from hibachi.llm.dialects.dialects import key_of
 from hibachi.llm.dialects.errors import LIMITED, SERVER, Refused
+from hibachi.router import outliers
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
 from hibachi.router.client import Headers, NoAnswer, UpstreamClient, is_ours, not_http, not_opened, words
+from hibachi.router.dialects import stream_form
 from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import answered, drain, failed, put_back
+from hibachi.router.inspect_answer import AnswerReader, reader_of
+from hibachi.router.inspect_body import Named
 from hibachi.router.policies import Ask
-from hibachi.router.proxying import Idle, without_hops
+from hibachi.router.proxying import relay, without_hops
 from hibachi.router.queue import NoSlot, Queues, may_have
 from hibachi.router.routes import RouteKind
 from hibachi.router.upstreams import Times, Upstream, UpstreamState
@@ -31,6 +36,7 @@ from hibachi.server.web.exchange import Exchange
 log: logging.Logger = logging.getLogger("hibachi.route")
 HELD = 1 << 20  # bytes of an answer that is kept while another upstream is tried
 HELD_FOR = 1.0  # seconds for them to come
+LAST_FOR = 60.0  # seconds for the event that ends a stream that broke, where there is no limit between bytes
 POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
 MOST_POISON = 4096
 UNWELL = (503, 529)  # the latter in Anthropic's dialect
@@ -77,6 +83,7 @@ class Forwarding:
     since: float | None = None  # when no upstream could be reached for the first time
     held: Held | None = None
     slot: Upstream | None = None  # that it has already
+    kept: Named | None = None  # what it is about, in the memory of one upstream
     poisonous: bool = False
 
     def who(self) -> str:
@@ -129,15 +136,13 @@ class Forwarder:
             u = await self._slot(job)
             if u is None:
                 return
-            job.x.more["upstream"], trial = u.name, u.trial
+            job.x.more["upstream"] = u.name
             try:
                 self._count(job, u)
                 if await self._attempt(job, u):
                     return
             finally:
-                if trial:
-                    u.trial = False  # also where its client has left, so that it showed nothing
-                self.lines.give_back(u)
+                self.lines.give_back(u, job.ask)
 
     # ---- slots -------------------------------------------------------------------------------------------------
 
@@ -220,11 +225,21 @@ class Forwarder:
             if (done := await self._second_thoughts(job, u, answer)) is not None:
                 return done
             x.more["ttft"] = seconds = loop.time() - began
-            u.took(seconds, telling=answer.status < 400 and job.kind is RouteKind.GENERATES)
+            tells = answer.status < 400 and job.kind is RouteKind.GENERATES
+            sample = u.took(seconds, telling=tells)
             if answer.status < 500:
                 self._well(u)
             u.answers[answer.status] += 1
-            await self._pass_on(job, u, answer)
+            read = tells and answer.status == 200
+            reader = reader_of(stream_form(x.path), answer.headers) if read else AnswerReader()
+            try:
+                await self._pass_on(job, u, answer, reader)
+            finally:
+                if reader.fault:
+                    u.took_not(seconds, sample)
+                    self._at_fault(u, reader.fault)
+            if tells and not (reader.fault or reader.refused):
+                outliers.whole(u)
             return True
         finally:
             if not (answer.content.at_eof() and answer.content.exception() is None):
@@ -238,8 +253,8 @@ class Forwarder:
             raise Refused(f"This request cannot be sent on: {e}.", code="invalid_http") from e
         if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
             u.errors["first byte"] += 1
-            u.took(self.patience.slot, telling=True)
-            self._recheck(u)
+            u.took(self.patience.slot, telling=False)
+            self._at_fault(u, f"it sent no byte within {self.patience.slot:g} s")
             if job.held is not None:
                 await self._send_held(job, job.held)
                 return True
@@ -257,7 +272,10 @@ class Forwarder:
                     "The router has no room for a further connection. Try again later.",
                     status=503, kind=SERVER, code="router_full", headers={"Retry-After": "1"},
                 ) from e  # fmt: skip
+            u.gone = True
             self._ill(u, why)
+            if job.kept is not None and len(self.fleet.upstreams) > 1:
+                raise lost(job.kept, "no connection to the server that kept it can be opened") from e
             return await self._reach_another(job)
         u.errors["broken"] += 1
         if await self._guilty(job, u, why) and self._others(job, soon=True):
@@ -301,7 +319,7 @@ class Forwarder:
             if not busy:
                 await self._guilty(job, u, f"it answered a request with {status}")
             u.answers[status] += 1
-            await self._pass_on(job, u, answer, held.body)
+            await self._pass_on(job, u, answer, AnswerReader(), held.body)
             return True
         code = _code_of(held.body) if status in (*UNWELL, LATE) else ""
         u.answers[status] += 1
@@ -346,6 +364,7 @@ class Forwarder:
         job.faulty.append(u)
         if len(job.faulty) == 1:
             self._ill(u, why)
+            self._at_fault(u, why)
             return job.again
         for one in job.faulty:  # two have failed with it, so it is the fault of neither
             put_back(one)
@@ -379,6 +398,15 @@ class Forwarder:
         self._recheck(u)
         self.lines.changed()
 
+    def _at_fault(self, u: Upstream, why: str) -> None:
+        """An answer of it that had begun, or should have, is a fault of its."""
+        before = outliers.suspect(u)
+        outliers.fault(u, why, asyncio.get_running_loop().time())
+        others = any(not outliers.suspect(other) for other in self.fleet.upstreams)
+        if outliers.suspect(u) and not before and others:
+            log.warning("%s gets few requests while others take them: %s", u.name, outliers.told(u))
+        self._recheck(u)
+
     def _well(self, u: Upstream) -> None:
         if u.state is UpstreamState.TRIED:
             answered(u)
@@ -395,34 +423,36 @@ class Forwarder:
     def _headers(self, x: Exchange, u: Upstream, given: Any) -> list[tuple[bytes, bytes]]:
         return self._dress(x, u, without_hops(given))
 
-    async def _pass_on(self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse, first: bytes = b"") -> None:
+    async def _pass_on(
+        self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse, reader: AnswerReader, first: bytes = b""
+    ) -> None:
         """The answer as it comes; first: what has come of it already. Raises Broken."""
-        x, content = job.x, answer.content
+        x = job.x
         headers = self._headers(x, u, answer.raw_headers)
         if answer.status in (204, 304):  # uvicorn wants as many bytes as that says, though here it only tells
             headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
         await x.start(answer.status, headers)
         if first:
             await x.write(first)
-        watch = Idle(self.patience.idle, answer, x.receive)
-        try:
-            while not content.at_eof():
-                watch.reads()
-                part = await content.readany()
-                watch.writes()
-                if content.at_eof():
-                    await x.write(part, more=False)
-                    return
-                if part:
-                    await x.write(part)
-            await x.write(b"", more=False)
-        except (aiohttp.ClientError, OSError) as e:
-            u.errors["idle" if watch.over else "cut off"] += 1
+        broke = await relay(x, answer, reader, self.patience.idle)
+        if broke is None:
+            return
+        kind, why = broke
+        u.errors[kind] += 1
+        refused = Refused("The upstream did not end its answer.", status=502, kind=SERVER, code="upstream_failed")
+        if self.client.closed:
+            refused = Refused("The router is shutting down.", status=503, kind=SERVER, code="shutting_down")
+        elif not reader.fault:
+            reader.fault = f"it did not end its answer: {why}"
+        last = None if "Content-Length" in answer.headers else reader.broken(refused, x.id)
+        if last is None:
             cut(x.receive)
-            told = f"no byte for {self.patience.idle:g} s" if watch.over else words(e)
-            raise Broken(f"{u.name} did not end its answer: {told}") from e
-        finally:
-            watch.stop()
+        else:
+            unread = partial(cut, x.receive, unread=True)  # where its client does not read
+            ending = asyncio.get_running_loop().call_later(self.patience.idle or LAST_FOR, unread)
+            await x.write(last, more=False)
+            ending.cancel()
+        raise Broken(f"{u.name} did not end its answer: {why}")
 
 
 def unknown(model: str, models: list[str]) -> Refused:
@@ -432,6 +462,18 @@ def unknown(model: str, models: list[str]) -> Refused:
         param="model",
         code="model_not_found",
     )
+
+
+def lost(named: Named, why: str) -> Refused:
+    """What is named is not to be had: in the words and codes of our servers."""
+    id = named.id[:100]
+    if named.param is None:
+        return Refused(f"Response with id {id!r} not found: {why}.", status=404, code="response_not_found")
+    if named.param == "previous_response_id":
+        what, then, code = "Previous response", "Send the whole conversation as input.", "previous_response_not_found"
+    else:
+        what, then, code = "Item", "Send the item itself.", "item_not_found"
+    return Refused(f"{what} with id {id!r} not found: {why}. {then}", status=404, param=named.param, code=code)
 
 
 def _code_of(body: bytes) -> str:

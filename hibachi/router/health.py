@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hibachi.router import outliers
 from hibachi.router.upstreams import SLOWER, Upstream, UpstreamState
 
 FORGETS = 0.5  # how much of its latency an upstream loses with a check, when it had no request since the one before
@@ -26,6 +27,9 @@ class Thresholds:
 def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: Thresholds) -> None:
     """Record a good check, which took this many seconds and named these models."""
     u.good, u.bad = u.good + 1, 0
+    if u.gone:
+        u.gone = False
+        outliers.begin_again(u)
     u.models = {name: models.get(name, {"id": name, "object": "model"}) for name in u.place.models} or dict(models)
     if u.measured and u.used == u.used_before and not u.in_flight and u.latency is not None:
         u.latency += FORGETS * (seconds - u.latency)  # else one that was slow once would never be tried again
@@ -35,11 +39,12 @@ def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: T
     if u.state is UpstreamState.NEW or (u.state is UpstreamState.TRIED and not u.trial):
         _up(u)
     elif u.state is UpstreamState.DRAINING or (u.state is UpstreamState.ILL and u.good >= limits.rise):
-        u.state, u.trial, u.why = UpstreamState.TRIED, False, "it is tried again, with one request at a time"
+        u.state, u.trial, u.why = UpstreamState.TRIED, None, "it is tried again, with one request at a time"
 
 
-def bad_check(u: Upstream, why: str, limits: Thresholds) -> None:
-    u.good, u.bad = 0, u.bad + 1
+def bad_check(u: Upstream, why: str, limits: Thresholds, *, gone: bool = False) -> None:
+    """gone: no connection could be opened."""
+    u.good, u.bad, u.gone = 0, u.bad + 1, gone or u.gone
     if u.state in (UpstreamState.NEW, UpstreamState.TRIED, UpstreamState.DRAINING) or (
         u.state is UpstreamState.UP and u.bad >= limits.fall
     ):
@@ -63,6 +68,7 @@ def answered(u: Upstream) -> None:
 
 def put_back(u: Upstream) -> None:
     """Undo a failure that was the request's fault. An upstream that a check found ill stays ill."""
+    outliers.take_back(u)
     if u.state in (UpstreamState.ILL, UpstreamState.TRIED) and u.faults and not u.bad:
         _up(u)
 
@@ -74,4 +80,4 @@ def drain(u: Upstream, why: str) -> None:
 
 
 def _up(u: Upstream) -> None:
-    u.state, u.trial, u.why, u.faults = UpstreamState.UP, False, "", 0
+    u.state, u.trial, u.why, u.faults = UpstreamState.UP, None, "", 0

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from hibachi.router.forward import Forwarder
+from hibachi.router.outliers import suspect
 from hibachi.router.upstreams import BOUNDS, Times, UpstreamState
 
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
@@ -91,7 +92,7 @@ class _Records:
 
 
 def _up(u: Any) -> float:
-    return {UpstreamState.UP: 1.0, UpstreamState.TRIED: 0.5}.get(u.state, 0.0)
+    return 0.0 if not u.takes else 0.5 if u.state is UpstreamState.TRIED or suspect(u) else 1.0
 
 
 def _buckets(times: Times) -> tuple[list[tuple[str, float]], float]:

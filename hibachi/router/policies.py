@@ -54,13 +54,20 @@ def quickest(free: Sequence[Upstream]) -> Upstream:
     return min(free, key=lambda u: -inf if u.latency is None else u.latency)
 
 
+def preferred(free: Sequence[Upstream]) -> Upstream:
+    """The fewest requests now; of equals, the fewest that it was given; of equals again, the least latency."""
+    equals = least_busy(free)
+    least = min(u.processed for u in equals)
+    return quickest([u for u in equals if u.processed <= least])
+
+
 class LeastConnection:
-    """The fewest requests, then the least latency: what text-inference-batcher does."""
+    """The fewest requests, as text-inference-batcher says it: those that it has, then those that it had."""
 
     pieces = loads = False
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
-        return quickest(least_busy(free))
+        return preferred(free)
 
 
 class LeastLatency:
@@ -99,9 +106,7 @@ class PowerOfTwo:
         self._random = random or Random()
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
-        if len(free) <= 2:
-            return quickest(least_busy(free))
-        return quickest(least_busy(self._random.sample(list(free), 2)))
+        return preferred(free if len(free) <= 2 else self._random.sample(list(free), 2))
 
 
 class LeastLoad:
@@ -135,6 +140,6 @@ class Sticky:
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
         if not ask.sticky:
-            return quickest(least_busy(free))
+            return preferred(free)
         order = at_home(ask.sticky.encode("latin-1"), ask.everyone or free)
         return next(u for u in order if u in free)

@@ -8,7 +8,10 @@ from typing import Any
 
 import aiohttp
 
+from hibachi.router.client import words
+from hibachi.router.inspect_answer import AnswerReader
 from hibachi.server.web.deadlines import cut
+from hibachi.server.web.exchange import Exchange
 
 LOOK = 1.0  # seconds from one look at an answer that is waited for to the next
 HOP = frozenset(
@@ -51,6 +54,31 @@ class Idle:
 
     def stop(self) -> None:
         self._timer.cancel()
+
+
+async def relay(
+    x: Exchange, answer: aiohttp.ClientResponse, reader: AnswerReader, idle: float
+) -> tuple[str, str] | None:
+    """Pass the body of an answer on as it comes. idle: as in `Idle`. Returns what kind of error broke it, and words for
+    that; None means it is whole.
+    """
+    content, watch = answer.content, Idle(idle, answer, x.receive)
+    try:
+        while not content.at_eof():
+            watch.reads()
+            part = reader.feed(await content.readany())
+            watch.writes()
+            if content.at_eof():
+                await x.write(part + reader.end(), more=False)
+                return None
+            if part:
+                await x.write(part)
+        await x.write(reader.end(), more=False)
+        return None
+    except (aiohttp.ClientError, OSError) as e:
+        return ("idle", f"no byte for {idle:g} s") if watch.over else ("cut off", words(e))
+    finally:
+        watch.stop()
 
 
 def without_hops(headers: Any) -> list[tuple[bytes, bytes]]:

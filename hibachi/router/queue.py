@@ -7,9 +7,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from hibachi.router import outliers
 from hibachi.router.fleet import ANY, Fleet
 from hibachi.router.policies import Ask, Policy
 from hibachi.router.upstreams import Upstream, UpstreamState
+
+LAG = 64.0  # requests for its weight that an upstream gets at most because others were given more before
 
 
 class NoSlot(Exception):
@@ -57,17 +60,22 @@ class Queues:
         """A slot, if one is free now. Requests that wait already could not use it: they are served as slots become
         free.
         """
-        free = [u for u in self.fleet.having(ask.model) if u.slots > 0 and may_have(u, ask, avoid)]
+        now = asyncio.get_running_loop().time()
+        able = self._able(ask, avoid)
+        fit = outliers.trusted(able, now)
+        free = [u for u in fit if u.slots > 0]
         if not free:
             return None
+        u = free[0]
         if len(free) > 1:
-            if ask.sticky or ask.pieces:
-                ask = replace(ask, everyone=self.fleet.taking(ask.model))
-            u = self.policy.choose(free, ask, asyncio.get_running_loop().time())
-        else:
-            u = free[0]
-        _fill(u)
+            u = self.policy.choose(free, replace(ask, everyone=fit) if ask.sticky or ask.pieces else ask, now)
+            u.processed = max(u.processed, max(v.processed for v in free) - LAG)
+        _fill(u, ask, able, now)
         return u
+
+    def _able(self, ask: Ask, avoid: tuple[Upstream, ...]) -> list[Upstream]:
+        """Upstreams that take such a request, with a free slot or not."""
+        return [u for u in self.fleet.having(ask.model) if u.takes and may_have(u, ask, avoid)]
 
     async def wait(self, ask: Ask, who: str, seconds: float, avoid: tuple[Upstream, ...] = ()) -> Upstream:
         """A slot, as soon as there is one. Raises NoSlot."""
@@ -84,9 +92,7 @@ class Queues:
             return await waiter.slot
         except asyncio.CancelledError:
             if waiter.slot.done() and not waiter.slot.cancelled() and waiter.slot.exception() is None:
-                u = waiter.slot.result()  # it came as the client left
-                u.trial = False
-                self.give_back(u)
+                self.give_back(waiter.slot.result(), ask)  # it came as the client left
             raise
         finally:
             for timer in waiter.timers:
@@ -106,18 +112,25 @@ class Queues:
         max(reversed(most), key=lambda w: w.came).refuse("full")  # several may come in one tick of the clock
         return True
 
-    def give_back(self, u: Upstream) -> None:
-        """A slot is free again; a request that waits for it gets it at once."""
+    def give_back(self, u: Upstream, ask: Ask) -> None:
+        """A slot of this request is free again; a request that waits for it gets it at once."""
         assert u.in_flight > 0, "a slot is given back twice"
         u.in_flight -= 1
+        if u.trial is ask:
+            u.trial = None  # also where its client has left, so that it showed nothing
         if not u.in_flight and u in self.fleet.leaving:
             self.fleet.leaving.remove(u)
         self.serve(u)
+        if self.waiting:
+            for other in self.fleet.upstreams:
+                if outliers.suspect(other):
+                    self.serve(other)
 
     def serve(self, u: Upstream) -> None:
         """Give free slots of an upstream to waiting requests."""
-        while self.waiting and u.slots > 0 and (waiter := self._next(u)) is not None:
-            _fill(u)
+        now = asyncio.get_running_loop().time() if self.waiting else 0.0
+        while self.waiting and u.slots > 0 and (waiter := self._next(u, now)) is not None:
+            _fill(u, waiter.ask, self._able(waiter.ask, waiter.avoid), now)
             waiter.slot.set_result(u)
 
     def changed(self) -> None:
@@ -144,12 +157,12 @@ class Queues:
         else:
             del waiter.timers[1:]  # an upstream does, and it waits for a slot there
 
-    def _next(self, u: Upstream) -> Waiter | None:
+    def _next(self, u: Upstream, now: float) -> Waiter | None:
         """The next request for a slot of this upstream: of the first requests in the queues of its models, the one that
         came first.
         """
         mine = [model for model in self._lines if model == ANY or model in u.models]
-        found = [waiter for model in mine if (waiter := self._first(model, u)) is not None]
+        found = [waiter for model in mine if (waiter := self._first(model, u, now)) is not None]
         if not found:
             return None
         waiter = min(found, key=lambda w: w.came)
@@ -158,8 +171,13 @@ class Queues:
         line.move_to_end(waiter.who)  # its client's next one comes after those of others
         return waiter
 
-    def _first(self, model: str, u: Upstream) -> Waiter | None:
-        return next((w for w in self._in_turn(model) if may_have(u, w.ask, w.avoid) and not w.slot.done()), None)
+    def _first(self, model: str, u: Upstream, now: float) -> Waiter | None:
+        return next((w for w in self._in_turn(model) if not w.slot.done() and self._fits(u, w, now)), None)
+
+    def _fits(self, u: Upstream, waiter: Waiter, now: float) -> bool:
+        if not may_have(u, waiter.ask, waiter.avoid):
+            return False
+        return not outliers.suspect(u) or u in outliers.trusted(self._able(waiter.ask, waiter.avoid), now)
 
     def _in_turn(self, model: str) -> Iterator[Waiter]:
         """One of each client, then the next one of each."""
@@ -185,6 +203,9 @@ def may_have(u: Upstream, ask: Ask, avoid: tuple[Upstream, ...]) -> bool:
     return (not ask.only or u.name == ask.only) and all(u.name != other.name for other in avoid)
 
 
-def _fill(u: Upstream) -> None:
+def _fill(u: Upstream, ask: Ask, able: list[Upstream], now: float) -> None:
+    """able: upstreams of which any might have had it."""
     u.in_flight += 1
-    u.trial = u.state is UpstreamState.TRIED
+    u.processed += 1 / u.place.weight
+    if outliers.given(u, able, now) or u.state is UpstreamState.TRIED:
+        u.trial = ask

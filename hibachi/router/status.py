@@ -9,7 +9,10 @@ from typing import Any
 
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.router.fleet import Fleet
+from hibachi.router.outliers import suspect
+from hibachi.router.outliers import told as about
 from hibachi.router.queue import Queues
+from hibachi.router.upstreams import UpstreamState
 
 
 def told(fleet: Fleet, lines: Queues, policy: str) -> dict[str, Any]:
@@ -19,8 +22,8 @@ def told(fleet: Fleet, lines: Queues, policy: str) -> dict[str, Any]:
         "upstreams": [
             {
                 "name": u.name,
-                "state": u.state.value,
-                "why": u.why,
+                "state": (UpstreamState.TRIED if u.takes and suspect(u) else u.state).value,
+                "why": u.why or (about(u) if suspect(u) else ""),
                 "models": list(u.models),
                 "in_flight": u.in_flight,
                 "limit": u.place.limit,

@@ -73,15 +73,25 @@ class Upstream:
     state: UpstreamState = UpstreamState.NEW
     models: Mapping[str, Any] = field(default_factory=dict)  # by id: what `/v1/models` says of it
     in_flight: int = 0
-    trial: bool = False  # is the one request under way that is to show whether it works again?
+    trial: object = None  # the request under way that is to show whether it works again; None: there is none
     latency: float | None = None  # seconds to the first byte of an answer: of checks, until requests tell
     load: float | None = None  # requests that wait or run there, as it says itself
     why: str = "it has not been asked yet"  # it takes no requests
     good: int = 0  # checks in a row
     bad: int = 0
     faults: int = 0  # of requests, since the last good check
+    gone: bool = False  # no connection to it could be opened, so that it holds nothing that it held
+    processed: float = 0.0  # requests that it was given, for its weight
     used_before: int = 0  # requests, at the last check
     measured: bool = False  # does `latency` come of requests?
+    samples: int = 0  # of which it comes
+    # How its answers end; see `outliers`. Counts are of late: older ones fade.
+    whole: float = 0.0
+    faulty: float = 0.0
+    last_fault: str = ""
+    gap: float = 0.0  # requests that others get between two of it; more than 1: it is suspect
+    rest: float = 0.0  # of these, those that are still to come
+    until: float = 0.0  # the time at which they need not come any more
     # For reports.
     used: int = 0
     affine: int = 0  # requests that went where their prefix is at home
@@ -119,12 +129,26 @@ class Upstream:
         free = self.place.limit - self.in_flight
         return min(free, 1) if self.state is UpstreamState.TRIED else free
 
-    def took(self, seconds: float, *, telling: bool = True) -> None:
-        """A request had its first byte after so long. telling: others will take as long; refusals are quick."""
+    def took(self, seconds: float, *, telling: bool = True) -> int:
+        """A request had its first byte after so long. telling: others will take as long; refusals are quick. Returns
+        the number of the sample in `latency`.
+        """
         self.times.add(seconds)
         if not telling:
-            return
+            return 0
+        self.samples += 1
         if self.latency is None or not self.measured:
             self.latency, self.measured = seconds, True
         else:
             self.latency += SLOWER * (seconds - self.latency)
+        return self.samples
+
+    def took_not(self, seconds: float, sample: int) -> None:
+        """The answer failed, and its time is none: `latency` is what it would be without it."""
+        if self.latency is None or not sample:
+            return
+        part = (SLOWER if sample > 1 else 1.0) * (1 - SLOWER) ** (self.samples - sample)
+        if part > 0.99:
+            self.latency, self.measured, self.samples = None, False, 0
+        else:
+            self.latency = max(0.0, (self.latency - part * seconds) / (1 - part))

@@ -61,17 +61,17 @@ def test_who_was_ill_is_tried_with_one_request_though_others_are_still_running()
     health.failed(u, "broken")
     good(u)
     assert u.slots == 1
-    u.trial, u.in_flight = True, 4
+    u.trial, u.in_flight = object(), 4
     assert u.slots == 0
     good(u)
     assert u.state is UpstreamState.TRIED  # the request will show
-    u.trial = False
+    u.trial = None
     good(u)
     assert u.state is UpstreamState.UP
 
 
 def test_a_trial_that_fails_makes_it_ill_again():
-    u = upstream(UpstreamState.TRIED, trial=True)
+    u = upstream(UpstreamState.TRIED, trial=object())
     health.failed(u, "broken")
     assert u.state is UpstreamState.ILL
     good(u)

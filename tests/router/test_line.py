@@ -46,12 +46,12 @@ def test_b17_the_oldest_waiter_has_a_slot_as_soon_as_it_is_free():
         async def wait(n):
             found = await line.wait(ASK, "me", 10)
             order.append(n)
-            line.give_back(found)
+            line.give_back(found, ASK)
 
         tasks = [asyncio.ensure_future(wait(n)) for n in range(5)]
         await settled()
         assert line.waiting == 5 and u.in_flight == 1
-        line.give_back(u)
+        line.give_back(u, ASK)
         assert u.in_flight == 1  # it has changed hands, and was never free
         await asyncio.gather(*tasks)
         assert order == [0, 1, 2, 3, 4] and u.in_flight == line.waiting == 0
@@ -76,7 +76,7 @@ def test_the_newest_makes_room_also_of_those_that_came_in_one_tick(monkeypatch):
         for task in (*greedy, small):
             task.cancel()
         await asyncio.gather(*greedy, small, return_exceptions=True)
-        line.give_back(u)
+        line.give_back(u, ASK)
 
     run(test)
 
@@ -90,11 +90,11 @@ def test_who_asks_for_much_waits_behind_who_asks_for_little():
         async def wait(who):
             found = await line.wait(ASK, who, 10)
             order.append(who)
-            line.give_back(found)
+            line.give_back(found, ASK)
 
         tasks = [asyncio.ensure_future(wait(who)) for who in ("greedy",) * 6 + ("small",) * 2]
         await settled()
-        line.give_back(u)
+        line.give_back(u, ASK)
         await asyncio.gather(*tasks)
         assert order == ["greedy", "small", "greedy", "small", "greedy", "greedy", "greedy", "greedy"]
 
@@ -117,14 +117,14 @@ def test_a_slot_goes_to_whoever_can_use_it():
         await settled()
         third = asyncio.ensure_future(line.wait(ASK, "3", 10))
         await settled()
-        line.give_back(a)
+        line.give_back(a, ASK)
         assert await third is a
-        line.give_back(b)
+        line.give_back(b, ASK)
         assert await first is b and not second.done()
-        line.give_back(b)
+        line.give_back(b, ASK)
         assert await second is b
         for u in (a, b):
-            line.give_back(u)
+            line.give_back(u, ASK)
         assert line.waiting == 0
 
     run(test)
@@ -149,10 +149,10 @@ def test_too_many_too_late_and_nobody_there():
         waiting = asyncio.ensure_future(line.wait(ASK, "4", 10))
         await settled()
         u.state = UpstreamState.UP
-        line.give_back(u)
+        line.give_back(u, ASK)
         line.changed()
         assert await waiting is u
-        line.give_back(u)
+        line.give_back(u, ASK)
         with pytest.raises(NoSlot, match="none"):  # no model of that name
             await line.wait(Ask("other"), "5", 10)
         assert not line.waiting and not u.in_flight
@@ -202,7 +202,7 @@ def test_b26_slots_are_never_negative_nor_above_the_limit():
             try:
                 await asyncio.sleep(rng.random() * 0.002)
             finally:
-                line.give_back(u)
+                line.give_back(u, ASK)
             done += 1
 
         tasks = []
@@ -239,7 +239,7 @@ def test_who_leaves_the_configuration_ends_what_it_has():
         line.changed()
         assert made.upstreams == [b] and made.leaving == [a] and not a.takes
         assert line.take(ASK) is b
-        line.give_back(a)
+        line.give_back(a, ASK)
         assert made.leaving == []
 
     run(test)
@@ -254,10 +254,10 @@ def test_a_slot_that_comes_as_its_client_leaves_goes_to_the_next(state):
         first, second = (asyncio.ensure_future(line.wait(ASK, who, 10)) for who in "12")
         await settled()
         u.state = state
-        line.give_back(u)  # to the first, which does not know yet
+        line.give_back(u, ASK)  # to the first, which does not know yet
         first.cancel()
-        assert await second is u and u.in_flight == 1 and u.trial == (state is UpstreamState.TRIED)
-        line.give_back(u)
+        assert await second is u and u.in_flight == 1 and (u.trial is ASK) == (state is UpstreamState.TRIED)
+        line.give_back(u, ASK)
         assert u.in_flight == line.waiting == 0
 
     run(test)

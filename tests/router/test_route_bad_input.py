@@ -672,8 +672,11 @@ def test_a_response_whose_server_is_gone_is_not_found(keepers):
     assert here.ask("/v1/responses", body % b"aaaaaaaa").error["code"] == "previous_response_not_found"
     assert here.ask("/v1/responses", body % b"dddddddd").json["port"] == one.port
     one.stop()
-    answer = here.ask("/v1/responses", body % b"dddddddd")
-    assert answer.status == 503  # it may come back, and no other has it
+    for path, told in (("/v1/responses", body % b"dddddddd"), ("/v1/responses/resp_dddddddd_01", None)) * 2:
+        began = time.monotonic()
+        answer = here.ask(path, told)  # killed: what it kept was in its memory
+        assert (answer.status, time.monotonic() - began < 0.5) == (404, True)  # wait_for is 1 s
+        assert answer.error["code"].endswith("response_not_found") and "can be opened" in answer.error["message"]
 
 
 @pytest.mark.parametrize(

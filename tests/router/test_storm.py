@@ -100,6 +100,9 @@ class Storm:
             return None if broke or self.died(since) else "no whole answer, and none was broken"
         if answer.status == 200:
             data = [b'data: {"n": %d, "i": %d}\n\n' % (n, i) for i in range(3)]
+            came, broken, _ = answer.body.partition(b'data: {"error":')
+            if streams and broken and b"".join(data).startswith(came):
+                return None if self.died(since) else "ended by an error, and none was broken"
             self.right += 1
             return None if answer.body == (b"".join(data) if streams else b'{"n": %d}' % n) else "another's answer"
         if not answer.error["message"]:

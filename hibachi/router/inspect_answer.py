@@ -1,0 +1,142 @@
+"""What an answer says of its upstream: whether it is an error with status 200, and whether its stream has its end.
+
+Bytes are read beside their passing on, and none is changed. What cannot be read (packed, of no known type) is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from hibachi.llm.dialects.errors import Refused
+from hibachi.router.dialects import StreamForm
+
+LONGEST_ERROR = 1 << 16  # bytes of an answer, or an event, that is an error
+LONGEST_LINE = 1 << 20  # bytes of a line that is kept back until it is whole
+# In types and codes of errors that are no fault of who answers: of the request, or of too many of them.
+_NO_FAULT = re.compile(
+    r"invalid|bad.?request|unsupported|unprocessable|not.?found|authenti|permission|validation|template|tool_error|"
+    r"context_length|too_(?:long|large|many)|content_(?:filter|policy)|moderation|rate.?limit|quota|queue_full|"
+    r"overloaded|out_of_memory|timeout_error|^timeout$|deadline|shutting_down|^4\d\d$",
+    re.IGNORECASE,
+)
+
+
+class AnswerReader:
+    """fault: why the answer is a fault of its upstream, as soon as that is known; "" means it is not. refused: it says
+    that the request is at fault.
+    """
+
+    fault = ""
+    refused = False
+
+    def feed(self, part: bytes) -> bytes:
+        """What passes on when this has come."""
+        return part
+
+    def end(self) -> bytes:
+        """There is no more. What has not passed on of what has come."""
+        return b""
+
+    def broken(self, refused: Refused, request: str) -> bytes | None:
+        """What ends an answer that broke; None means nothing can."""
+        return None
+
+    def _blame(self, told: dict[str, Any], what: str, name: bytes = b"") -> None:
+        """told: a body, or an event of this name. Is it an error, and whose fault?"""
+        inner = told.get("response")
+        error = told.get("error") or (inner.get("error") if isinstance(inner, dict) else None)
+        if not error and name != b"error" and "error" not in (told.get("type"), told.get("object")):
+            return
+        error = error if isinstance(error, dict) else told
+        details = error.get("details")
+        codes = [*map(error.get, ("type", "error_type", "code", "status")), isinstance(details, dict) and details]
+        codes[-1] = codes[-1] and codes[-1].get("error_code")
+        if error.get("param") is not None or any(_NO_FAULT.search(str(code)) for code in codes):
+            self.refused = True
+        elif not self.fault:
+            self.fault = f"{what} is an error"
+
+
+class WholeAnswer(AnswerReader):
+    """A body in JSON."""
+
+    def __init__(self) -> None:
+        self._body = b""
+
+    def feed(self, part: bytes) -> bytes:
+        self._body = (self._body + part)[-LONGEST_ERROR:]
+        return part
+
+    def end(self) -> bytes:
+        if b'"error"' in self._body:
+            self._blame(_object(self._body), "an answer with status 200")
+        elif not self._body.rstrip().endswith((b"}", b"]")):
+            self.fault = "an answer with status 200 is no whole JSON"
+        return b""
+
+
+class EventStream(AnswerReader):
+    """Server-sent events. form: of the path, None for one whose streams are not known. Only whole lines pass, so that
+    one that breaks can be ended by an event.
+    """
+
+    def __init__(self, form: StreamForm | None) -> None:
+        self._form, self._over = form, form is None
+        self._held = self._last = self._name = b""
+
+    def feed(self, part: bytes) -> bytes:
+        part, self._held = self._held + part, b""
+        if not part.endswith(b"\n"):
+            at = max(part.rfind(b"\n"), part.rfind(b"\r")) + 1
+            if len(part) - at <= LONGEST_LINE:
+                part, self._held = part[:at], part[at:]
+        self._look(part)
+        self._last = part or self._last
+        return part
+
+    def end(self) -> bytes:
+        held, self._held = self._held, b""
+        self._look(held)
+        if not (self._over or self.refused or self.fault):
+            self.fault = "a stream ended without its last event"
+        return held
+
+    def broken(self, refused: Refused, request: str) -> bytes | None:
+        return None if self._form is None else self._form.broken(refused, request, self._last)
+
+    def _look(self, lines: bytes) -> None:
+        form = self._form
+        if form is not None and any(mark in lines for mark in form.marks) and form.end.search(lines):
+            self._over = True
+        if not (self._name or b'"error"' in lines or b"event: error" in lines):
+            return
+        for line in lines.splitlines():
+            field, _, value = line.partition(b":")
+            if field == b"event":
+                self._name = value.strip()
+            elif field == b"data":
+                self._blame(_object(value), "an event of a stream", self._name)
+                self._name = b""
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """{} for anything else."""
+    try:
+        found = msgspec.json.decode(data) if len(data) <= LONGEST_ERROR else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def reader_of(form: StreamForm | None, headers: Mapping[str, str]) -> AnswerReader:
+    """What reads an answer with these headers. form: of streams of its path."""
+    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if headers.get("Content-Encoding", "identity").lower() != "identity":
+        return AnswerReader()
+    if kind == "text/event-stream":
+        return EventStream(form)
+    return WholeAnswer() if kind == "application/json" else AnswerReader()
