@@ -17,12 +17,14 @@ from hibachi.llm.chatformat.format import (
     Reasoned,
     Said,
     Slot,
+    Tagged,
     Thinking,
     ToolFormat,
 )
 from hibachi.llm.chatformat.reading.parser import Parser
 from hibachi.llm.chatformat.reading.whole import Answer, joined, read
-from hibachi.llm.chatformat.tools import Toolbox, ToolCall
+from hibachi.llm.chatformat.templates.known import KNOWN
+from hibachi.llm.chatformat.tools import Tool, Toolbox, ToolCall
 from hibachi.llm.chatformat.write import written
 
 from .made import ANSWERS, BOX, CHANNELS, FORMATS, FULL, calls_of, events_of, pieces_of, text_of, toolbox_of
@@ -134,7 +136,7 @@ def test_a_call_that_is_cut_off_is_not_complete_and_nothing_of_it_is_said(name, 
     text = written(format.tools, [ToolCall("f", '{"city": "Paris"}', "abcdefghi")])
     for end in range(text.index("Par"), len(text)):
         answer = read(format, BOX, Thinking.NONE, "Wait. " + text[:end], cut)
-        assert (answer.content, len(answer.calls)) == ("Wait.", 1)
+        assert (answer.content.rstrip(), len(answer.calls)) == ("Wait.", 1)
         assert not answer.calls[0].complete or json.loads(answer.calls[0].arguments) == {"city": "Paris"}
 
 
@@ -145,7 +147,7 @@ def test_nothing_of_a_second_call_that_is_cut_off_is_said(name):
     text = "Wait. " + written(format.tools, [one, replace(one, arguments='{"a": 1}')])
     for end in range(len("Wait. " + written(format.tools, [one])) - len(format.tools.end), len(text)):
         content = read(format, BOX, Thinking.NONE, text[:end], cut=True).content
-        assert content in ("Wait.", f"Wait.\n{text[end - 1]}"), text[:end]
+        assert content.replace("\n", "").replace(" ", "") in ("Wait.", f"Wait.{text[end - 1]}"), text[:end]
 
 
 def test_the_beginning_of_a_call_is_not_said_where_the_answer_is_cut_off():
@@ -165,11 +167,14 @@ def test_arguments_that_are_none_are_given_on_and_their_call_is_not_complete():
 def test_spellings_that_are_never_asked_for_are_read():
     text = 'Now <|python|>f|{"a": 1}<|eop|>[TOOL_CALLS][{"name": "f", "arguments": {}}]'
     answer = read(FORMATS["spelled"], BOX, Thinking.NONE, text)
-    assert answer == Answer(None, "Now", [ToolCall("f", '{"a": 1}'), ToolCall("f", "{}")])
+    assert answer == Answer(None, "Now ", [ToolCall("f", '{"a": 1}'), ToolCall("f", "{}")])
 
 
 ONE = '"name": "get_weather", "arguments": {"city": "Paris"}'
 SLIPS = [  # what models write where nothing guides them
+    '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>',
+    '<tool_call>\n{"parameters": {"city": "Paris"}, "name": "get_weather"}',
+    CALL.replace('"name"', '"type": "function", "name"'),
     CALL.replace("arguments", "parameters"),
     CALL.replace("\n{", "\n```json\n{").replace("}\n", "}\n```\n"),
     CALL.replace("\n{", " ```json {").replace("}\n", "} ``` "),
@@ -179,7 +184,7 @@ SLIPS = [  # what models write where nothing guides them
     CALL.replace('": "g', '" :  "g').replace('": {', '"\n:{'),
 ]
 SAID = [  # what is no call for sure is shown as it came
-    '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>',
+    '<tool_call>\n{"arguments": {"city": "Paris"}, "nom": "get_weather"}\n</tool_call>',
     '<tool_call>\n{"name": "get_weather", "arguments": "{}"}\n</tool_call>',
     f'<tool_call>\n{{"type": "function", "function": {{{ONE}}}}}\n</tool_call>',
     f"<tool_call>\n[{{{ONE}}}]\n</tool_call>",
@@ -196,6 +201,105 @@ def test_harmless_slips_are_read(text):
 @pytest.mark.parametrize("text", SAID)
 def test_what_may_be_no_call_is_said(text):
     assert joined(parsed("Look. " + text)) == Answer(None, "Look. " + text, [])
+
+
+NOTE = Toolbox((Tool("note", {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}),))
+VALUES = [  # of `a`, which hold what ends values and calls, and marks
+    "Close {end} and {tail} and {open}c{close} here.",
+    "{end} at first",
+    "two {end}{end}",
+    "{marker}",
+    "<![CDATA[ {end} ]",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, form in KNOWN.items() if isinstance(form.tools.arguments, Tagged) and n != "minimax_m3"]
+)
+@pytest.mark.parametrize("value", VALUES)
+def test_what_ends_a_value_ends_it_only_where_the_call_goes_on(name, value):
+    form, tagged = KNOWN[name], KNOWN[name].tools.arguments
+    parts = {"open": tagged.open, "close": tagged.close, "end": tagged.end, "tail": form.tools.call[-1].split("\n")[0]}
+    value = value.format(marker=form.tools.marker, **{part: text.strip() for part, text in parts.items()})
+    text = written(form.tools, [ToolCall("note", json.dumps({"a": value, "b": "x"}))])
+    answer = joined(parsed(text[len(form.prompted) :], form, toolbox=NOTE))
+    assert [json.loads(call.arguments) for call in answer.calls] == [{"a": value, "b": "x"}]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_coder", "glm45", "glm47", "deepseek_v32", "deepseek_v41", "minimax_m2", "seed_oss"]
+)
+@pytest.mark.parametrize("missing", ["a", "b"])
+def test_a_value_whose_end_is_missing_ends_with_the_next_or_the_call(name, missing):
+    form = KNOWN[name]
+    text = written(form.tools, [ToolCall("note", '{"a": "one", "b": "two"}')])
+    end = form.tools.arguments.end
+    first, second, rest = text.split(end)
+    lead = end[: len(end) - len(end.lstrip())] or "\n" * (name == "glm45")
+    text = f"{first}{lead}{second}{end}{rest}" if missing == "a" else f"{first}{end}{second}{lead}{rest}"
+    for more in ("", "" if form.tools.end.strip() else form.tools.between + text):
+        answer = joined(parsed(text + more, form, toolbox=NOTE))
+        assert [json.loads(call.arguments) for call in answer.calls] == [{"a": "one", "b": "two"}] * (1 + bool(more))
+
+
+@pytest.mark.parametrize(
+    "name, text, calls, content",
+    [
+        ("qwen3_coder", "Hm <function=f>\n<parameter=a>\nx\n</parameter>\n</function>", 1, "Hm"),
+        ("qwen3_coder", "The <function=other>\n<parameter=a>\nx\n</parameter>\n</function>", 0, None),
+        ("qwen3_coder", "The tag <function=f> opens", 0, None),
+        ("kimi_k2", "A <|tool_calls_section_begin|><|tool_calls_section_end|> b", 0, "A b"),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|>so<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
+            1,
+            "",
+        ),
+        ("kimi_k2", "A <|tool_calls_section_begin|> so", 0, None),
+        (
+            "deepseek_v4",
+            '<｜DSML｜tool_calls><｜DSML｜invoke name="f"/><｜DSML｜invoke name="f"/></｜DSML｜tool_calls>',
+            2,
+            "",
+        ),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|close|>call<|sep|>', 1, ""),
+        ("gpt_oss", "<|channel|>commentary to=python <|constrain|>code<|message|>1<|call|>", 1, ""),
+        ("gpt_oss", " to=functions.f<|channel|>analysis json<|message|>{}<|call|>", 1, ""),
+        ("gpt_oss", "<|channel|>analysis to=functions.f<|constrain|>json<|message|>{}", 1, ""),
+        ("llama3_json", '<|python_tag|>{"type": "function", "name": "f", "arguments": {}}', 1, ""),
+    ],
+)
+def test_slips_of_families(name, text, calls, content):
+    answer = joined(parsed(text, KNOWN[name]))
+    assert (len(answer.calls), answer.content) == (calls, text if content is None else content)
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("gemma4", "a CALL b", "a  b"),
+        ("gemma4", "aCALLb", "ab"),
+        ("gemma4", "a\nCALLb", "a\nb"),
+        ("gemma4", "a CALL\n\nb", "a \nb"),
+        ("gemma4", " CALL b", "b"),
+        ("gemma4", "a CALL CALL b", "a  b"),
+        ("hermes", "a CALL b", "a b"),
+        ("hermes", "a\n\nCALL\nb", "a\nb"),
+    ],
+)
+def test_what_is_said_around_calls_is_as_it_came_but_for_lines(name, text, said):
+    call = written(KNOWN[name].tools, [ToolCall("f", "{}")])
+    assert joined(parsed(text.replace("CALL", call), KNOWN[name])).content == said
+
+
+def test_what_is_said_at_once_is_no_reasoning_though_the_prompt_has_opened_it():
+    text = "<|open|>response<|sep|>Hi<|close|>response<|sep|>"
+    assert parsed(text, KNOWN["kimi_k3"], thinking=Thinking.OPEN) == [Said("Hi")]
+
+
+def test_a_call_that_the_limit_cuts_off_before_it_is_closed_is_not_complete():
+    text = CALL.removesuffix("}\n</tool_call>")
+    assert [read(HERMES_CHAT, BOX, Thinking.NONE, text, cut).called for cut in (True, False)] == [False, True]
 
 
 def test_a_format_without_a_mark_is_read_as_it_is_alone():
@@ -308,8 +412,7 @@ def test_a_marker_that_comes_twice_is_read_alike_however_it_is_cut():
     call = ("Action: ", Slot.NAME, "\nAction Input: ", Slot.ARGUMENTS, "\n")
     format = ChatFormat(ToolFormat(call=call, marker="Action:"))
     text = 'Action:Action: get_weather\nAction Input: {"city": "Paris"}\n'
-    [begun, *more] = parsed(text, format)  # as the name of a tool that there is not
-    assert begun == CallBegun(0, "Action: get_weather") and more == PARIS[1:]
+    assert parsed(text, format) == [Said("Action:"), *PARIS]
 
 
 # ---- any text, cut anywhere ------------------------------------------------------------------------------------------
@@ -348,7 +451,7 @@ def check_cuts(name, seed, texts, cuts):
 def check_said(format, text, events):
     """What is neither reasoning nor a call is said exactly."""
     if all(isinstance(event, Said) for event in events) and not (format.silent or format.before_said):
-        marks = ("<think>", "</think>")
+        marks = ("<think>", "</think>", format.tools.begin.strip() + format.tools.end.strip() or "<think>")
         assert any(mark in text for mark in marks) or "".join(event.text for event in events) == text
 
 

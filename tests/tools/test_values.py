@@ -228,7 +228,7 @@ def test_strings_come_in_pieces_and_other_values_whole():
         "</function>",
     ]
     assert [reader.feed(piece) for piece in pieces] == [
-        '{"a": "Par', 'is\\"', " ", '</p", "b": ', "", "[1, 2]", ""
+        '{"a": "Par', 'is\\"', " ", '</p", "b": ', "", "", "[1, 2]"
     ]  # fmt: skip
 
 

@@ -39,7 +39,8 @@ class Tagged:
     item: objects and arrays are no JSON but written in the same texts again, one for each entry of an object, and one
     of this name for each of an array; None means JSON. cdata: strings that hold "<", "&" or a new line stand between
     "<![CDATA[" and "]]>". python: values other than strings may be written as Python has them (True, None, 'a'), and
-    are read so where they are no JSON; the grammar asks for JSON all the same.
+    are read so where they are no JSON; the grammar asks for JSON all the same. attribute: names stand in an attribute
+    of XML, where & and " are &amp; and &quot;.
     """
 
     open: str
@@ -50,6 +51,15 @@ class Tagged:
     item: str | None = None
     cdata: bool = False
     python: bool = False
+    attribute: bool = False
+
+    def written(self, name: str) -> str:
+        """A name as it stands in a call."""
+        return name.replace("&", "&amp;").replace('"', "&quot;") if self.attribute else name
+
+    def read(self, name: str) -> str:
+        """The name that stands in a call."""
+        return name.replace("&quot;", '"').replace("&amp;", "&") if self.attribute else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def _elements(dialect: Tagged, values: Sequence[tuple[str, Any]]) -> str:
     for key, value in values:
         close = dialect.kinds.get(_kind(value), dialect.close)
         around = [text.replace("{key}", key) for text in (dialect.open, close, dialect.end)]
-        elements.append(around[0] + key + around[1] + _element(dialect, value) + around[2])
+        elements.append(around[0] + dialect.written(key) + around[1] + _element(dialect, value) + around[2])
     return dialect.between.join(elements)
 
 

@@ -104,7 +104,7 @@ class TaggedWords:
         """
         if not 0 < len(name) < SLOT or name != name.strip():
             return False
-        letters = "".join(name.split())
+        letters = "".join(self._dialect.written(name).split())
         closes = ("".join(text.split()) for text in (self._dialect.close, *self._dialect.kinds.values()))
         return all((letters + text).find(text) == len(letters) for text in closes)
 
@@ -136,7 +136,7 @@ class TaggedWords:
     def _named(self, begin: str, name: str, close: str) -> str:
         rules = self._rules
         if name:
-            return rules.fixed(begin + name + close.replace("{key}", name))
+            return rules.fixed(begin + self._dialect.written(name) + close.replace("{key}", name))
         return " ".join([rules.fixed(begin), rules.terminal(WORD, "WORD"), rules.fixed(close)])
 
     def _value(self, kinds: list[Schema], read: frozenset[str], end: str) -> str:

@@ -27,18 +27,71 @@ MOST_BLANKS: Final = 4096
 _ELEMENT: Final = re.compile(r"</?\w+>")
 
 
+class Pieces:
+    """The events of an answer: pieces of one kind are joined. given: the kinds that have come; apart: of these, those
+    that a new line parts from what comes; count: calls that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.given: set[type[Event]] = set()
+        self.apart: set[type[Event]] = set()
+        self.count = 0
+        self._joined: list[str] = []
+        self._kind: type[Said | Reasoned | CallArguments] | None = None
+        self._events: list[Event] = []
+
+    def add(self, kind: type[Said | Reasoned | CallArguments], text: str) -> None:
+        if text:
+            if kind is not self._kind:
+                self._flush()
+                self.given.add(kind)
+            self._kind = kind
+            if kind in self.apart and kind is not CallArguments:
+                self._joined.append("\n")
+            self.apart.discard(kind)
+            self._joined.append(text)
+
+    def begin(self, name: str, id: str | None) -> None:
+        """A call begins."""
+        self._flush()
+        self.apart |= self.given
+        self._events.append(CallBegun(self.count, name, id))
+
+    def end(self, complete: bool) -> None:
+        """The call ends."""
+        self._flush()
+        self._events.append(CallEnded(self.count, complete))
+        self.count += 1
+
+    def taken(self) -> list[Event]:
+        """All since the last time."""
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def _flush(self) -> None:
+        kind, text = self._kind, "".join(self._joined)
+        if kind is CallArguments:
+            self._events.append(CallArguments(self.count, text))
+        elif kind is not None:
+            self._events.append(Said(text) if kind is Said else Reasoned(text))
+        self._kind, self._joined = None, []
+
+
 class Parser:
     """Reads one answer. Text cut anywhere gives the same events, up to joining neighbours.
 
     Only text that may be the beginning of a marker is held back: a few thousand characters at most. What begins like a
     call and is none is said as it came. Reasoning that comes after other reasoning begins with a new line, and so does
-    what is said after a call or reasoning if something was said before. Arguments that are not what the format says
-    are given on as they came, and their call ends incomplete. No text raises anything.
+    what is said after reasoning if something was said before. Around calls blanks with a line break are left out, and
+    a new line parts what is said before and behind; what has none is said as it came. Arguments that are not what the
+    format says are given on as they came, and their call ends incomplete. No text raises anything.
     """
 
     def __init__(self, format: ChatFormat, toolbox: Toolbox, thinking: Thinking) -> None:
         wanted = toolbox.tools and toolbox.mode != "none"
         self._calls = CallReader(format.tools, toolbox) if wanted and format.tools is not None else None
+        self._lines = format.tools is not None and "\n" in format.tools.between  # each call stands on its own
         thinks = None if thinking is Thinking.NONE else format.reasoning
         self._think = thinks.begin.strip() if thinks is not None else ""
         self._thought = thinks.end.strip() if thinks is not None else ""
@@ -54,17 +107,14 @@ class Parser:
         self._text, self._at = "", 0  # what has come, and how much of it is read
         self._before = 0  # characters that came before it
         self._prompted = 0  # where the part of the text ends that the prompt has written
-        self._last = False  # no more text comes
-        self._joined: list[str] = []  # pieces of one kind, which become one event
-        self._kind: type[Said | Reasoned | CallArguments] | None = None  # what kind
-        self._given: set[type[Event]] = set()  # the kinds that have come
-        self._apart: set[type[Event]] = set()  # of these, the ones that a new line parts from what comes
-        self._events: list[Event] = []
-        self._count = 0
+        self._last = self._cut = False  # no more text comes; as the limit of tokens was reached
+        self._out = Pieces()
         self._begun: BegunCall | None = None  # the call that is read
         self._arguments: ArgumentsReader | None = None  # of it
         self._open = False  # it has begun and not ended
         self._drop = False  # blanks before what is said are left out
+        self._gap = ""  # blanks that were left out in front of a silent text, which are said if a call follows
+        self._broken = False  # a line break was among those that were left out since something was said
         self._fresh = True  # no reasoning but blanks has come since its marker
         self._state: Callable[[], bool] = self._start
         if thinking is Thinking.OPEN and self._thought:
@@ -103,7 +153,7 @@ class Parser:
         if self.all_said:
             return Said
         kind = Said if self._state == self._speak else Reasoned if self.reasoning else None
-        if kind not in self._given or kind in self._apart or text[-1] in BLANKS:
+        if kind not in self._out.given or kind in self._out.apart or text[-1] in BLANKS:
             return None
         suspect = self._suspect(text) if kind is Said else self._thought[0] in text
         return None if suspect else kind
@@ -125,7 +175,7 @@ class Parser:
         if cut and not self._open:
             begun = self._begun_marker(self._text)
             self._text = self._text[: len(self._text) - begun].rstrip(BLANKS) if begun else self._text
-        self._last = True
+        self._last, self._cut = True, cut
         events = self._read()
         self._state = self._say_all
         return events
@@ -138,9 +188,7 @@ class Parser:
         self._text, self._at = self._text[self._at :], 0
         if self._last and self._open:
             self._end_call(False)
-        self._flush()
-        events, self._events = self._events, []
-        return events
+        return self._out.taken()
 
     def _begun_marker(self, left: str) -> int:
         """How much at the end of what is held back is the beginning of a marker or a call. One letter says too
@@ -157,7 +205,8 @@ class Parser:
             starts = [first, len(left) if found is None else found.start()]
             for at in starts:
                 at = skip(left, at)
-                if len(left) - at > (not after) and WAIT in (calls.first(left, at), calls.next(left, at)):
+                ways = (calls.first(left, at), calls.next(left, at), calls.group(left, at))
+                if len(left) - at > (not after) and WAIT in ways:
                     return len(left) - at
         most = max((held(left, mark) for mark in self._begins), default=0)
         return most if most > 1 else 0
@@ -169,7 +218,7 @@ class Parser:
         text = self._text
         at = skip(text, self._at)
         if self._drop:
-            self._at = at
+            self._leave_blanks(at)
         if at == len(text) and at - self._at < MOST_BLANKS and not self._last:
             return False
         if at - self._at < MOST_BLANKS:
@@ -185,15 +234,24 @@ class Parser:
                 if text.startswith(mark, at) and (next_state := self._behind_mark(mark)):
                     self._at, self._state = at + len(mark), next_state
                     return True
-        self._state = self._speak
+        if self._drop and not self._broken:  # the line goes on
+            self._out.apart.discard(Said)
+        self._gap, self._state = "", self._speak
         return True
+
+    def _leave_blanks(self, at: int) -> None:
+        """Leaves out the blanks before what is said, but not those of a line that goes on behind a call."""
+        self._broken = self._broken or "\n" in self._text[self._at : at]
+        if Said not in self._out.apart or self._broken or (self._last and at == len(self._text)):
+            self._at = at
 
     def _called(self, at: int) -> BegunCall | int:
         """The call that begins at the beginning."""
         calls = self._calls
         if calls is None or not (calls.alone or self._text.startswith(calls.markers, at)):
             return -1
-        return calls.first(self._text, at)
+        found = calls.first(self._text, at)
+        return calls.group(self._text, at) if found == NO else found
 
     def _behind_mark(self, mark: str) -> Callable[[], bool] | None:
         """The state behind a mark that stands at the beginning. Blanks before and behind it are left out."""
@@ -201,8 +259,8 @@ class Parser:
             self._drop = False
             return self._skip_blanks if self._blanks else self._speak
         if mark == self._think or mark == self._thought or mark in self._silent:
-            self._drop = self._fresh = True
-            self._apart |= self._given
+            self._drop = self._fresh = self._broken = True
+            self._out.apart |= self._out.given
             return self._reason if mark == self._think else self._start
         return None
 
@@ -217,22 +275,27 @@ class Parser:
         text, think = self._text, self._think
         if self._fresh:
             self._at = skip(text, self._at)
-            left = text[self._at : self._at + len(think)]
-            if self._at == len(text) or (left != think and think.startswith(left) and not self._last):
+            left, said = text[self._at :], self._before_said
+            if not left or (not self._last and any(m.startswith(left) and m != left for m in (think, said))):
                 return False
-            if think and left == think:  # again, though the prompt has opened it
+            if think and left.startswith(think):  # again, though the prompt has opened it
                 self._at += len(think)
+                return True
+            if said and left.startswith(said):  # none comes, though the prompt has opened it
+                self._state = self._start
                 return True
             self._fresh = False
         start = self._at
         end = text.find(self._thought, start)
         stop = self._before_blanks(start, end if end >= 0 else len(text) - self._held(start, (self._thought,)))
-        self._add(Reasoned, text[start:stop])
+        if end < 0 and self._last and "\n" not in text[stop:]:
+            stop = len(text)
+        self._out.add(Reasoned, text[start:stop])
         self._at = stop
         if end < 0:
             return False
-        self._at, self._state, self._drop = end + len(self._thought), self._start, True
-        self._apart |= self._given
+        self._at, self._state, self._drop, self._broken = end + len(self._thought), self._start, True, True
+        self._out.apart |= self._out.given
         return True
 
     def _speak(self) -> bool:
@@ -249,6 +312,7 @@ class Parser:
             return False
         begun = self._called(at)
         if isinstance(begun, BegunCall):
+            self._say_blanks(at)
             return self._begin_call(begun)
         if not self._last and (begun == WAIT or self._held(at, self._marks) == len(text) - at):
             return False
@@ -256,12 +320,19 @@ class Parser:
         if ends == WAIT:
             return False
         if ends != NO:
-            self._at, self._state, self._drop = found.end(), self._start, True
-            self._apart |= self._given
+            self._gap = "" if "\n" in text[stop:at] else text[stop:at]
+            self._at, self._state, self._drop, self._broken = found.end(), self._start, True, True
+            self._out.apart |= self._out.given
             return True
         self._say(stop, at + 1)
         self._at = at + 1
         return True
+
+    def _say_blanks(self, stop: int) -> None:
+        """Says the blanks in front of a call, unless they are, or may be, those of a format that parts lines."""
+        self._broken = "\n" in self._text[self._at : stop]
+        if not (self._broken or self._lines):
+            self._say(self._at, stop)
 
     def _say_all(self) -> bool:
         self._say(self._at, len(self._text))
@@ -273,14 +344,12 @@ class Parser:
         reader = self._arguments
         if reader is None:
             raise AssertionError("a call has a reader of its arguments")
-        self._add(CallArguments, reader.feed(self._text[self._at :]))
+        self._out.add(CallArguments, reader.feed(self._text[self._at :], self._last))
         self._at = len(self._text)
         if not (reader.done or reader.broken):
             return False
         self._before += len(self._text) - len(reader.rest)
         self._text, self._at, self._prompted = reader.rest, 0, 0
-        if reader.done and not reader.closing:
-            self._end_call(True)
         self._state = self._spoil if reader.broken else self._behind
         return True
 
@@ -288,13 +357,17 @@ class Parser:
         """Behind the arguments of a call."""
         calls, begun, reader = self._of_call()
         end = calls.tail(begun.spelling, self._text, self._at)
+        if self._open and not reader.closing and (end != WAIT or calls.closed(begun.spelling, self._text, self._at)):
+            self._end_call(True)
         if end == WAIT:
+            if self._last and self._open and not reader.closing:
+                self._end_call(not self._cut)
             return self._close()
         if end < 0 and self._open:
             self._state = self._spoil
             return True
         if self._open:
-            self._add(CallArguments, reader.closing)
+            self._out.add(CallArguments, reader.closing)
             self._end_call(True)
         self._at = max(end, self._at)
         self._begin_rest()
@@ -306,7 +379,7 @@ class Parser:
         text, start, stops = self._text, self._at, calls.stops(begun.spelling)
         ends = [at for at in (text.find(stop, start) for stop in stops) if at >= 0]
         self._at = min(ends) if ends else len(text) - self._held(start, stops)
-        self._add(CallArguments, text[start : self._at])
+        self._out.add(CallArguments, text[start : self._at])
         if not ends:
             return False
         self._end_call(False)
@@ -316,7 +389,9 @@ class Parser:
 
     def _after(self) -> bool:
         """Behind a call, where another or the end of all may follow."""
-        calls, begun, _ = self._of_call()
+        calls, begun = self._calls, self._begun
+        if calls is None or begun is None:
+            raise AssertionError("calls are read by a format")
         following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, BegunCall):
             return self._begin_call(following)
@@ -347,17 +422,20 @@ class Parser:
     def _begin_call(self, begun: BegunCall) -> bool:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
-        self._flush()
-        self._apart |= self._given
-        self._events.append(CallBegun(self._count, begun.name, begun.id))
+        if not begun.name:  # what stands around calls, where none follows at once
+            self._begun, self._at, self._state, self._drop = begun, begun.end, self._after, True
+            return True
+        if self._gap:
+            self._out.apart.discard(Said)
+            self._out.add(Said, self._gap)
+        self._gap = ""
+        self._out.begin(begun.name, begun.id)
         self._begun, self._arguments = begun, self._calls.arguments(begun)
         self._at, self._state, self._open = begun.end, self._call, True
         return True
 
     def _end_call(self, complete: bool) -> None:
-        self._flush()
-        self._events.append(CallEnded(self._count, complete))
-        self._count += 1
+        self._out.end(complete)
         self._open = False
 
     def _held(self, start: int, marks: tuple[str, ...]) -> int:
@@ -375,26 +453,7 @@ class Parser:
         """Gives a piece of the text, without what the prompt has written."""
         if stop > start:
             self._drop = False
-        self._add(Said, self._text[max(start, self._prompted) : stop])
-
-    def _add(self, kind: type[Said | Reasoned | CallArguments], text: str) -> None:
-        if text:
-            if kind is not self._kind:
-                self._flush()
-                self._given.add(kind)
-            self._kind = kind
-            if kind in self._apart and kind is not CallArguments:
-                self._joined.append("\n")
-            self._apart.discard(kind)
-            self._joined.append(text)
-
-    def _flush(self) -> None:
-        kind, text = self._kind, "".join(self._joined)
-        if kind is CallArguments:
-            self._events.append(CallArguments(self._count, text))
-        elif kind is not None:
-            self._events.append(Said(text) if kind is Said else Reasoned(text))
-        self._kind, self._joined = None, []
+        self._out.add(Said, self._text[max(start, self._prompted) : stop])
 
 
 def _silent(text: str, found: re.Match[str], begins: tuple[str, ...], last: bool) -> int:

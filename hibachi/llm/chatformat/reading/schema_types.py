@@ -35,6 +35,11 @@ class Typed:
             others = part.get("additionalProperties") if others is None else others
         return Typed(others if isinstance(others, Mapping) else True, self._root)
 
+    def names(self) -> list[str]:
+        """The properties of an object that the schema names."""
+        found = (part["properties"] for part in self._parts() if isinstance(part.get("properties"), Mapping))
+        return [name for properties in found for name in properties if isinstance(name, str)]
+
     def item(self) -> Typed:
         """The schema of an item of an array."""
         for part in self._parts():

@@ -21,13 +21,15 @@ SLOT: Final = 256
 BLANKS: Final = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"""[^\x00-\x20"'`<>{}()\[\]|,;]""")
+_JSON = re.compile(r"""[{}\[\]]|"(?:[^"\\]|\\.)*"?""", re.DOTALL)
+_AHEAD = 16_384  # characters of arguments that are read before the name of their call
 
 Finder: TypeAlias = Callable[[str, int], int]
 """Says where something that begins at a position of a text ends, or NO or WAIT."""
 
 
 class Fit(NamedTuple):
-    """Parts that fit. end: the position behind them."""
+    """Parts that fit. end: the position behind them, or where the arguments among them begin."""
 
     end: int
     name: str = ""
@@ -58,6 +60,11 @@ def match(wanted: str, text: str, at: int) -> int:
             return NO
         at += 1
     return at
+
+
+def best(*ends: int) -> int:
+    """Of what several gave for the same text: the farthest end, or else WAIT if one may still come."""
+    return max(ends) if max(ends) >= 0 or WAIT not in ends else WAIT
 
 
 def held(text: str, wanted: str, start: int = 0) -> int:
@@ -92,9 +99,9 @@ def fit(
 ) -> Fit | int:
     """Where `merged` parts end that begin at `at`, or NO or WAIT. then: what must come behind them.
 
-    names: those that may have any character.
+    names: those that may have any character. Arguments among the parts are an object in JSON.
     """
-    name, ident = "", None
+    name, ident, begun = "", None, -1
     for i, part in enumerate(parts):
         if isinstance(part, str):
             at = match(part, text, at)
@@ -102,13 +109,18 @@ def fit(
                 return at
             continue
         at = skip(text, at)
+        if part is Slot.ARGUMENTS:
+            begun, at = at, _object(text, at)
+            if at < 0:
+                return at
+            continue
         longer = _beyond(names, parts[i + 1 : i + 2]) if part is Slot.NAME else ()
         end = _slot(text, at, _follows(parts, i, then), names, longer)
         if end < 0:
             return end
         value, at = text[at:end].strip(), end
         if part is Slot.NAME:
-            if not value or (name and value != name):
+            if not value or (name and value != name) or (value not in names and len(value.split()) > 1):
                 return NO
             name = value
         elif part is Slot.ID:
@@ -116,7 +128,19 @@ def fit(
         elif part is Slot.NUMBER and not value.isdecimal():
             return NO
     behind = then(text, at)
-    return behind if behind < 0 else Fit(at, name, ident)
+    return behind if behind < 0 else Fit(at if begun < 0 else begun, name, ident)
+
+
+def _object(text: str, at: int) -> int:
+    """Where an object in JSON ends."""
+    if text[at : at + 1] != "{":
+        return NO if at < len(text) else WAIT
+    depth = 0
+    for found in _JSON.finditer(text, at, at + _AHEAD):
+        depth += (found[0] in "{[") - (found[0] in "}]")
+        if not depth:
+            return found.end()
+    return WAIT if len(text) - at < _AHEAD else NO
 
 
 def _follows(parts: Sequence[str | Slot], i: int, then: Finder) -> Finder:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hibachi.llm.chatformat.format import Tagged
 from hibachi.llm.chatformat.reading.schema_types import ALL, STRING, Typed, value_of
-from hibachi.llm.chatformat.reading.slots import BLANKS, NO, SLOT, WAIT, Finder, bare, held, match
+from hibachi.llm.chatformat.reading.slots import BLANKS, NO, SLOT, WAIT, Finder, bare, best, held, match, skip
 from hibachi.llm.chatformat.reading.values import escaped
 
 _CDATA = ("<![CDATA[", "]]>")
@@ -32,16 +32,25 @@ class TaggedArguments:
     """The arguments of one call as they come, see `ArgumentsReader`. Strings are given on in pieces, other values at
     their end.
 
-    tail: the first word behind all arguments. typed: the schema of the arguments.
+    tail: the texts behind all arguments, a line each, of which one ends them. typed: the schema of the arguments.
+    stops: texts that another call begins with.
+
+    The text that ends a value is a part of it unless another argument or one of the words follows. Where it is missing,
+    a value ends in front of an argument that the schema names and that has not come, or of all words if the answer ends
+    with them or another call follows.
     """
 
-    def __init__(self, dialect: Tagged, tail: str, typed: Typed) -> None:
+    def __init__(self, dialect: Tagged, tail: str, typed: Typed, stops: Sequence[str] = ()) -> None:
         self.done = self.broken = False
         self.rest, self.closing = "", "{}"
         self._dialect, self._closes = dialect, _closes(dialect)
         self._firsts = BLANKS + "".join(close[0] for close in self._closes)
         self._seen = 0  # letters behind the place that are no end of a name
         self._begins = beginning(dialect, tail)
+        self._words, self._stops = list(map(bare, tail.splitlines())), list(map(bare, stops))
+        self._gaps = [text.split()[0] for text in (dialect.open, tail) if text.strip()]  # where an end may be missing
+        self._left = set(typed.names())  # that have not come
+        self._last = False
         self._levels = [_Level(typed)]
         self._out: list[str] = []
         self._text, self._at = "", 0
@@ -56,9 +65,9 @@ class TaggedArguments:
         self._quotes: bool | None = False  # whether strings may be within the value; None: its first letter will say
         self._within = ""  # the quote that is open
 
-    def feed(self, text: str) -> str:
-        """The JSON text that `text` gives."""
-        self._text, self._at = self._text[self._at :] + text, 0
+    def feed(self, text: str, last: bool = False) -> str:
+        """The JSON text that `text` gives. last: no more comes."""
+        self._text, self._at, self._last = self._text[self._at :] + text, 0, last
         while not (self.done or self.broken) and self._step():
             pass
         if self.done or self.broken:
@@ -92,7 +101,7 @@ class TaggedArguments:
             self._seen = at - start
             if text[at] not in self._firsts:
                 continue
-            ends = [(self._closed(close, start, at), close) for close in self._closes]
+            ends = [(self._close_of(close, text[start:at], at), close) for close in self._closes]
             best, close = max(ends)
             if best >= 0:
                 return self._begin_value(text[start:at].strip(), best, close)
@@ -101,12 +110,11 @@ class TaggedArguments:
         self.broken = len(text) - start >= SLOT
         return False
 
-    def _closed(self, close: str, start: int, at: int) -> int:
-        if "{key}" in close:
-            close = close.replace("{key}", bare(self._text[start:at]))
-        return match(close, self._text, at)
+    def _close_of(self, close: str, name: str, at: int) -> int:
+        return match(close.replace("{key}", bare(name)), self._text, at)
 
-    def _begin_value(self, key: str, at: int, close: str) -> bool:
+    def _begin_value(self, written: str, at: int, close: str) -> bool:
+        key = self._dialect.read(written)
         trail, types = self._closes[close]
         for letter in trail:  # blanks that belong to the format, where they come
             if at == len(self._text):
@@ -114,6 +122,7 @@ class TaggedArguments:
             if self._text[at] != letter:
                 break
             at += 1
+        self._left.discard(key)
         level = self._levels[-1]
         if level.array is None:
             level.array = key == self._dialect.item and ("object" not in level.typed.types or self._arrays(level.typed))
@@ -121,7 +130,7 @@ class TaggedArguments:
         self._typed = level.typed.item() if level.array else level.typed.property(key)
         self._allowed = self._typed.types if types is None else types
         self._is_string = set(self._allowed) == STRING
-        end = self._dialect.end.replace("{key}", key)
+        end = self._dialect.end.replace("{key}", written)
         self._end, self._word, self._lead = bare(end), end.split()[0], end[: len(end) - len(end.lstrip())]
         name = "" if level.array else f'"{escaped(key)}": '
         self._out.append(("{" if len(self._levels) == 1 and level.empty else "" if level.empty else ", ") + name)
@@ -163,31 +172,79 @@ class TaggedArguments:
     def _read(self) -> bool:
         """Reads a value up to its end."""
         text, start = self._text, self._at
-        at = text.find(self._word, start)
         seen, within = start, self._within
         if self._quotes is None and (first := text[start:].lstrip()[:1]):
             self._quotes = first in "{[("
-        while at >= 0:
-            end = match(self._end, text, at)
+        words = self._ends()
+        for found in re.compile("|".join(map(re.escape, words))).finditer(text, start):
+            at = found.start()
             if self._quotes:
-                within, seen = quote_open(text[seen:at], within, text[seen - 1] if seen > start else self._last()), at
-            if end == NO or within:  # within a string of the value it does not end
-                at = text.find(self._word, at + 1)
+                within, seen = quote_open(text[seen:at], within, text[seen - 1] if seen > start else self._before()), at
+            if within or (end := self._ended(start, at)) == NO:  # within a string of the value it does not end
                 continue
-            stop = at - len(self._lead) if text.endswith(self._lead, start, at) else at
+            lead = self._lead or ("\n" if end in (at, WAIT) else "")  # behind which the text that ends it is missing
+            stop = at - len(lead) if text.endswith(lead, start, at) else at
             self._give(text[start:stop])
             self._at = stop
             return end != WAIT and self._end_value(end)
-        kept = max(held(text, self._lead + self._word, start), held(text, self._word, start))
+        kept = max(held(text, lead + word, start) for word in words for lead in (self._lead, "\n", ""))
         self._give(text[start : len(text) - kept])
         self._at = len(text) - kept
         return False
+
+    def _ends(self) -> list[str]:
+        """What the texts begin with at which a value may end."""
+        if len(self._levels) > 1 or self._dialect.item is not None or self._word == _CDATA[1]:
+            return [self._word]
+        return list(dict.fromkeys((self._word, *self._gaps)))
+
+    def _ended(self, start: int, at: int) -> int:
+        """Where a value has ended that may end at a place, or NO or WAIT."""
+        text = self._text
+        end = match(self._end, text, at)
+        if end >= 0:
+            level = self._levels[-1].end
+            behind = best(self._begins(text, end), match(level, text, end) if level else NO)
+            return end if behind >= 0 else behind
+        if end == WAIT:
+            return WAIT
+        if len(self._ends()) == 1 or (self._lead and not text.endswith(self._lead, start, at)):
+            return NO
+        found = best(self._over(at), self._opened(at))
+        return at if found >= 0 else NO if self._last else found
+
+    def _over(self, at: int) -> int:
+        """Where a call ends behind which nothing comes but other calls."""
+        end = at
+        for word in self._words:
+            found = match(word, self._text, end)
+            if found == WAIT and end == at:
+                return WAIT
+            end = max(found, end)
+        if end == at:
+            return NO
+        if skip(self._text, end) == len(self._text):
+            return end if self._last else WAIT
+        return best(*(match(word, self._text, end) for word in (*self._stops, *self._words)))
+
+    def _opened(self, at: int) -> int:
+        """Where an argument begins that the schema names and that has not come."""
+        text = self._text
+        start = match(bare(self._dialect.open), text, at)
+        end = start
+        while 0 <= end < min(len(text), start + SLOT) and text[end] not in self._firsts:
+            end += 1
+        if start < 0 or end == len(text):
+            return NO if start == NO else WAIT
+        name = text[start:end].strip()
+        known = self._dialect.read(name) in self._left
+        return best(*(self._close_of(close, name, end) for close in self._closes)) if known else NO
 
     def _give(self, text: str) -> None:
         if self._is_string:
             self._out.append(escaped(text))
         elif text:
-            last = self._last()
+            last = self._before()
             self._value.append(text)
             if self._quotes:
                 self._within = quote_open(text, self._within, last)
@@ -198,7 +255,7 @@ class TaggedArguments:
                     self._out.append(f'"{escaped("".join(self._value))}')
                     self._value = []
 
-    def _last(self) -> str:
+    def _before(self) -> str:
         """The last letter of the value so far."""
         return self._value[-1][-1] if self._value else ""
 
@@ -250,17 +307,18 @@ def _may_be_other(text: str) -> bool:
 
 
 def beginning(dialect: Tagged, tail: str) -> Finder:
-    """A finder of the text before a name: it gives the place behind it, or the place itself if the call ends there."""
-    ends = bare(tail)
+    """A finder of the text before a name: it gives the place behind it, or the place itself if the call ends there with
+    one of the texts of `tail`.
+    """
+    words = [bare(line) for line in tail.splitlines()]
     beginnings = [bare(dialect.between + dialect.open), bare(dialect.open)]
 
     def find(text: str, at: int) -> int:
-        end = match(ends, text, at) if ends else NO
-        if end != NO:
-            return at if end >= 0 else WAIT
+        ends = [match(word, text, at) for word in words]
+        if max(ends, default=NO) >= 0:
+            return at
         found = [match(text_before, text, at) for text_before in beginnings]
-        best = max(found)
-        return best if best >= 0 else WAIT if WAIT in found else NO
+        return WAIT if WAIT in ends else best(*found)
 
     return find
 

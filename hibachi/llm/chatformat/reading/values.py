@@ -26,8 +26,8 @@ class ArgumentsReader(Protocol):
     rest: str
     closing: str
 
-    def feed(self, text: str, /) -> str:
-        """The JSON text that `text` gives."""
+    def feed(self, text: str, last: bool = False, /) -> str:
+        """The JSON text that `text` gives. last: no more comes."""
         ...
 
 
@@ -87,8 +87,8 @@ class Values:
         self._comma = False  # one has come that is not written yet
         self._step = self._value if value else self._open
 
-    def feed(self, text: str) -> str:
-        """The JSON text that `text` gives."""
+    def feed(self, text: str, last: bool = False) -> str:
+        """The JSON text that `text` gives. last: no more comes, which changes nothing."""
         self._text, self._at = self._text[self._at :] + text, 0
         while not (self.done or self.broken) and self._at < len(self._text) and self._step():
             pass

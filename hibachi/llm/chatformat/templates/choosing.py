@@ -12,7 +12,7 @@ from typing import Any
 from hibachi.errors import shown
 from hibachi.llm.chatformat.format import HERMES, PLAIN, ChatFormat
 from hibachi.llm.chatformat.templates.derive import derive
-from hibachi.llm.chatformat.templates.known import Named, named, recognized
+from hibachi.llm.chatformat.templates.known import KNOWN, Named, named, recognized
 
 log: logging.Logger = logging.getLogger("hibachi.chat")
 MOST = 256  # templates that are remembered: clients may send their own
@@ -50,10 +50,14 @@ class Formats:
 
 
 def _llama(template: str, found: ChatFormat) -> ChatFormat:
-    """Llama 3 marks some calls with a token that its template writes for built-in tools only."""
-    if found.tools is None or not found.tools.alone or "<|python_tag|>" not in template:
+    """Llama 3 marks some calls with a token that its template writes for built-in tools only, and writes some otherwise
+    than its template.
+    """
+    tools, known = found.tools, KNOWN["llama3_json"].tools
+    if tools is None or known is None or not tools.alone or "<|python_tag|>" not in template:
         return found
-    return replace(found, silent=("<|python_tag|>", *found.silent))
+    tools = replace(tools, spellings=known.spellings) if tools.call == known.call else tools
+    return replace(found, tools=tools, silent=("<|python_tag|>", *found.silent))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,15 @@ def _derived(template: Template, writes: bool) -> ChatFormat:
 
 
 def _without_id(call: Call) -> tuple[Call, ...]:
-    """Further spellings: an id at the end of a JSON object, `, "id": "..."}`, is left out by some models."""
-    at = call.index(Slot.ARGUMENTS)
-    if Slot.ID not in call[at:] or call[-1] != '"}':
-        return ()
-    return ((*call[: at + 1], "}"),)
+    """Further spellings: an id that is the last of a JSON object, `, "id": "..."}`, or stands behind a mark of its own,
+    `[CALL_ID]...[ARGS]`, is left out by some models.
+    """
+    at = call.index(Slot.ID) if Slot.ID in call else 0
+    if at > call.index(Slot.ARGUMENTS) and call[-1] == '"}':
+        return ((*call[: at - 1], "}"),)
+    if at > 1 and isinstance(mark := call[at - 1], str) and isinstance(behind := call[at + 1], str):
+        return ((*call[: at - 1], *call[at + 1 :]),) if mark[:1] == behind[:1] and mark[:1] in "[<" else ()
+    return ()
 
 
 def _prompted(tools: ToolFormat, text: str) -> ToolFormat:

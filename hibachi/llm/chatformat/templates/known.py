@@ -18,7 +18,7 @@ from hibachi.llm.chatformat.format import (
     ToolFormat,
 )
 
-_NAME, _ARGUMENTS, _ID, _NUMBER = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER
+_NAME, _ARGUMENTS, _ID, _NUMBER, _TAG = Slot.NAME, Slot.ARGUMENTS, Slot.ID, Slot.NUMBER, Slot.TAG
 
 
 def _json(begin: str, end: str, *, name: str = "name", arguments: str = "arguments", between: str = ", ") -> ToolFormat:
@@ -54,8 +54,8 @@ def _invoked(begin: str, end: str, form: Tagged, tag: str = "invoke") -> ToolFor
     return ToolFormat(call, begin, begin, "", f"\n{end}", form)
 
 
-def _dsml(word: str) -> ToolFormat:
-    tag = "｜DSML｜"
+def _dsml(word: str, blank: str = "") -> ToolFormat:
+    tag = f"｜DSML｜{blank}"
     kinds = {kind: '" string="false">' for kind in ("number", "boolean", "object", "array", "null")}
     form = Tagged(f'<{tag}parameter name="', '" string="true">', f"</{tag}parameter>\n", kinds=kinds)
     return _invoked(f"<{tag}{word}>", f"</{tag}{word}>", form, f"{tag}invoke")
@@ -80,16 +80,16 @@ def _harmony() -> ChatFormat:
         marker=f"{header}<|channel|>commentary to=functions.",
         most=1,
         spellings=(
-            (f"{header} to=functions.", _NAME, "<|channel|>commentary json<|message|>", _ARGUMENTS, "<|call|>"),
-            (f"{header}<|channel|>commentary to=functions.", _NAME, "<|message|>", _ARGUMENTS, "<|call|>"),
-            (f"{header}<|channel|>commentary to=functions.", _NAME, " json<|message|>", _ARGUMENTS, "<|call|>"),
-            (
-                f"{header} to=functions.",
-                _NAME,
-                "<|channel|>commentary <|constrain|>json<|message|>",
-                _ARGUMENTS,
-                "<|call|>",
+            *(
+                (*to, typed, _ARGUMENTS, "<|call|>")
+                for to in (
+                    (f"{header} to=functions.", _NAME, "<|channel|>", _TAG),
+                    (f"{header}<|channel|>", _TAG, " to=functions.", _NAME),
+                )
+                for typed in ("<|message|>", "<|constrain|>json<|message|>", " json<|message|>")
             ),
+            # to what is built in, such as python
+            (f"{header}<|channel|>", _TAG, " to=", _NAME, "<|constrain|>code<|message|>", _ARGUMENTS, "<|call|>"),
         ),
     )
     return ChatFormat(
@@ -110,6 +110,7 @@ def _kimi_k3() -> ChatFormat:
         tag("string"),
         "<|close|>argument<|sep|>",
         kinds={kind: tag(kind) for kind in ("number", "boolean", "object", "array", "null")},
+        attribute=True,
     )
     call = ('<|open|>call tool="', _NAME, '" index="', _NUMBER, '"<|sep|>', _ARGUMENTS, "<|close|>call<|sep|>")
     begin, end = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
@@ -162,7 +163,11 @@ _LLAMA = ToolFormat(
     marker='{"name"',
     between="; ",
     alone=True,
-    spellings=(('{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}"),),
+    spellings=tuple(
+        (f'{{{typed}"name": "', _NAME, f'", "{arguments}": ', _ARGUMENTS, "}")
+        for typed in ("", '"type": "function", ')
+        for arguments in ("arguments", "parameters")
+    ),
 )
 _MISTRAL = ToolFormat(
     call=("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS),
@@ -215,6 +220,7 @@ KNOWN: dict[str, ChatFormat] = {
     "deepseek_v31": ChatFormat(_deepseek("", "<｜tool▁sep｜>", "")),
     "deepseek_v32": ChatFormat(_dsml("function_calls")),
     "deepseek_v4": ChatFormat(_dsml("tool_calls")),
+    "deepseek_v41": ChatFormat(_dsml("calls", " ")),
     "functionary_v31": ChatFormat(_FUNCTIONARY),
     "functionary_v32": _RECIPIENT,
     "gemma4": ChatFormat(_GEMMA),
