@@ -103,7 +103,7 @@ class Outbox:
 
     def _no_row(self, number: int, error: BaseException) -> None:
         self.drop(number)
-        self.ends.insert(0, (number, Finish.ERROR, no_array(error), (None, 0.0)))  # what it ended with comes too late
+        self.ends.insert(0, (number, Finish.ERROR, no_array(error), (None, None)))  # what it ended with comes too late
 
 
 class OutChannel(Channel[Any]):
