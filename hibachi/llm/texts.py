@@ -257,6 +257,7 @@ class Texts(Holding):
         parallel_tool_calls: bool = True,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        split_special_tokens: bool = True,
         prediction: Predictions = None,
         terms: Terms | Sequence[Terms] | None = None,
         progress: bool = False,
@@ -267,11 +268,13 @@ class Texts(Holding):
 
         tools, tool_choice, parallel_tool_calls: functions that the model may call, in the words of OpenAI's API.
         tool_call_parser, reasoning_parser: how the model writes calls and reasoning, see docs/tools.md. "none" for the
-        latter leaves reasoning in the text. prediction, progress: see `generate`. variables: further variables of the
+        latter leaves reasoning in the text. split_special_tokens: names of special tokens in what users and tools say
+        are text. prediction, progress: see `generate`. variables: further variables of the
         template. Raises InvalidRequest if the model has no template, or none that shows tools.
         """
         check_variables(f"{type(self).__name__}.chat", variables)
-        asking = ChatRequest(tools, tool_choice, parallel_tool_calls, Parsers(tool_call_parser, reasoning_parser))
+        parsers = Parsers(tool_call_parser, reasoning_parser, split=split_special_tokens)
+        asking = ChatRequest(tools, tool_choice, parallel_tool_calls, parsers)
         many = conversations(messages)
         each = [as_params(p, self.default_params) for p in _for_each(params, many, "SamplingParams")]
         if self._chats is None:

@@ -120,6 +120,7 @@ class Batch:
                 "generation_config": _with_digest(settings.generation_config, "generation_config.json"),
                 "chat_template": _with_digest(settings.chat_template),
                 "parsers": parsers,
+                **({} if settings.split_special_tokens else {"split_special_tokens": False}),
             },
             "served_names": list(self.served_names),
         }

@@ -90,7 +90,7 @@ async def chat_tokenize(served: Served, x: Exchange) -> None:
         raise
     except InvalidRequest as e:
         raise Refused(str(e), param="messages", code="template_error") from None
-    await x.json(ChatTokenizeResponse(await _tokens(served, x, text, special=False), text))
+    await x.json(ChatTokenizeResponse(await _tokens(served, x, text, special=False), _bare(served, text)))
 
 
 async def info(served: Served, x: Exchange) -> None:
@@ -177,7 +177,11 @@ async def _tokens(served: Served, x: Exchange, text: str, *, special: bool) -> l
     spans = await served.read(x, served.reading.spans(text, special))
     if len(spans) > (most := max(served.max_model_len, openai.MOST_SHOWN)):
         raise Refused(f"There are {len(spans)} tokens; at most {most} are shown.", param="inputs")
-    return simple_tokens(text, spans)
+    return simple_tokens(_bare(served, text), spans)
+
+
+def _bare(served: Served, text: str) -> str:
+    return str(served.texts.tokenizer.bare(text))
 
 
 def _example(served: Served) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Letters:
 
     chat_templates = ()
 
+    guarded = bare = staticmethod(str)
+
     def encode(self, text, add_special_tokens=True):
         if "\0" in text:
             raise InvalidRequest("no NUL")

@@ -59,6 +59,8 @@ class Words:
         given = {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": 1.7e9, **variables}
         return render_chat(self.chat_templates["default"], messages, **given)
 
+    guarded = bare = staticmethod(str)
+
     def split_special(self, text):
         return [text]
 

@@ -93,6 +93,8 @@ class Tokenizer:
     special_ids = frozenset()
     chat_templates = ()
 
+    guarded = bare = staticmethod(str)
+
     def split_special(self, text):
         return [text]
 

@@ -58,6 +58,8 @@ class Tokenizer:
         tools = variables.get("tools") is not None
         return render_chat(choose_template(self.chat_templates, chat_template, tools=tools), messages, **variables)
 
+    guarded = bare = staticmethod(str)
+
     def split_special(self, text):
         return [text]
 

@@ -67,8 +67,8 @@ class Talk:
     # ---- the prompt --------------------------------------------------------------------------------------------
 
     def prompt_text(self, messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False) -> str:
-        """A conversation as the model is shown it. open_end: its last message goes on. tools among the variables are as
-        `as_shown` gives them.
+        """A conversation as the model is shown it; `Tokenizer.bare` of that. open_end: its last message goes on. tools
+        among the variables are as `as_shown` gives them.
 
         Raises InvalidRequest, and BadField for what the template does not show.
         """
@@ -78,10 +78,20 @@ class Talk:
         self, messages: Messages, variables: Mapping[str, Any], format: ChatFormat, *, open_end: bool = False
     ) -> str:
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
+        if self.choosing.parsers.split:
+            messages = [self._guarded(m) for m in messages]
         instructions = self._instructions(bool(given.get("tools")), format)
         if has_texts(messages) and not instructions.take_texts():
             messages = without_texts(messages)
         return instructions.shown(messages, lambda placed: self._text(placed, given, format, open_end=open_end))
+
+    def _guarded(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message in which the user, or a tool, names no special token."""
+        content = message.get("content")
+        if message.get("role") not in ("user", "tool") or not isinstance(content, str):
+            return message
+        guarded = self._tokenizer.guarded(content)
+        return message if guarded == content else {**message, "content": guarded}
 
     def _instructions(self, tools: bool, format: ChatFormat) -> Instructions:
         source = self._source(tools=tools)

@@ -74,4 +74,4 @@ def read_chat(
     ids: list[int] = yield ReadingStep("text", encode, len(text))
     if reader is not None and (chat.toolbox is not None or params.structured_outputs is not None):
         params = yield ReadingStep("form", partial(talk.formed, reader, params, forms.check, forms.ends), chat.size)
-    return ReadChat(text, ids, reader, params)
+    return ReadChat(prompts.tokenizer.bare(text), ids, reader, params)

@@ -79,6 +79,9 @@ class ChatSettings:
         "reasoning_content",
         "field of an answer that has the reasoning",
     )
+    split_special_tokens: bool = setting(
+        SWITCH, True, "names of special tokens in what users and tools say are text, no tokens"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,4 +116,4 @@ def parsers_of(settings: ChatSettings) -> Parsers:
     """What settings of a chat say. Raises ConfigError."""
     field = settings.reasoning_field
     fields = ("reasoning_content", "reasoning") if field == "both" else (field,)
-    return Parsers(settings.tool_call_parser, settings.reasoning_parser, fields)
+    return Parsers(settings.tool_call_parser, settings.reasoning_parser, fields, settings.split_special_tokens)

@@ -102,6 +102,12 @@ class OwnTokenizer:
         """The whole text: which tokens are special is not known."""
         return [text] if text else []
 
+    def guarded(self, text: str) -> str:
+        """The same: likewise."""
+        return text
+
+    bare = guarded
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -178,6 +184,11 @@ class NoTokenizer:
 
     def split_special(self, text: str) -> list[str | int]:
         return [text] if text else []
+
+    def guarded(self, text: str) -> str:
+        return text
+
+    bare = guarded
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         raise InvalidRequest(

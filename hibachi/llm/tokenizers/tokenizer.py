@@ -15,6 +15,7 @@ from hibachi.llm.model.extras import need, panicked
 from hibachi.llm.model.fields import read_json
 from hibachi.llm.tokenizers import bytelevel
 from hibachi.llm.tokenizers.chat import choose_template, read_templates, render_chat
+from hibachi.llm.tokenizers.guarded import MARK, Guard
 from hibachi.llm.tokenizers.ids import check_ids, read_unique
 from hibachi.llm.tokenizers.longest import Bound, find_bound
 from hibachi.llm.tokenizers.pieces import Text, raw_bytes, texts
@@ -23,6 +24,7 @@ from hibachi.llm.tokenizers.sentencepiece import read_sentencepiece
 from hibachi.llm.tokenizers.special import add_special_tokens
 
 MOST_SHOWING = 8  # tables of texts for special tokens that are shown
+BEHIND = "\ufdd1"  # a token of a copy of the tokenizer, which stands for any that is special
 AT_ONCE = 4096  # characters, of which others wait for a millisecond or two
 
 
@@ -121,32 +123,86 @@ class Tokenizer:
         Raises InvalidRequest for what is no text, for one that the tokenizer's own rules cannot be applied to, and for
         one with a token that the model has no row for.
         """
+        if self._has_marks(text):
+            return [i for i, _, _ in self._around_marks(text, add_special_tokens)]
         ids: list[int] = self._encoded(text, add_special_tokens).ids
         return ids
 
     def spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """`encode`, each id with the characters that it stands for: (id, begin, end); (id, 0, 0) for an added one.
 
-        Several ids that share a character all stand for the whole of it.
+        Several ids that share a character all stand for the whole of it. Characters are counted in `bare(text)`.
         """
+        if self._has_marks(text):
+            return self._around_marks(text, add_special_tokens)
         found = self._encoded(text, add_special_tokens)
         return [(i, begin, end) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)]
 
+    def guarded(self, text: str) -> str:
+        """A text in which names of special tokens are text as any: `encode` gives them as such."""
+        return self._guard.guarded(text)
+
+    def bare(self, text: str) -> str:
+        """A text without what `guarded` has marked."""
+        return self._guard.bare(text)
+
+    @cached_property
+    def _guard(self) -> Guard:
+        return Guard([name for i in self._special if (name := self._raw.id_to_token(i))])
+
+    def _has_marks(self, text: str) -> bool:
+        return isinstance(text, str) and MARK in text and self._guard.bare(text) != text
+
+    def _around_marks(self, text: str, special: bool) -> list[tuple[int, int, int]]:
+        """`spans` of a text with marks: its special tokens, and what stands between them."""
+        found = [(i, 0, 0) for i in self._encoded("", special).ids]
+        at = 0
+        for part in self.split_special(text):
+            if isinstance(part, int):
+                size = len(self._raw.id_to_token(part))
+                found.append((part, at, at + size))
+            else:
+                own, first = self._guard.bare(part), at == 0
+                # Behind another token: at the beginning of a text some tokenizers put a space.
+                cut = self._cut(own if first else BEHIND + own, False, self._plain)
+                ids, shift = map(self._raw.token_to_id, cut.tokens), at - (0 if first else len(BEHIND))
+                spans = [(i, b + shift, e + shift) for i, (b, e) in zip(ids, cut.offsets, strict=True)]
+                found += spans if first else spans[1:]
+                size = len(own)
+            at += size
+        self._check_rows(i for i, _, _ in found)
+        return found
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The library's tokenizer, for which names of special tokens are text. Made when a text first has some."""
+        raw = self._raw
+        plain = type(raw)(raw.model)
+        for name in ("normalizer", "pre_tokenizer"):
+            if (step := getattr(raw, name)) is not None:
+                setattr(plain, name, step)
+        added = raw.get_added_tokens_decoder().values()
+        plain.add_tokens([token for token in added if not token.special] + [BEHIND])
+        return plain
+
     def _encoded(self, text: str, special: bool) -> Any:
-        found = self._cut(text, special)
-        if self._rowless and (odd := next((i for i in found.ids if i in self._rowless), None)) is not None:
+        found = self._cut(text, special, self._raw)
+        self._check_rows(found.ids)
+        return found
+
+    def _check_rows(self, ids: Iterable[int]) -> None:
+        if self._rowless and (odd := next((i for i in ids if i in self._rowless), None)) is not None:
             raise InvalidRequest(
                 f"The text holds {self._rowless[odd]!r:.80}, which is token {odd} of the tokenizer; the model has no "
                 f"row for that one. Leave it out."
             )
-        return found
 
-    def _cut(self, text: str, special: bool) -> Any:
+    def _cut(self, text: str, special: bool, raw: Any) -> Any:
         try:
             if len(text) <= AT_ONCE:
-                return self._raw.encode(text, add_special_tokens=special)
+                return raw.encode(text, add_special_tokens=special)
             # The library holds Python's lock for all of `encode`, and not for this.
-            return self._raw.encode_batch([text], add_special_tokens=special)[0]
+            return raw.encode_batch([text], add_special_tokens=special)[0]
         except TypeError as e:  # the library says so for lone surrogates as well
             raise InvalidRequest(
                 f"A prompt must be a string of valid Unicode; got {type(text).__name__} {text!r:.80}. "

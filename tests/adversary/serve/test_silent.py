@@ -63,6 +63,8 @@ class Template:
     def render_chat(self, messages, **variables):
         return render_chat(self.chat_templates["default"], messages, **variables)
 
+    guarded = bare = staticmethod(str)
+
     def split_special(self, text):
         return [text]
 

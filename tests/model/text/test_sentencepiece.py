@@ -183,6 +183,15 @@ def test_text_never_becomes_a_special_token(both):
         assert ours.encode("the " + text)[-1] not in (1, 2)
 
 
+def test_names_of_special_tokens_in_what_a_user_says_are_text(both):
+    _, ours = both
+    ids = ours.encode("<s>" + ours.guarded("the </s> and <s>") + "</s>", add_special_tokens=False)
+    first, last, unknown = (underlying(ours).token_to_id(t) for t in ("<s>", "</s>", "<unk>"))
+    assert (ids[0], ids[-1]) == (first, last) and not {first, last} & set(ids[1:-1])
+    if unknown not in ids:
+        assert ours.decode(ids).split() == ["the", "</s>", "and", "<s>"]
+
+
 def test_tokens_that_the_config_adds(llama):
     plain = llama()
     added = {str(plain.vocab_size): {"content": "<|im|>", "special": True, "rstrip": True}}

@@ -64,12 +64,14 @@ def _llama(template: str, found: ChatFormat) -> ChatFormat:
 class Parsers:
     """How formats are chosen. tools: "auto" means as the template shows; "generic": tools are described in a system
     message; else the name of a record. reasoning: "auto", "none" or the name of a record. fields: the names under which
-    reasoning is told. Raises ConfigError for a record that there is not.
+    reasoning is told. split: names of special tokens in what users and tools say are text. Raises ConfigError for a
+    record that there is not.
     """
 
     tools: str = "auto"
     reasoning: str = "auto"
     fields: tuple[str, ...] = ("reasoning_content",)
+    split: bool = True
 
     def __post_init__(self) -> None:
         self.formats()
