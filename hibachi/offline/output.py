@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from hibachi.offline.files.format import Field, RowWriter
-from hibachi.offline.files.rows import Row
+from hibachi.offline.files.rows import Row, id_text
 from hibachi.offline.journal import Journal
 
 CHANGED = Field("changed", "text")
@@ -73,7 +73,7 @@ def write_errors(file: BinaryIO, journal: Journal, rows: Iterable[Row]) -> None:
     for row in rows:
         _, values = journal.result(row.number)
         told = {"row": row.number, "file": row.file, row.unit: row.line, "error": error_of(values)}
-        if isinstance(custom := row.values.get("custom_id"), str):
+        if (custom := id_text(row.values.get("custom_id"))) is not None:
             told["custom_id"] = custom
         file.write(json.dumps(told).encode() + b"\n")
 

@@ -181,7 +181,8 @@ def test_custom_ids_are_texts_and_each_is_there_once(runs):
     assert runs(given) == 3
     rows = runs.rows()
     assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 200, 400, 400]
-    assert [row["custom_id"] for row in rows] == ["x", None, None, "y", "x", "y"]
+    assert [row["custom_id"] for row in rows] == ["x", "5", None, "y", "x", "y"]
+    assert "a.jsonl, line 2: custom_id must be a text; got 5" in rows[1]["error"]["message"]
     assert f"{runs.folder / 'a.jsonl'}, line 1 already" in rows[4]["error"]["message"]
     assert f"{runs.folder / 'b.jsonl'}, line 2 already" in rows[5]["error"]["message"]
 

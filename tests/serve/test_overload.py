@@ -112,6 +112,9 @@ def test_without_a_key_nobody_comes_in(locked):
         for path in ("/v1/models", "/debug/flight"):
             assert locked.client.get(path, headers=headers).status_code == 401
     assert locked.post("/tokenize", {"prompt": "a"}, headers=bearer("k-anne")).status_code == 200
+    for more in ({}, basic):  # of a proxy in front
+        assert locked.post("/tokenize", {"prompt": "a"}, headers=more | {"x-api-key": "k-anne"}).status_code == 200
+    assert locked.post("/tokenize", {"prompt": "a"}, headers=basic | {"x-api-key": "k-ann"}).status_code == 401
     assert locked.client.get("/debug/flight", headers=bearer("k-anne")).json()["events"] is not None
     for path in ("/health", "/ready", "/version"):
         assert locked.client.get(path).status_code == 200

@@ -15,10 +15,12 @@ BY_ANTHROPIC = b"anthropic-version"  # the header that all clients of Anthropic'
 
 def key_of(headers: Headers) -> bytes | None:
     """The key of a request as "Bearer KEY": what the header Authorization holds, or else x-api-key, which clients of
-    Anthropic's API may send in its place. None means there is neither.
+    Anthropic's API may send in its place; also beside another scheme, which is a proxy's. None means there is neither.
     """
-    key = headers.get(b"x-api-key")
-    return headers.get(b"authorization") or (None if key is None else b"Bearer " + key)
+    held, key = headers.get(b"authorization"), headers.get(b"x-api-key")
+    if key is None or (held or b"").lower().startswith(b"bearer "):
+        return held
+    return b"Bearer " + key
 
 
 def _own_status(refused: Refused) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,3 +39,8 @@ class Row:
     def place(self) -> str:
         """For messages: FILE, line 7."""
         return f"{self.file}, {self.unit} {self.line}"
+
+
+def id_text(own: Any) -> str | None:
+    """A custom_id as a text, whatever it is: by it a caller finds the row."""
+    return own if own is None or isinstance(own, str) else json.dumps(own, default=str)[:200]

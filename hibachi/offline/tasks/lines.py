@@ -17,7 +17,7 @@ from hibachi.errors import ConfigError, HibachiError, shown
 from hibachi.llm.dialects.dialects import ANTHROPIC, OPENAI
 from hibachi.llm.dialects.errors import Refused, as_refused
 from hibachi.offline.files.format import Field
-from hibachi.offline.files.rows import Row
+from hibachi.offline.files.rows import Row, id_text
 from hibachi.offline.tasks.task import RowError, RowTask
 
 MUST = ("custom_id", "url", "body")  # columns by which such lines are known
@@ -97,7 +97,7 @@ class LineRows(RowTask):
         """The url and the body of a line. Raises Refused."""
         values = row.values
         if not isinstance(own := values.get("custom_id"), str):
-            raise Refused(f"custom_id must be a text; got {shown(own)}.", param="custom_id")
+            raise Refused(f"{row.place}: custom_id must be a text; got {shown(own)}.", param="custom_id")
         if (before := self._seen.add(own, row)) is not None:
             raise Refused(
                 f"custom_id {shown(own)} was given to {before} already; expected one of its own.",
@@ -141,10 +141,9 @@ class LineRows(RowTask):
         return RowError(str(error), self._refused(number, about, why))
 
     def _entry(self, number: int, values: Mapping[str, Any], response: Any, error: Any) -> dict[str, Any]:
-        own = values.get("custom_id")
         return {
             "id": f"batch_req_{self._id_of(number, 'line')}",
-            "custom_id": own if isinstance(own, str) else None,
+            "custom_id": id_text(values.get("custom_id")),
             "response": response,
             "error": error,
         }
