@@ -8,6 +8,8 @@ these clients, and those of other dialects: test_agents.py. With pytest's -s the
 import json
 import math
 import shutil
+import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
+from ..serve.conftest import SLOW
 from .clients.plans import BEFORE, SAID, THOUGHT
 from .conftest import serving
 from .overheard import form_in, overheard
@@ -148,6 +151,41 @@ def test_llm(url, home, expected):
     python = strangers(home, "llm") / "python"
     check("llm", run(python, CLIENTS / "llm_flow.py", asked(url), cwd=home, LLM_USER_PATH=str(home / "llm")), expected,
           CHAT + TEXT)  # fmt: skip
+
+
+def test_errors_are_known_by_their_types(home, tmp_path):
+    """LiteLLM with three prefixes and its Router's fallbacks, both official clients, and langchain-openai."""
+    python = strangers(home, "litellm", "langchain-openai", "anthropic") / "python"
+    (tmp_path / "slow.py").write_text(SLOW)
+    key, model = ("--api-key", "k"), f"{tmp_path / 'slow.py'}:Slow"
+    few = ("--served-model-name", "tiny", "--max-num-seqs", "1", "--max-num-queued-reqs", "0")
+    with (
+        serving(tmp_path / "log", *key) as url,
+        serving(tmp_path / "full", *key, *few, model=model) as full,
+        occupied(full),
+    ):
+        said = json.loads(
+            run(python, CLIENTS / "errors.py", json.dumps({"url": url, "full": full}), cwd=home, LITELLM_LOG="ERROR")
+        )
+    print(f"\nerrors: {json.dumps(said)}")
+    lite, too_long = "BadRequestError", "ContextWindowExceededError"
+    assert said["overflow"] == [too_long] * 3 + [lite] * 2 + ["OpenAIContextOverflowError"]
+    assert said["max_tokens"][:2] == [too_long] * 2 and said["max_tokens"][3] == lite
+    assert said["model"] == ["NotFoundError"] * 5 + ["OpenAIModelNotFoundError"]
+    assert said["key"] == ["AuthenticationError"] * 5 + ["OpenAIAuthenticationError"]
+    assert said["full"] == ["RateLimitError"] * 5 + ["OpenAIRateLimitError"]
+    assert said["router"] == "from the larger one"
+
+
+@contextmanager
+def occupied(url):
+    """A long stream has its only row."""
+    body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": True}).encode()
+    headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        answer.read(1)
+        yield
 
 
 def test_forms_by_the_official_client(home, forms):
