@@ -139,8 +139,9 @@ def test_the_body_of_an_error():
 
 # Texts by which clients tell that a conversation must be shortened, as read in their sources on 2026-11-29: LiteLLM
 # 1.110.2 (exception_mapping_utils.py, in lower case), langchain-openai 1.7.4 (_handle_openai_bad_request), pi-ai 0.73.1
-# (overflow.js). All other errors the SDKs, LiteLLM and langchain-openai know by their status: 401 a key, 404 a model, 429
-# a full queue (tests/install/test_clients.py). Where only max_tokens is too large, langchain-openai knows of no overflow.
+# (overflow.js). All other errors the SDKs, LiteLLM and langchain-openai know by their status: 401 a key, 404 a model,
+# 429 a full queue (tests/install/test_clients.py). Where only max_tokens is too large, langchain-openai knows of no
+# overflow.
 OVERFLOW = {
     "litellm": r"(?i)this model's maximum context length is|input tokens exceed the configured|prompt is too long",
     "langchain-openai": r"Input tokens exceed the configured limit|prompt is too long",
