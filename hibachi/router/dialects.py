@@ -66,6 +66,7 @@ RESPONSES = _form(OPENAI, b"response.completed", b"response.incomplete", b"respo
 MESSAGES = _form(ANTHROPIC, b"message_stop", before=_TYPE)
 _OF_CHATS = _form(OPENAI, b"[DONE]", before=b"^data: ?")
 _FORMS = {
+    "/v1/chat/completions": _OF_CHATS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     TOKENS: _form(replace(OPENAI, end=b""), b"finish_reason", before=b'"', after=b'": ?"'),

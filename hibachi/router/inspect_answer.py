@@ -86,20 +86,27 @@ class EventStream(AnswerReader):
 
     def __init__(self, form: StreamForm | None) -> None:
         self._form, self._over = form, form is None
-        self._held = self._last = self._name = b""
+        self._last = self._name = b""
+        self._held = bytearray()
 
     def feed(self, part: bytes) -> bytes:
-        part, self._held = self._held + part, b""
-        if not part.endswith(b"\n"):
-            at = max(part.rfind(b"\n"), part.rfind(b"\r")) + 1
-            if len(part) - at <= LONGEST_LINE:
-                part, self._held = part[:at], part[at:]
-        self._look(part)
-        self._last = part or self._last
-        return part
+        at = len(part) if part.endswith(b"\n") else max(part.rfind(b"\n"), part.rfind(b"\r")) + 1
+        if len(self._held) + len(part) - at > LONGEST_LINE:
+            at = len(part)
+        if not at:
+            self._held += part
+            return b""
+        lines = part[:at]
+        if self._held:
+            lines = bytes(self._held) + lines
+            self._held.clear()
+        self._held += part[at:]
+        self._look(lines)
+        self._last = lines
+        return lines
 
     def end(self) -> bytes:
-        held, self._held = self._held, b""
+        held = bytes(self._held)
         self._look(held)
         if not (self._over or self.refused or self.fault):
             self.fault = "a stream ended without its last event"
@@ -134,9 +141,9 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def reader_of(form: StreamForm | None, headers: Mapping[str, str]) -> AnswerReader:
     """What reads an answer with these headers. form: of streams of its path."""
-    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    kind = headers.get("Content-Type", "").lower()
     if headers.get("Content-Encoding", "identity").lower() != "identity":
         return AnswerReader()
-    if kind == "text/event-stream":
+    if kind.startswith("text/event-stream"):
         return EventStream(form)
-    return WholeAnswer() if kind == "application/json" else AnswerReader()
+    return WholeAnswer() if kind.startswith("application/json") else AnswerReader()

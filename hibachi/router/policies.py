@@ -42,23 +42,18 @@ class Policy(Protocol):
         ...
 
 
-def least_busy(free: Sequence[Upstream]) -> list[Upstream]:
-    """Those with the fewest requests for their weight, in their order."""
-    busy = [u.in_flight / u.place.weight for u in free]
-    least = min(busy)
-    return [u for u, n in zip(free, busy, strict=True) if n == least]
+def _latency(u: Upstream) -> float:
+    return -inf if u.latency is None else u.latency
 
 
 def quickest(free: Sequence[Upstream]) -> Upstream:
     """The upstream with the least latency, of equals the first; one of unknown latency comes before the others."""
-    return min(free, key=lambda u: -inf if u.latency is None else u.latency)
+    return min(free, key=_latency)
 
 
 def preferred(free: Sequence[Upstream]) -> Upstream:
-    """The fewest requests now; of equals, the fewest that it was given; of equals again, the least latency."""
-    equals = least_busy(free)
-    least = min(u.processed for u in equals)
-    return quickest([u for u in equals if u.processed <= least])
+    """The fewest requests that it has, for its weight; of equals, the fewest that it was given; then the quickest."""
+    return min(free, key=lambda u: (u.in_flight / u.place.weight, u.processed, _latency(u)))
 
 
 class LeastConnection:

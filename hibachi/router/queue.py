@@ -200,6 +200,8 @@ class Queues:
 
 def may_have(u: Upstream, ask: Ask, avoid: tuple[Upstream, ...]) -> bool:
     """May it get this request? By names: one that left the configuration and came back is still the same server."""
+    if not (ask.only or avoid):
+        return True
     return (not ask.only or u.name == ask.only) and all(u.name != other.name for other in avoid)
 
 

@@ -84,7 +84,9 @@ class Upstream:
     processed: float = 0.0  # requests that it was given, for its weight
     used_before: int = 0  # requests, at the last check
     measured: bool = False  # does `latency` come of requests?
-    samples: int = 0  # of which it comes
+    samples: int = 0  # that there were
+    first: int = 1  # the number of the first that counts in `latency`
+    mass: float = 0.0  # weights of those that do
     # How its answers end; see `outliers`. Counts are of late: older ones fade.
     whole: float = 0.0
     faulty: float = 0.0
@@ -138,17 +140,19 @@ class Upstream:
             return 0
         self.samples += 1
         if self.latency is None or not self.measured:
-            self.latency, self.measured = seconds, True
+            self.latency, self.measured, self.first, self.mass = seconds, True, self.samples, 1.0
         else:
-            self.latency += SLOWER * (seconds - self.latency)
+            self.mass = (1 - SLOWER) * self.mass + SLOWER
+            self.latency += SLOWER / self.mass * (seconds - self.latency)
         return self.samples
 
     def took_not(self, seconds: float, sample: int) -> None:
         """The answer failed, and its time is none: `latency` is what it would be without it."""
-        if self.latency is None or not sample:
+        if self.latency is None or not self.measured or sample < self.first:
             return
-        part = (SLOWER if sample > 1 else 1.0) * (1 - SLOWER) ** (self.samples - sample)
-        if part > 0.99:
-            self.latency, self.measured, self.samples = None, False, 0
+        part = (1.0 if sample == self.first else SLOWER) * (1 - SLOWER) ** (self.samples - sample)
+        left = self.mass - part
+        if left < 1e-3:
+            self.latency, self.measured = None, False
         else:
-            self.latency = max(0.0, (self.latency - part * seconds) / (1 - part))
+            self.latency, self.mass = max(0.0, (self.mass * self.latency - part * seconds) / left), left

@@ -17,7 +17,7 @@ from hibachi.router.policies import (
     RoundRobin,
     Sticky,
     at_home,
-    least_busy,
+    preferred,
     quickest,
 )
 from hibachi.router.policynames import POLICIES, policy_of
@@ -42,8 +42,22 @@ def upstreams(*busy, latency=(), weights=(), loads=()):
     [((1, 2, 5), [0]), ((0, 0, 5), [0, 1]), ((0, 0, 0), [0, 1, 2])],
 )
 def test_b09_least_connection(busy, expected):
-    made = upstreams(*busy)
-    assert least_busy(made) == [made[i] for i in expected]
+    chosen = set()
+    for quick in range(3):
+        made = upstreams(*busy, latency=[0.1 if i == quick else 0.2 for i in range(3)])
+        chosen.add(made.index(preferred(made)))
+    assert sorted(chosen) == expected
+
+
+def test_who_processed_fewer_comes_first_of_equals():
+    """The text of text-inference-batcher, beside B-09: "the least number of requests processed"; then B-10."""
+    made = upstreams(0, 0, 1, latency=(0.1, 0.5, 0.1))
+    for u, n in zip(made, (7, 3, 0), strict=True):
+        u.processed = n
+    for policy in (LeastConnection(), PowerOfTwo(), Sticky()):
+        assert policy.choose(made[:2], ASK, 0.0) is made[1]
+    made[0].processed = 3
+    assert LeastConnection().choose(made, ASK, 0.0) is made[0]
 
 
 @pytest.mark.parametrize(
