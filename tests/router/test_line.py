@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -10,6 +11,8 @@ from hibachi.router.fleet import Fleet
 from hibachi.router.policies import Ask, LeastConnection
 from hibachi.router.queue import NoSlot, Queues
 from hibachi.router.upstreams import Place, UpstreamState
+
+from ..lib.leaks import kept
 
 
 def fleet(*limits, models=("m",)):
@@ -188,21 +191,22 @@ def test_b26_slots_are_never_negative_nor_above_the_limit():
     async def test():
         rng = random.Random(5)
         made = fleet(2, 3, 1)
-        line = lines(made, most=30, wait_for=0.01)
-        done = 0
+        line = lines(made, most=12, wait_for=0.01)
+        done, ends, held = 0, Counter(), kept(line)
 
         async def client(n):
             nonlocal done
-            ask = Ask(rng.choice(["m", ""]))
+            ask = Ask(rng.choice(["m", "", f"only {n}"]))
             try:
-                u = line.take(ask) or await line.wait(ask, str(n % 5), rng.choice([0.001, 1]))
-            except NoSlot:
+                u = line.take(ask) or await line.wait(ask, f"{n % 5} {n // 50}", rng.choice([0.001, 1]))
+            except (NoSlot, asyncio.CancelledError) as e:
+                ends[str(e) or "left"] += 1
                 return
             assert 0 < u.in_flight <= 3
             try:
                 await asyncio.sleep(rng.random() * 0.002)
             finally:
-                line.give_back(u, ASK)
+                line.give_back(u, ask)
             done += 1
 
         tasks = []
@@ -223,8 +227,29 @@ def test_b26_slots_are_never_negative_nor_above_the_limit():
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        assert done > 200 and line.waiting == 0
+        assert done > 100 and line.waiting == 0 and min(ends[how] for how in ("full", "late", "none", "left")) > 2, ends
+        assert kept(line) == held  # whoever leaves, and however, leaves nothing: neither a place nor an empty line
         assert [u.in_flight for u in made.upstreams] == [0, 0, 0]
+
+    run(test)
+
+
+def test_who_leaves_a_line_in_which_others_wait_leaves_nothing():
+    async def test():
+        line = lines(fleet(1))
+        u = line.take(ASK)
+        stays = asyncio.ensure_future(line.wait(ASK, "stays", 10))
+        await settled()
+        held = kept(line)
+        for n in range(20):
+            leaves, late = (asyncio.ensure_future(line.wait(ASK, f"{who} {n}", 0.001)) for who in "12")
+            await settled()
+            leaves.cancel()
+            found = await asyncio.gather(leaves, late, return_exceptions=True)
+            assert [type(e) for e in found] == [asyncio.CancelledError, NoSlot]
+        assert kept(line) == held and line.waiting == 1
+        line.give_back(u, ASK)
+        line.give_back(await stays, ASK)
 
     run(test)
 

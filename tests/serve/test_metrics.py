@@ -420,6 +420,27 @@ def test_the_names_of_vllm(pages):
     assert families["vllm:generation_tokens"].samples[0].value == 20
 
 
+def test_who_leaves_the_queue_is_counted_as_dropped():
+    """T-08: once, beside one that runs and is not."""
+
+    def failures(here):
+        return {key[1]: n for key, n in scrape(here).items() if key[0] == "tgi_request_failure_total" and n}
+
+    with open_texts("tiny", max_num_seqs=1) as texts, site(texts, metric_names="tgi") as here:
+        runs = send(here, {**LONG, "stream": True})
+        until(lambda: scrape(here)["tgi_batch_current_size"] == 1)
+        waits = [send(here, {**LONG, "stream": stream}) for stream in (True, False)]
+        until(lambda: scrape(here)["tgi_queue_size"] == 2)
+        assert failures(here) == {}
+        for n, one in enumerate(waits, 1):
+            one.close()
+            until(lambda n=n: (failures(here), scrape(here)["tgi_queue_size"]) == ({"dropped": n}, 2 - n))
+            assert scrape(here)["tgi_batch_current_size"] == 1
+        runs.close()
+        until(lambda: failures(here) == {"dropped": 3})
+        assert scrape(here)["tgi_request_success_total"] == 0
+
+
 def test_the_names_of_tgi(pages):
     """T-35: after one good and one bad request."""
     now = Figures(pages["tgi"])  # (the parser adds _total to counters)
