@@ -40,11 +40,10 @@ _CHATS = re.compile(r"(/v1/engines/.+)?(/v1)?(/chat)?/completions")
 @dataclass(frozen=True, slots=True)
 class StreamForm:
     """How streams of a path end. end: is found in their last event, and in no other: texts in events are JSON, with
-    neither line breaks nor quotes of their own. marks: of which one is in `end`, and quicker to find.
+    neither line breaks nor quotes of their own.
     """
 
     dialect: Dialect
-    marks: tuple[bytes, ...]
     end: re.Pattern[bytes]
 
     def broken(self, refused: Refused, request: str, last: bytes) -> bytes:
@@ -56,21 +55,19 @@ class StreamForm:
         return (b"event: error\n" if self is MESSAGES else b"") + event(told) + self.dialect.end
 
 
-def _form(dialect: Dialect, *ends: bytes, before: bytes, after: bytes = b"") -> StreamForm:
-    end = b"(?:%s)(?:%s)%s" % (before, b"|".join(map(re.escape, ends)), after)
-    return StreamForm(dialect, ends, re.compile(end, re.MULTILINE))
+def _form(dialect: Dialect, end: bytes) -> StreamForm:
+    return StreamForm(dialect, re.compile(end, re.MULTILINE))
 
 
-_TYPE = rb'^event: ?|"type": ?"'
-RESPONSES = _form(OPENAI, b"response.completed", b"response.incomplete", b"response.failed", before=_TYPE)
-MESSAGES = _form(ANTHROPIC, b"message_stop", before=_TYPE)
-_OF_CHATS = _form(OPENAI, b"[DONE]", before=b"^data: ?")
+RESPONSES = _form(OPENAI, rb'(?:^event: ?|"type": ?")response\.(?:completed|incomplete|failed)\b')
+MESSAGES = _form(ANTHROPIC, rb'(?:^event: ?|"type": ?")message_stop\b')
+_OF_CHATS = _form(OPENAI, rb"^data: ?\[DONE\]")
 _FORMS = {
     "/v1/chat/completions": _OF_CHATS,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
-    TOKENS: _form(replace(OPENAI, end=b""), b"finish_reason", before=b'"', after=b'": ?"'),
-    **dict.fromkeys(TGI_PATHS, _form(_TGI, b"generated_text", before=b'"', after=b'": ?"')),
+    TOKENS: _form(replace(OPENAI, end=b""), rb'"finish_reason": ?"'),
+    **dict.fromkeys(TGI_PATHS, _form(_TGI, rb'"generated_text": ?"')),
 }
 
 

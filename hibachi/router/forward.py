@@ -234,6 +234,8 @@ class Forwarder:
             reader = reader_of(stream_form(x.path), answer.headers) if read else AnswerReader()
             try:
                 await self._pass_on(job, u, answer, reader)
+                if reader.fault:
+                    u.errors["bad answer"] += 1
             finally:
                 if reader.fault:
                     u.took_not(seconds, sample)

@@ -6,6 +6,7 @@ Bytes are read beside their passing on, and none is changed. What cannot be read
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from hibachi.router.dialects import StreamForm
 
 LONGEST_ERROR = 1 << 16  # bytes of an answer, or an event, that is an error
 LONGEST_LINE = 1 << 20  # bytes of a line that is kept back until it is whole
+TAIL = 4  # parts of which one has the last event of a stream: what comes in parts is a line or more
 # In types and codes of errors that are no fault of who answers: of the request, or of too many of them.
 _NO_FAULT = re.compile(
     r"invalid|bad.?request|unsupported|unprocessable|not.?found|authenti|permission|validation|template|tool_error|"
@@ -27,11 +29,11 @@ _NO_FAULT = re.compile(
 
 class AnswerReader:
     """fault: why the answer is a fault of its upstream, as soon as that is known; "" means it is not. refused: it says
-    that the request is at fault.
+    that the request is at fault. over: an error has come.
     """
 
     fault = ""
-    refused = False
+    refused = over = False
 
     def feed(self, part: bytes) -> bytes:
         """What passes on when this has come."""
@@ -40,6 +42,10 @@ class AnswerReader:
     def end(self) -> bytes:
         """There is no more. What has not passed on of what has come."""
         return b""
+
+    def finished(self) -> bool:
+        """Is what came of a stream that broke all that there is to come?"""
+        return False
 
     def broken(self, refused: Refused, request: str) -> bytes | None:
         """What ends an answer that broke; None means nothing can."""
@@ -51,6 +57,7 @@ class AnswerReader:
         error = told.get("error") or (inner.get("error") if isinstance(inner, dict) else None)
         if not error and name != b"error" and "error" not in (told.get("type"), told.get("object")):
             return
+        self.over = True
         error = error if isinstance(error, dict) else told
         details = error.get("details")
         codes = [*map(error.get, ("type", "error_type", "code", "status")), isinstance(details, dict) and details]
@@ -85,42 +92,48 @@ class EventStream(AnswerReader):
     """
 
     def __init__(self, form: StreamForm | None) -> None:
-        self._form, self._over = form, form is None
-        self._last = self._name = b""
-        self._held = bytearray()
+        self._form = form
+        self._held, self._name = bytearray(), b""
+        self._tail = deque[bytes](maxlen=TAIL)
 
     def feed(self, part: bytes) -> bytes:
-        at = len(part) if part.endswith(b"\n") else max(part.rfind(b"\n"), part.rfind(b"\r")) + 1
-        if len(self._held) + len(part) - at > LONGEST_LINE:
+        if self._held or not part.endswith(b"\n"):
+            part = self._whole_lines(part)
+        if b"error" in part or self._name:
+            self._look(part)
+        if part:
+            self._tail.append(part)
+        return part
+
+    def _whole_lines(self, part: bytes) -> bytes:
+        at = max(part.rfind(b"\n"), part.rfind(b"\r")) + 1
+        if long := len(self._held) + len(part) - at > LONGEST_LINE:
             at = len(part)
-        if not at:
-            self._held += part
-            return b""
-        lines = part[:at]
-        if self._held:
-            lines = bytes(self._held) + lines
+        self._held += part[:at]
+        lines = bytes(self._held) if at else b""
+        if at:
             self._held.clear()
         self._held += part[at:]
-        self._look(lines)
-        self._last = lines
+        if long:  # its beginning would be lost
+            self.over = self.over or self._ends(lines)
         return lines
 
     def end(self) -> bytes:
-        held = bytes(self._held)
-        self._look(held)
-        if not (self._over or self.refused or self.fault):
+        held = self.feed(b"\n")[:-1] if self._held else b""
+        if self._form is not None and not self.finished():
             self.fault = "a stream ended without its last event"
         return held
 
+    def finished(self) -> bool:
+        return self.over or self._ends(b"".join(self._tail))
+
     def broken(self, refused: Refused, request: str) -> bytes | None:
-        return None if self._form is None else self._form.broken(refused, request, self._last)
+        return None if self._form is None else self._form.broken(refused, request, b"".join(self._tail))
+
+    def _ends(self, lines: bytes) -> bool:
+        return self._form is not None and self._form.end.search(lines) is not None
 
     def _look(self, lines: bytes) -> None:
-        form = self._form
-        if form is not None and any(mark in lines for mark in form.marks) and form.end.search(lines):
-            self._over = True
-        if not (self._name or b'"error"' in lines or b"event: error" in lines):
-            return
         for line in lines.splitlines():
             field, _, value = line.partition(b":")
             if field == b"event":

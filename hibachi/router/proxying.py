@@ -76,6 +76,9 @@ async def relay(
         await x.write(reader.end(), more=False)
         return None
     except (aiohttp.ClientError, OSError) as e:
+        if reader.finished() and "Content-Length" not in answer.headers:
+            await x.write(b"", more=False)
+            return None
         return ("idle", f"no byte for {idle:g} s") if watch.over else ("cut off", words(e))
     finally:
         watch.stop()

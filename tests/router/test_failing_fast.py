@@ -17,9 +17,9 @@ from hibachi.router.inspect_answer import LONGEST_LINE, reader_of
 from hibachi.router.policynames import POLICIES
 from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
-from .broken import BODY, CHAT, CUT, DONE, EVENT, HEAD, KINDS, ask_all, broken, good
+from .broken import BODY, CHAT, CUT, DONE, EVENT, FAILED, HEAD, KINDS, ask_all, broken, good
 from .conftest import eventually, routing
-from .mocks import CLOSE, chunk, sse
+from .mocks import CLOSE, RESET, chunk, sse
 
 SSE, JSON = {"Content-Type": "text/event-stream; charset=utf-8"}, {"Content-Type": "application/json"}
 
@@ -261,6 +261,16 @@ def test_what_no_event_can_end_is_cut_off(mock, route, path, begin):
     answer = here.ask(path, BODY)
     assert answer.status == 200 and not answer.whole
     assert here.of(one).last_fault.startswith("it did not end its answer")
+
+
+@pytest.mark.parametrize("last, errors", [(DONE, 0), (FAILED, 1), (FAILED.replace(b"server", b"rate_limit"), 0)])
+def test_what_breaks_behind_the_last_event_is_whole(mock, route, last, errors):
+    one = mock("m", script=lambda r: [HEAD, chunk(EVENT + last), 0.02, RESET])
+    here = route(one)
+    answer = here.ask(CHAT, BODY)
+    assert answer.whole and answer.body == EVENT + last
+    eventually(lambda: not here.of(one).in_flight)
+    assert here.of(one).errors.total() == errors and bool(here.of(one).last_fault) == bool(errors)
 
 
 # ---- how faults weigh --------------------------------------------------------------------------------------------
