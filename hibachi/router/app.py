@@ -213,13 +213,11 @@ class Door:
             if len(self._fleet.upstreams) <= 1:
                 return ask  # it says so itself
             raise lost(named, "no upstream is the one that kept it")
-        if keeper.gone and len(self._fleet.upstreams) > 1:
-            raise lost(named, "no connection to the server that kept it can be opened")
         if kind is not RouteKind.GENERATES:
             ask = replace(ask, model=ANY)
         elif ask.model != ANY and ask.model not in keeper.models:
             raise lost(named, f"the server that keeps it does not have the model {shown([ask.model], 1)}")
-        return replace(ask, only=keeper.name)
+        return replace(ask, only=keeper.name, in_memory=True)
 
     def _its_own(self, x: Exchange, ask: Ask) -> str:
         """What a path names is kept by one upstream: that of the sticky header. Raises Refused without one."""

@@ -106,7 +106,7 @@ class UpstreamChecks:
                 log.error("a check could not be made: %s", e)
                 return
             wrong, gone = words(e), not_opened(e)
-        state, had, why = u.state, u.models, u.why  # requests may have changed them meanwhile
+        state, had, why, known = u.state, u.models, u.why, u.gone  # requests may have changed them meanwhile
         if models is None:
             bad_check(u, wrong, self._limits, gone=gone)
         else:
@@ -116,8 +116,8 @@ class UpstreamChecks:
         self._compare(u)
         if u.state is not state or (not u.takes and u.why != why):
             _tell(u, state)
-        if u.state is not state or u.models.keys() != had.keys() or suspect(u):  # it may have rested long enough
-            self._changed()
+        if u.state is not state or u.models.keys() != had.keys() or u.gone is not known or suspect(u):
+            self._changed()  # a suspect may have rested long enough
 
     def _compare(self, u: Upstream) -> None:
         """Warn, once, that a model of this upstream has other bits elsewhere; not before all were asked once."""

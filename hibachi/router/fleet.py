@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hibachi.router.health import drain
+from hibachi.router.policies import Ask
 from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 ANY = ""  # in the place of a model: any upstream
@@ -61,6 +62,10 @@ class Fleet:
     def keeper(self, server: str) -> Upstream | None:
         """The upstream whose models say this of it, whether it takes requests or not: it keeps responses."""
         return next((u for u in self.upstreams if server in u.servers), None)
+
+    def lost(self, ask: Ask) -> bool:
+        """Was what a request is about in the memory of an upstream that is gone?"""
+        return ask.in_memory and any(u.gone for u in self.upstreams if u.name == ask.only)
 
     def numerics(self, model: str) -> dict[str | None, list[str]]:
         """The names of the bits that a model has by `/v1/models`, and who shows which. None: no name."""

@@ -188,6 +188,8 @@ class Forwarder:
                 f"Timeout waiting for a free upstream: none came within {self.patience.slot:g} s. Try again later.",
                 status=503, kind=SERVER, code="no_free_upstream", headers=again,
             )  # fmt: skip
+        if why == "lost" and job.kept is not None:
+            return lost(job.kept, "no connection to the server that kept it can be opened")
         if self.fleet.known and not self.fleet.having(job.ask.model):
             return unknown(job.ask.model, self.fleet.models)
         return Refused(
@@ -276,8 +278,6 @@ class Forwarder:
                 ) from e  # fmt: skip
             u.gone = True
             self._ill(u, why)
-            if job.kept is not None and len(self.fleet.upstreams) > 1:
-                raise lost(job.kept, "no connection to the server that kept it can be opened") from e
             return await self._reach_another(job)
         u.errors["broken"] += 1
         if await self._guilty(job, u, why) and self._others(job, soon=True):
@@ -285,6 +285,8 @@ class Forwarder:
         if job.held is not None:
             await self._send_held(job, job.held)
             return True
+        if job.kept is not None and job.kept.param is not None:  # the client sends all of it, wherever that goes
+            raise lost(job.kept, "the server that kept it did not answer") from e
         raise Refused(f"The upstream failed: {why}.", status=502, kind=SERVER, code="upstream_failed") from e
 
     async def _reach_another(self, job: Forwarding) -> bool:
@@ -296,6 +298,8 @@ class Forwarder:
         if job.held is not None:
             await self._send_held(job, job.held)
             return True
+        if self.fleet.lost(job.ask):
+            raise self._refused(job, "lost")
         now = asyncio.get_running_loop().time()
         job.since = job.since or now
         if now - job.since < self.patience.ready:

@@ -21,13 +21,14 @@ class Ask:
     """What a policy is told of a request. pieces: digests of the beginning of its text, each of all up to some length.
 
     sticky: what the header says that ties requests together. everyone: servers that have the model and take requests,
-    with a free slot or not.
+    with a free slot or not, except for those that are suspect.
     """
 
     model: str = ""
     pieces: tuple[bytes, ...] = ()
     sticky: str = ""
     only: str = ""  # the name of the one upstream that keeps what it is about
+    in_memory: bool = False  # so that it is lost when that upstream is gone
     everyone: Sequence[Upstream] = ()
 
 

@@ -17,7 +17,7 @@ LAG = 64.0  # requests for its weight that an upstream gets at most because othe
 
 class NoSlot(Exception):
     """why: "full": the queue is full; "late": no slot came in time; "none": no upstream takes requests for this
-    model.
+    model; "lost": what it is about is in no memory any more.
     """
 
     def __init__(self, why: str) -> None:
@@ -143,7 +143,9 @@ class Queues:
                     self._look(waiter)
 
     def _look(self, waiter: Waiter) -> None:
-        """If no upstream takes its requests, it waits only for this long."""
+        """If no upstream takes its requests, it waits only for this long, and not at all if it waits for nothing."""
+        if self.fleet.lost(waiter.ask):
+            waiter.refuse("lost")
         if len(waiter.timers) == 1 and not self._hope(waiter):
             loop = asyncio.get_running_loop()
             waiter.timers.append(loop.call_later(self._wait_for, self._despair, waiter))

@@ -163,6 +163,26 @@ def test_too_many_too_late_and_nobody_there():
     run(test)
 
 
+def test_who_waits_for_what_is_lost_waits_no_longer():
+    async def test():
+        made = fleet(1, 1)
+        line, u = lines(made, wait_for=10), made.upstreams[0]
+        u.state = UpstreamState.ILL
+        lost, pinned = (
+            asyncio.ensure_future(line.wait(Ask("m", only=u.name, in_memory=kept), "1", 10)) for kept in (True, False)
+        )
+        await settled()
+        assert not lost.done()
+        u.gone = True
+        line.changed()
+        with pytest.raises(NoSlot, match="lost"):
+            await lost
+        assert not pinned.done()  # its file may be there again
+        pinned.cancel()
+
+    run(test)
+
+
 def test_who_waits_for_a_slot_despairs_only_while_nobody_takes_requests():
     async def test():
         made = fleet(1)

@@ -671,6 +671,10 @@ def test_a_response_whose_server_is_gone_is_not_found(keepers):
     eventually(lambda: here.of(one).servers == {"dddddddd"})
     assert here.ask("/v1/responses", body % b"aaaaaaaa").error["code"] == "previous_response_not_found"
     assert here.ask("/v1/responses", body % b"dddddddd").json["port"] == one.port
+    one.script = lambda r: [RESET]  # as it dies
+    dying = here.ask("/v1/responses", body % b"dddddddd")
+    assert (dying.status, dying.error["code"]) == (404, "previous_response_not_found")
+    assert here.ask("/v1/responses/resp_dddddddd_01", None).status == 502
     one.stop()
     for path, told in (("/v1/responses", body % b"dddddddd"), ("/v1/responses/resp_dddddddd_01", None)) * 2:
         began = time.monotonic()
