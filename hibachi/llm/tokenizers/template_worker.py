@@ -7,6 +7,7 @@ the text, or "refused", "broken" or "failed" and why. See hibachi/llm/tokenizers
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import sys
@@ -20,6 +21,7 @@ _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _FILLED = re.compile(r"\.(?:append|extend|insert|pop)\(")
 _TAG = re.compile(r"\{([%{]).*?[%}]\}", re.DOTALL)
 _EMPTY_LIST = re.compile(r"(?<![=!<>])=\s*\[\s*\]")
+_LITERAL = re.compile(r"(\{\{[-+]?\s*)(\d[\d_.]*[eE][-+]?\d+)(?=\s*[-+]?\}\})")  # a number to be printed
 _LONGEST = 2**25  # characters of a text
 _BROKEN = ("SyntaxError", "UnknownFilter", "UnknownFunction", "UnknownTest", "BadEscape")
 
@@ -41,7 +43,9 @@ class Map(dict[str, Any]):
 
 
 class Float:
-    """A number that minijinja would print or hand on otherwise than Python: 1.0, 1e+20, nan."""
+    """A number that minijinja would print or hand on otherwise than Python: 1.0, 1e+20, nan. Nothing can be computed
+    with it.
+    """
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -137,6 +141,23 @@ GLOBALS = {
 }
 
 
+def with_floats(template: str, given: dict[str, Any]) -> str:
+    """The template where variables that are a Float can be computed with: they are numbers in `given`, and the Float
+    stands in places that would write them otherwise than Python.
+    """
+    for name, kept in list(given.items()):
+        if name in template and name.isidentifier() and isinstance(kept, Float) and math.isfinite(kept.value):
+            written = r"(?:[\w\s,.:'\"]*[\]})])?\s*\|\s*(?:tojson|replace|string|join)\b"
+            template = re.sub(rf"(?<![\w.'\"]){name}\b(?=\s*~|{written})|(?<=~ ){name}\b", f"{name}_written", template)
+            given[name], given[f"{name}_written"] = kept.value, kept
+    return template
+
+
+def printed(value: Any) -> Any:
+    """What stands between double braces, as Python prints it."""
+    return repr(value) if isinstance(value, float) else NotImplemented
+
+
 def with_lists(template: str) -> str:
     """The template with lists that it can fill, if it fills any."""
     if not _FILLED.search(template):
@@ -154,11 +175,13 @@ def clock(now: float) -> Callable[[str], str]:
 
 def render(minijinja: Any, environment: Any, template: str, variables: dict[str, Any]) -> tuple[str, str]:
     template = with_lists(_GENERATION.sub(lambda tag: f"{tag[1]}{tag[2] or ''}with", template))
+    template = _LITERAL.sub(lambda tag: f"{tag[1]}'{float(tag[2])}'", template)
     now = variables.get("strftime_now")
     try:
         given = frozen(variables)
         if isinstance(now, (int, float)) and not isinstance(now, bool):
             given["strftime_now"] = clock(now)
+        template = with_floats(template, given)
         text = environment.render_str(template, **given)
         return ("text", text) if len(text) <= _LONGEST else ("failed", f"it gives more than {_LONGEST} characters")
     except Refusal as e:
@@ -187,7 +210,13 @@ def main(place: str, seconds: float, memory: int, fuel: int) -> None:
     except ImportError:  # no such limits on Windows
         pass
     environment = minijinja.Environment(
-        trim_blocks=True, lstrip_blocks=True, fuel=fuel, filters=FILTERS, tests=TESTS, globals=GLOBALS
+        trim_blocks=True,
+        lstrip_blocks=True,
+        fuel=fuel,
+        filters=FILTERS,
+        tests=TESTS,
+        globals=GLOBALS,
+        finalizer=printed,
     )
     for line in sys.stdin.buffer:
         set_alarm(seconds)

@@ -290,14 +290,29 @@ def test_a_template_reads_no_files(name):
         "strftime_now.__globals__",
         "messages[0].get.__self__",
         "'' .__class__",
-        "x.value.__class__",
+        "x[0].value.__class__",
         "messages | map(attribute='__class__') | first",
         "new_list_of_python.__globals__",
         "new_list_of_python().__class__",
     ],
 )
 def test_a_template_sees_nothing_of_python(expression):
-    assert render_chat("{{ " + expression + " is defined }}", HELLO, x=1.0) == "False"
+    assert render_chat("{{ " + expression + " is defined }}", HELLO, x=[1.0]) == "False"
+
+
+NUMBERS = (
+    "{{ x }} {{ -x }} {{ x + 1 }} {{ x * 2 }} {{ x / 2 }} {{ x // 2 }} {{ x ** 2 }}|{{ x | round }} {{ x | abs }}"
+    "{{ x == 1 }} {{ x in [1, 2] }} {{ [x, 3] | max }} {{ [x, 2] | sum }} {{ x is float }} {{ x < 2 }}"
+    "{{ '%.2f' | format(x) }} {{ '%.1e' | format(x) }} {{ x | string }} {{ x ~ 'a' ~ x }} {{ x | int }} {{ x | float }}"
+    "{{ x | tojson }} {{ [x, 1] | tojson }} {{ {'x': x, 'd': d} | tojson }} {{ (x) | tojson }} {{ [x, 1] | join(',') }}"
+    "{{ d }} {{ d.x }} {{ d | tojson }} {{ d.x | tojson }} {{ d['x'] | string }} {{ d.l | first | tojson }}"
+    "{{ x | replace('1', '2') }} {{ 'x' }} {{ 1e20 }} {{ 1e-7 }} {{- 1E16 -}} {{ 1e20 * 10 }} {{ 1e20 == 1e20 }}"
+)
+
+
+@pytest.mark.parametrize("x", [1.0, -3.0, 0.0, 2.5, 1e15, 1e20, 1e-7, 123456.0, 7], ids=str)
+def test_numbers_are_as_in_transformers(reference, x):
+    assert isinstance(same(reference, NUMBERS, HELLO, x=x, d={"x": x, "one": 1, "l": [x, 1, 2.0]}), str)
 
 
 @pytest.mark.parametrize("form", ["{0.__class__}", "{0[__class__]}", "{0.append.__self__}"])
