@@ -106,18 +106,14 @@ def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
     return text
 
 
-def has_texts(messages: Messages) -> bool:
-    """Whether a call has arguments that are a text."""
-    return any(_is_text(call) for m in messages for call in m.get("tool_calls") or ())
-
-
-def without_texts(messages: Messages) -> Messages:
-    """Messages whose calls have no arguments where these are a text."""
-    found = []
-    for m in messages:
+def without_texts(messages: Messages, taken: Callable[[], bool]) -> Messages:
+    """Messages whose calls have no arguments where these are a text, unless a template takes them so."""
+    found = list(messages)
+    for i, m in enumerate(messages):
         calls = m.get("tool_calls") or ()
-        empty = [{**c, "function": {**c["function"], "arguments": {}}} if _is_text(c) else c for c in calls]
-        found.append({**m, "tool_calls": empty} if empty else m)
+        if any(map(_is_text, calls)) and not taken():
+            whole = [{**c, "function": {**c["function"], "arguments": {}}} if _is_text(c) else c for c in calls]
+            found[i] = {**m, "tool_calls": whole}
     return found
 
 

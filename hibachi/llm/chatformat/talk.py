@@ -17,7 +17,6 @@ from hibachi.llm.chatformat.history import (
     WAY_OUT,
     Messages,
     as_written,
-    has_texts,
     hidden_calls,
     rendered,
     without_texts,
@@ -81,8 +80,7 @@ class Talk:
         if self.choosing.parsers.split:
             messages = [self._guarded(m) for m in messages]
         instructions = self._instructions(bool(given.get("tools")), format)
-        if has_texts(messages) and not instructions.take_texts():
-            messages = without_texts(messages)
+        messages = without_texts(messages, instructions.take_texts)
         return instructions.shown(messages, lambda placed: self._text(placed, given, format, open_end=open_end))
 
     def _guarded(self, message: Mapping[str, Any]) -> Mapping[str, Any]:

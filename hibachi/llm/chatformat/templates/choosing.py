@@ -11,6 +11,7 @@ from typing import Any
 
 from hibachi.errors import shown
 from hibachi.llm.chatformat.format import HERMES, PLAIN, ChatFormat
+from hibachi.llm.chatformat.once import Once
 from hibachi.llm.chatformat.templates.derive import derive
 from hibachi.llm.chatformat.templates.known import KNOWN, Named, named, recognized
 
@@ -91,7 +92,7 @@ class Choosing:
     def __init__(self, render: Callable[..., str], parsers: Parsers | None = None) -> None:
         self.parsers: Parsers = parsers or Parsers()
         self._render, self._formats = render, self.parsers.formats()
-        self._silent = False  # it has said that there is no setting for an effort
+        self._once = Once(log)
 
     def format(self, template: str, *, tools: bool) -> ChatFormat:
         """The format of a chat. template: the text of the chat template. tools: the chat has tools, or calls; if not,
@@ -121,12 +122,10 @@ class Choosing:
         if asked == "none" and found.switch is not None:
             return {found.switch: False}
         if not found.effort or (asked == "none" and not _KNOWS_NONE.search(template)):
-            if not self._silent:
-                self._silent = True
-                none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
-                log.warning(
-                    "reasoning_effort %s has no effect: this model's chat template has no such setting%s",
-                    shown(asked), none,
-                )  # fmt: skip
+            none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
+            self._once.warning(
+                "effort", "reasoning_effort %s has no effect: this model's chat template has no such setting%s",
+                shown(asked), none,
+            )  # fmt: skip
             return {}
         return {"reasoning_effort": asked}
