@@ -163,7 +163,7 @@ class Instructions:
         last = _WORDS[len(front) - 1]
         alone = self._told(self._placed(_saying(front), way_of), [last])
         head = alone[: alone.find(last) + len(last)]
-        return 2 if alone and all(text.startswith(head) for text in texts) else 1
+        return 2 if alone and texts[0].startswith(head) else 1
 
     def _takes(self, role: str) -> bool:
         """Whether messages of a role in a row are all shown."""
