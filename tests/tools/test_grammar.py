@@ -150,6 +150,34 @@ class TestAuto:
         assert not guide.may_end
 
 
+PROSE = [
+    "The tag MARK opens it.",
+    "Write `MARK`.",
+    'The "MARK" tag',
+    "It is MARK",
+    "Two: 'MARK' ‘MARK’ (MARK)",
+    "a MARK\nb",
+]
+
+
+@pytest.mark.parametrize("text", PROSE)
+@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].alone and name not in PROMPTED])
+def test_a_marker_in_prose_is_said(name, text):
+    """Written out, behind something else in its line, or right behind a quote that opens; also as one token there."""
+    found = grammar(name, "auto", tools=CHOSEN)
+    told = text.replace("MARK", FORMATS[name].marker.strip())
+    assert walked(found, [*told.encode()]) == "ends" and Read(name, told, "auto").said == told
+    if "`" in text or '"' in text:
+        assert walked(found, told) == "ends"
+    quoted = f"So: `{call(name)}` is one."
+    assert walked(found, quoted) == "ends" and Read(name, quoted, "auto").said == quoted
+    for lead in ("\n", ' He said "no" '):
+        for spell in (call(name), call(name).replace("Paris", "Parisian")):
+            became = walked(found, [*(told + lead).encode(), *ids(spell)])
+            assert became.startswith("refused: an" if "Parisian" in spell else "ends")
+        assert len(Read(name, told + lead + call(name), "auto").calls) == 1
+
+
 @pytest.mark.parametrize("how", REASONING)
 @pytest.mark.parametrize("mode", ["auto", "required"])
 class TestReasoning:
@@ -233,7 +261,18 @@ def test_what_the_grammar_takes_for_a_call_the_parser_reads_as_one(name, how):
     for thinking in (Thinking.MAY, Thinking.OPEN):
         found = grammar(name, "auto", thinking, reasoning=reasoning, tools=CHOSEN)
         for _ in range(12):
-            pieces = [reasoning.begin, reasoning.begin, reasoning.end, reasoning.end, right, odd, "\n", "So "]
+            pieces = [
+                reasoning.begin,
+                reasoning.begin,
+                reasoning.end,
+                reasoning.end,
+                right,
+                odd,
+                "\n",
+                "So ",
+                "`",
+                ' "',
+            ]
             text = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 8)))
             became = walked(found, text)
             read = Read(name, text, "auto", thinking, CHOSEN, reasoning)
@@ -395,7 +434,7 @@ def test_going_back_compiles_nothing(monkeypatch):
     """Also where text was free: proposals and forced tokens are taken back all the time."""
     guide = guide_of(grammar("hermes", "auto", Thinking.MAY, reasoning=THINK))
     monkeypatch.setattr(type(setting().guides), "matcher", lambda *_: pytest.fail("compiled"))
-    text = ids("<think>So</think>Hm <tool_call>\n")
+    text = ids("<think>So</think>Hm\n<tool_call>\n")
     for token in text:
         guide.forced(8)
         guide.advance([token])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ BARE = {
     Slot.ID: "/[A-Za-z0-9_-]{1,40}/",
     Slot.TAG: "/[A-Za-z_-]{1,32}/",
 }
+FIRST = re.compile(r"\W*\w+")
 NINE = "/[A-Za-z0-9]{9}/"
 
 
@@ -389,26 +391,47 @@ class CallRules:
         rules = self._rules
         marker, rest = split(self._format, self._lead)
         barred = {*barred, *thoughts.barred}
-        free = rules.free({*barred, *rules.barred(marker)})
-        last = f"({free} | {thoughts.open})" if thoughts.open else free
+        if alone := self._format.alone:
+            until, may, said = "", "", rules.free({*barred, *rules.barred(marker)})
+        else:
+            until, may, free = rules.until(marker, barred)
+            said = rules.rule(f"{free} | {may} {free}", "said")
+        last = f"({said} | {thoughts.open})" if thoughts.open else said
         prompted = first and bool(self._prompted.strip())
-        before, end = ("", free) if prompted else (thoughts.lead, last)
+        before, end = ("", said) if prompted else (thoughts.lead, last)
         begun = self._opening(marker) if first else ""
-        if self._format.alone:
+        if alone:
             return f"{before}({begun or self._first(marker)} {rules.fixed(rest)} {self._all()} | {end})"
-        head = f"{rules.upto(marker, barred)} {rules.fixed(rest)}"
+        called = rules.rule(f"{until} {rules.fixed(rest)} {self._call} | {may} {self._perhaps(rest)}", "called")
         further = ""
         if self._again:
-            calls = f"{self._call} {joined(self._closing)}" if self._apart else self._all()
             most = "*" if self._format.most is None else f"{{0,{self._format.most - prompted}}}"
-            called = rules.rule(f"{head} {calls}", "said_and_called")
+            called = f"{called} {joined(self._closing) if self._apart else self._behind()}"
             further = rules.rule(f"({thoughts.lead}{called}){most} {thoughts.lead}{last}", "further")
-            found = f"{called} {further} | {free}" if prompted else further
+            found = f"{called} {further} | {said}" if prompted else further
         else:
-            found = f"{before}({head} {self._all()} | {end})"
+            found = f"{before}({called} {self._behind()} | {end})"
         if first and marker == self._prompted.lstrip() and not rest and (told := self._told(marker, found, further)):
             return told
         return f"{begun} {rules.fixed(rest)} {self._all()} {further} | {found}" if begun else found
+
+    def _perhaps(self, rest: str) -> str:
+        """The first call behind a marker that may be said, and no more behind it: nothing but it begins so. rest: what
+        is between the marker and the call.
+        """
+        rules, cut = self._rules, self._rules.cut(rest.lstrip())
+        if cut and isinstance(cut[0], int):
+            return f"({BLANKS})? {joined(cut)} {self._call}"
+        begins: dict[str, list[tuple[str, str]]] = {}
+        if word := FIRST.match(rest := rest.lstrip()):
+            begins[word[0]] = [("", f"{rules.fixed(rest[word.end() :])} {self._call}")]
+        for text, behind in [] if word else self._named:
+            begins.setdefault(text[:1], []).append((text[1:], behind))
+        options = []
+        for first, texts in begins.items():
+            begun = rules.rule(" ".join(f"/[ \\t\\r\\n]*/ {quoted(letter)}" for letter in first), "begun", "[lazy]")
+            options.append(f"{begun} {trie(texts)}")
+        return rules.rule(" | ".join(options), "perhaps")
 
     def _told(self, marker: str, found: str, further: str) -> str:
         """An answer whose prompt has written the whole marker of a call, which is also how what is said begins; "" if

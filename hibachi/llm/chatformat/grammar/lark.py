@@ -18,6 +18,14 @@ from hibachi.structured import MOST_BYTES
 Special: TypeAlias = Callable[[str], Sequence[str | int]]
 """Cuts a text as a tokenizer does: into texts, and ids of special tokens."""
 ANY = "/(?s:.*)/"
+LINES = "(?s:.*)"
+QUOTING = " | ".join(
+    [f"/({LINES}\\n)?([^\\n{sign}]*{sign}[^\\n{sign}]*{sign})*[^\\n{sign}]*{sign}/" for sign in '`"']
+    + [f"/{LINES}[“‘«„]/"]
+)
+"""A text that ends with a quote sign that opens: the first, third or so of its kind in the line. What depends on blanks
+makes masks ten times as dear.
+"""
 BLANKS = "/[ \\t\\r\\n]{1,4}/"
 EMPTY = '""'
 OURS = re.compile(
@@ -187,6 +195,34 @@ class Rules:
             return self.rule(before + written, "until")
         marked = self.lazily(parts[parts.index(first) :])
         return self.rule(f"{before}({written} | {self.text} {marked})", "until")
+
+    def until(self, marker: str, without: Collection[int] = ()) -> tuple[str, str, str]:
+        """Any text up to a marker that begins a call for sure, and the marker; text up to one, and that, behind which
+        the call may come or any text; text without a marker.
+
+        Any text may come behind one that is written out behind something else in its line. A marker right behind a
+        quote sign that opens is a part of the text. without: as for `upto`.
+        """
+        marker = marker.lstrip()
+        parts = self.cut(marker)
+        at = next((i for i, part in enumerate(parts) if isinstance(part, int)), None)
+        marked = self.lazily(parts[at:]) if at is not None else ""
+        others = self._others({*without, *self.barred(marker)})
+        text, quoting = self.text, self.terminal(QUOTING, "QUOTING") if marked else ""
+        if marked:
+            text = self.terminal(f"{ANY} & ~({QUOTING})", "PLAIN")
+        either = f"({text} | {quoting})" if marked else text
+        passed = [f"{either} {others}"] * bool(others) + [f"{quoting} {marked}"] * bool(marked)
+        before = self.rule(f"({' | '.join(passed)})*", "before") if passed else ""
+        sure, prose = [], []
+        for lines in (f"/({LINES}\\n)?[ \\t\\r]*/", f"/{LINES}\\n[ \\t\\r]*/"):  # at the beginning, behind a marker
+            begun = self.rule(f"{self.terminal(lines, 'LINES')} {quoted(marker)}", "upto", "[lazy]")
+            sure.append(f"{before} ({begun} | {text} {marked})" if marked else f"{before} {begun}")
+            later = self.terminal(f"{ANY} & ~{lines} & ~({QUOTING})", "LATER")
+            prose.append(f"{before} {self.rule(f'{later} {quoted(marker)}', 'prose', '[lazy]')}")
+        may = self.rule(f"{prose[0]} ({prose[1]})*", "may")
+        free = self.rule(f"{before} {either}", "free")
+        return self.rule(f"{sure[0]} | {may} {sure[1]}", "until"), may, free
 
     def lazily(self, parts: Sequence[str | int]) -> str:
         """Texts and special tokens that nothing else can be where they have come, though any text might go on."""

@@ -8,8 +8,6 @@ from typing import Final
 
 from hibachi.llm.chatformat.format import (
     CallArguments,
-    CallBegun,
-    CallEnded,
     ChatFormat,
     Event,
     Reasoned,
@@ -17,6 +15,7 @@ from hibachi.llm.chatformat.format import (
     Thinking,
 )
 from hibachi.llm.chatformat.reading.calls import BegunCall, CallReader
+from hibachi.llm.chatformat.reading.pieces import Line, Pieces
 from hibachi.llm.chatformat.reading.slots import BLANKS, NO, WAIT, held, skip
 from hibachi.llm.chatformat.reading.values import ArgumentsReader
 from hibachi.llm.chatformat.tools import Toolbox
@@ -25,57 +24,6 @@ MOST_BLANKS: Final = 4096
 """Blanks that are held back at a time, as a marker may follow, before which they are left out."""
 
 _ELEMENT: Final = re.compile(r"</?\w+>")
-
-
-class Pieces:
-    """The events of an answer: pieces of one kind are joined. given: the kinds that have come; apart: of these, those
-    that a new line parts from what comes; count: calls that have ended.
-    """
-
-    def __init__(self) -> None:
-        self.given: set[type[Event]] = set()
-        self.apart: set[type[Event]] = set()
-        self.count = 0
-        self._joined: list[str] = []
-        self._kind: type[Said | Reasoned | CallArguments] | None = None
-        self._events: list[Event] = []
-
-    def add(self, kind: type[Said | Reasoned | CallArguments], text: str) -> None:
-        if text:
-            if kind is not self._kind:
-                self._flush()
-                self.given.add(kind)
-            self._kind = kind
-            if kind in self.apart and kind is not CallArguments:
-                self._joined.append("\n")
-            self.apart.discard(kind)
-            self._joined.append(text)
-
-    def begin(self, name: str, id: str | None) -> None:
-        """A call begins."""
-        self._flush()
-        self.apart |= self.given
-        self._events.append(CallBegun(self.count, name, id))
-
-    def end(self, complete: bool) -> None:
-        """The call ends."""
-        self._flush()
-        self._events.append(CallEnded(self.count, complete))
-        self.count += 1
-
-    def taken(self) -> list[Event]:
-        """All since the last time."""
-        self._flush()
-        events, self._events = self._events, []
-        return events
-
-    def _flush(self) -> None:
-        kind, text = self._kind, "".join(self._joined)
-        if kind is CallArguments:
-            self._events.append(CallArguments(self.count, text))
-        elif kind is not None:
-            self._events.append(Said(text) if kind is Said else Reasoned(text))
-        self._kind, self._joined = None, []
 
 
 class Parser:
@@ -92,6 +40,7 @@ class Parser:
         wanted = toolbox.tools and toolbox.mode != "none"
         self._calls = CallReader(format.tools, toolbox) if wanted and format.tools is not None else None
         self._lines = format.tools is not None and "\n" in format.tools.between  # each call stands on its own
+        self._mark = format.tools.marker.strip() if format.tools is not None else ""
         thinks = None if thinking is Thinking.NONE else format.reasoning
         self._think = thinks.begin.strip() if thinks is not None else ""
         self._thought = thinks.end.strip() if thinks is not None else ""
@@ -114,6 +63,8 @@ class Parser:
         self._open = False  # it has begun and not ended
         self._drop = False  # blanks before what is said are left out
         self._gap = ""  # blanks that were left out in front of a silent text, which are said if a call follows
+        self._line = Line()  # that is said
+        self._passed = False  # nothing but blanks came since a marker that was quoted
         self._broken = False  # a line break was among those that were left out since something was said
         self._fresh = True  # no reasoning but blanks has come since its marker
         self._state: Callable[[], bool] = self._start
@@ -164,6 +115,7 @@ class Parser:
             return []
         if kind := self.plain(text):
             self._before += len(text)
+            self._line.add(text)
             return [kind(text)]
         self._text += text
         return self._read()
@@ -217,8 +169,10 @@ class Parser:
         """At the beginning of the answer, or behind reasoning, calls or a silent text."""
         text = self._text
         at = skip(text, self._at)
-        if self._drop:
-            self._leave_blanks(at)
+        if self._drop:  # but not of a line that goes on behind a call
+            self._broken = self._broken or "\n" in text[self._at : at]
+            if Said not in self._out.apart or self._broken or (self._last and at == len(text)):
+                self._at = at
         if at == len(text) and at - self._at < MOST_BLANKS and not self._last:
             return False
         if at - self._at < MOST_BLANKS:
@@ -237,13 +191,8 @@ class Parser:
         if self._drop and not self._broken:  # the line goes on
             self._out.apart.discard(Said)
         self._gap, self._state = "", self._speak
+        self._line = Line()
         return True
-
-    def _leave_blanks(self, at: int) -> None:
-        """Leaves out the blanks before what is said, but not those of a line that goes on behind a call."""
-        self._broken = self._broken or "\n" in self._text[self._at : at]
-        if Said not in self._out.apart or self._broken or (self._last and at == len(self._text)):
-            self._at = at
 
     def _called(self, at: int) -> BegunCall | int:
         """The call that begins at the beginning."""
@@ -256,7 +205,7 @@ class Parser:
     def _behind_mark(self, mark: str) -> Callable[[], bool] | None:
         """The state behind a mark that stands at the beginning. Blanks before and behind it are left out."""
         if mark == self._before_said:
-            self._drop = False
+            self._drop, self._line = False, Line()
             return self._skip_blanks if self._blanks else self._speak
         if mark == self._think or mark == self._thought or mark in self._silent:
             self._drop = self._fresh = self._broken = True
@@ -310,9 +259,16 @@ class Parser:
         self._at = stop
         if found is None:
             return False
-        begun = self._called(at)
+        if self._line.quotes and stop == at and found[0] not in self._silent:
+            self._at = at + len(found[0])
+            self._say(at, self._at)
+            self._passed = True
+            return True
+        begun = NO if self._passed and found[0] != self._mark else self._called(at)
         if isinstance(begun, BegunCall):
-            self._say_blanks(at)
+            self._broken = "\n" in text[stop:at]
+            if not (self._broken or self._lines):
+                self._say(stop, at)
             return self._begin_call(begun)
         if not self._last and (begun == WAIT or self._held(at, self._marks) == len(text) - at):
             return False
@@ -327,12 +283,6 @@ class Parser:
         self._say(stop, at + 1)
         self._at = at + 1
         return True
-
-    def _say_blanks(self, stop: int) -> None:
-        """Says the blanks in front of a call, unless they are, or may be, those of a format that parts lines."""
-        self._broken = "\n" in self._text[self._at : stop]
-        if not (self._broken or self._lines):
-            self._say(self._at, stop)
 
     def _say_all(self) -> bool:
         self._say(self._at, len(self._text))
@@ -357,18 +307,15 @@ class Parser:
         """Behind the arguments of a call."""
         calls, begun, reader = self._of_call()
         end = calls.tail(begun.spelling, self._text, self._at)
-        if self._open and not reader.closing and (end != WAIT or calls.closed(begun.spelling, self._text, self._at)):
+        closed = end != WAIT or calls.closed(begun.spelling, self._text, self._at) or (self._last and not self._cut)
+        if self._open and (end >= 0 or (closed and not reader.closing)):
+            self._out.add(CallArguments, reader.closing)
             self._end_call(True)
         if end == WAIT:
-            if self._last and self._open and not reader.closing:
-                self._end_call(not self._cut)
             return self._close()
         if end < 0 and self._open:
             self._state = self._spoil
             return True
-        if self._open:
-            self._out.add(CallArguments, reader.closing)
-            self._end_call(True)
         self._at = max(end, self._at)
         self._begin_rest()
         return True
@@ -389,9 +336,7 @@ class Parser:
 
     def _after(self) -> bool:
         """Behind a call, where another or the end of all may follow."""
-        calls, begun = self._calls, self._begun
-        if calls is None or begun is None:
-            raise AssertionError("calls are read by a format")
+        calls, begun, _ = self._of_call()
         following, end = calls.next(self._text, self._at), calls.end(begun.spelling, self._text, self._at)
         if isinstance(following, BegunCall):
             return self._begin_call(following)
@@ -422,16 +367,14 @@ class Parser:
     def _begin_call(self, begun: BegunCall) -> bool:
         if self._calls is None:
             raise AssertionError("calls are read by a format")
-        if not begun.name:  # what stands around calls, where none follows at once
-            self._begun, self._at, self._state, self._drop = begun, begun.end, self._after, True
-            return True
-        if self._gap:
-            self._out.apart.discard(Said)
-            self._out.add(Said, self._gap)
-        self._gap = ""
-        self._out.begin(begun.name, begun.id)
         self._begun, self._arguments = begun, self._calls.arguments(begun)
-        self._at, self._state, self._open = begun.end, self._call, True
+        self._at, self._state, self._drop = begun.end, self._after, True
+        if begun.name:  # or else what stands around calls has come, and none of them
+            if self._gap:
+                self._out.apart.discard(Said)
+                self._out.add(Said, self._gap)
+            self._out.begin(begun.name, begun.id)
+            self._gap, self._state, self._open = "", self._call, True
         return True
 
     def _end_call(self, complete: bool) -> None:
@@ -453,6 +396,8 @@ class Parser:
         """Gives a piece of the text, without what the prompt has written."""
         if stop > start:
             self._drop = False
+            self._line.add(self._text[start:stop])
+            self._passed = self._passed and self._text[start:stop].isspace()
         self._out.add(Said, self._text[max(start, self._prompted) : stop])
 
 
