@@ -139,3 +139,19 @@ def test_without_token_bytes_only_grammars_over_ids_are_taken(tokenizer):
             with pytest.raises(InvalidRequest, match="needs token_bytes"):
                 e.run([1, 2], params(form))
         assert len(e.run(np.array([1, 2]), max_tokens=3).collect()) == 3
+
+
+@pytest.mark.parametrize(
+    "pattern, fits, others",
+    [
+        (r"\d", "5", "٣"), (r"\w", "a_5", "é"), (r"\s", " ", "\u00a0\u2003"), (r"\D", "a٣", "5"), (r"\W", "-é", "a"),
+        (r"\S", "aé", " \u00a0"), (r"[\d.]", "5.", "٣"), (r"[^\d]", "a٣", "5"), (r"[^\W]", "a", "é-"),
+        (r"[\W5]", "5é", "a"), (r"[^\s]", "é", " \u00a0"), (r"\\d[\]\d]", [r"\d]", r"\d5"], [r"\d٣", "5]"]),
+    ],
+)  # fmt: skip
+def test_classes_are_of_ascii_in_both(tiny, pattern, fits, others):
+    """A regular expression, and a pattern within a schema."""
+    bare, within = tiny.guide(regex=pattern), tiny.guide(json={"pattern": f"^{pattern}$", "type": "string"})
+    for texts, right in ((fits, True), (others, False)):
+        for text in texts:
+            assert tiny.fits(bare, text) is tiny.fits(within, json.dumps(text, ensure_ascii=False)) is right, text

@@ -26,7 +26,7 @@ from hibachi.structured import StructuredOutputs
 from ..guide import made
 from . import made as given
 from .formats import CODE, FORMATS, NOW, PROMPTED, REASONING, WEATHER, chat
-from .grammars import IDS, Read, drawn, grammar, guide_of, ids, setting, special, walked
+from .grammars import END_IDS, IDS, SPECIAL_IDS, Read, drawn, grammar, guide_of, ids, setting, special, walked
 
 
 def paris(tools, prompted):
@@ -369,6 +369,38 @@ def test_where_nothing_is_asked_for_there_is_no_form():
         unchecked_form(AnswerReader(PLAIN, Toolbox(CHOSEN, "required")), None, special)
     with pytest.raises(InvalidRequest, match="no tool that may be called"):
         unchecked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN, "required", frozenset())), None, special)
+
+
+NEVER = [
+    {"type": "string", "pattern": "^a{3}$", "maxLength": 2},
+    {"type": "string", "pattern": "^x", "format": "date"},
+    {"type": "string", "format": "date", "maxLength": 5},
+    {"type": "string", "minLength": 5, "maxLength": 2},
+    {"type": "integer", "exclusiveMinimum": 2, "exclusiveMaximum": 3},
+]
+
+
+@pytest.mark.parametrize("schema", NEVER, ids=lambda schema: str(len(str(schema))))
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_argument_that_no_value_satisfies_is_refused_by_the_tool(name, schema):
+    """Where it must come; where it need not come, the tool is refused or it does not come."""
+    bad = {"type": "object", "properties": {"p": schema, "q": {"enum": [1]}}, "additionalProperties": False}
+    needed = (NOW, Tool("bad", {**bad, "required": ["p"]}))
+    with pytest.raises(InvalidRequest, match=r"^tools\[1\]\.function\.parameters: .*no value satisfies"):
+        reader = AnswerReader(chat(name), Toolbox(needed, "required"))
+        checked_form(reader, None, special, setting().guides.check, ids=SPECIAL_IDS, ends=END_IDS)
+    if name == "nested":
+        return  # which cannot say just any object
+    reader = AnswerReader(chat(name), Toolbox((Tool("bad", bad),), "auto"))
+    found = checked_form(reader, None, special, setting().guides.check, ids=SPECIAL_IDS, ends=END_IDS)
+    for seed in range(8):
+        drawn(found, seed, (FORMATS[name].marker.strip(),))
+
+
+def test_a_regex_beside_tools_has_classes_of_ascii():
+    found = grammar("hermes", "auto", answer=StructuredOutputs(regex=r"\d\w\s[^\d]"), tools=CHOSEN)
+    assert walked(found, "5a ٣") == "ends"
+    assert [walked(found, text)[:7] for text in ("٣", "5é", "5a\xa0", "5a 5")] == ["refused"] * 4
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypedDict
 
 STACK = 3 * 2**18  # bytes; less than any thread has that compiles or computes masks later
@@ -239,10 +240,144 @@ def without_notes(schema: Any) -> Any:
         if key == "$ref" and isinstance(value, str):
             value = NO_URI.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode(errors="surrogatepass")), value)
         if key == "pattern" and isinstance(value, str):
-            value = kept_classes(value)
+            value = kept_classes(ascii_classes(value))
         if not says_nothing(key, value):
             found[key] = value
-    return found | kept_bounds(found)
+    return kept_names(found | kept_bounds(found))
+
+
+def kept_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of an object without `propertyNames` that lists names, and without patterns that no further name can
+    match: the library would write a comma, and then find no name.
+    """
+    declared, names, patterns = (schema.get(key) for key in ("properties", "propertyNames", "patternProperties"))
+    declared = declared if isinstance(declared, dict) else {}
+    listed = [] if names is False else listed_names(names)
+    if listed is not None and not patterns:
+        more = schema.get("additionalProperties", True)
+        known = [name for name in declared if name in listed] + [
+            n for n in listed if n not in declared and more is not False
+        ]
+        kept = {name: declared.get(name, more) for name in known}
+        schema = {**schema, "properties": kept, "additionalProperties": False}
+        return {key: value for key, value in schema.items() if key != "propertyNames"}
+    if not isinstance(patterns, dict):
+        return schema
+    kept, left = dict(declared), dict(patterns)
+    for pattern, each in patterns.items():
+        matched = texts_of(pattern)
+        if matched is not None and matched <= declared.keys():
+            del left[pattern]
+            kept |= {name: {"allOf": [kept[name], each]} for name in matched}
+    schema = (
+        {**schema, "patternProperties": left} if left else {k: v for k, v in schema.items() if k != "patternProperties"}
+    )
+    return {**schema, "properties": kept} if kept else schema
+
+
+def listed_names(names: Any) -> list[str] | None:
+    """The names that `propertyNames` lists; None if it does not."""
+    if not isinstance(names, dict) or not names.keys() & {"enum", "const"} or names.keys() - {"type", "enum", "const"}:
+        return None
+    listed = names.get("enum", [names.get("const")])
+    if not isinstance(listed, list) or names.get("type", "string") != "string":
+        return None
+    return [name for name in listed if isinstance(name, str) and names.get("const", name) == name]
+
+
+MOST_NAMES = 256
+PARSER = import_module("re._parser")
+
+
+def texts_of(pattern: str) -> set[str] | None:
+    """All texts that a pattern matches; None where it is not sure that they are few."""
+    found = set[str]()
+    try:
+        for part in top_level(ascii_classes(pattern)):
+            if not (part.startswith("^") and part.endswith("$")):
+                return None
+            found |= written_by(PARSER.parse(part[1:-1]))
+    except (re.error, ValueError, RecursionError, OverflowError):
+        return None
+    return found
+
+
+def written_by(parsed: Any) -> set[str]:
+    """The texts of a pattern as Python reads it. Raises ValueError where they are not few."""
+    found = {""}
+    for kind, value in parsed:
+        match str(kind):
+            case "LITERAL":
+                each = {chr(value)}
+            case "IN":
+                spans = [
+                    (v, v) if str(k) == "LITERAL" else v if str(k) == "RANGE" else (0, MOST_NAMES) for k, v in value
+                ]
+                each = {chr(code) for a, b in spans for code in range(a, min(b, a + MOST_NAMES) + 1)}
+            case "BRANCH":
+                each = set[str]().union(*map(written_by, value[1]))
+            case "SUBPATTERN":
+                each = written_by(value[-1])
+            case "MAX_REPEAT":
+                least, most, part = value
+                one, each, times = written_by(part), {""} if not least else set[str](), {""}
+                for n in range(1, most + 1):
+                    times = few({a + b for a in times for b in one})
+                    each |= times if n >= least else set()
+            case _:
+                raise ValueError
+        found = few({a + b for a in found for b in few(each)})
+    return found
+
+
+def few(texts: set[str]) -> set[str]:
+    if len(texts) > MOST_NAMES:
+        raise ValueError
+    return texts
+
+
+ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f"}
+OTHERS = {"D": r"\x00-/:-\x{10FFFF}", "W": r"\x00-/:-@\[-^`{-\x{10FFFF}"}
+
+
+def ascii_classes(pattern: str) -> str:
+    r"""A pattern in which \d, \w and \s are of ASCII, as JSON Schema has \d and \w; in the library's notation they are
+    not. \D and \W are all others. \S and [^\s] are as they were: no blank of any kind.
+    """
+    inside = ""
+
+    def written(found: re.Match[str]) -> str:
+        nonlocal inside
+        part, within = found[0], inside
+        inside = "" if part == "]" else inside or (part if part[0] == "[" else "")
+        if part == "\\s" and within == "[^":
+            return part
+        if part[1:] in OTHERS:
+            return OTHERS[part[1:]] if within else f"[^{ASCII[part[1:].lower()]}]"
+        letters = ASCII.get(part[1:]) if part[0] == "\\" else None
+        return part if letters is None else letters if within else f"[{letters}]"
+
+    return re.sub(r"\\.|\[\^?|\]", written, pattern, flags=re.DOTALL)
+
+
+def top_level(pattern: str) -> list[str]:
+    """The alternatives of a regular expression."""
+    found, depth, inside, at = [""], 0, False, 0
+    while at < len(pattern):
+        letter = pattern[at]
+        part = pattern[at : at + 2] if letter == "\\" else letter
+        if letter == "[" and not inside:
+            inside = True
+        elif letter == "]":
+            inside = False
+        elif not inside and letter in "()":
+            depth += 1 if letter == "(" else -1
+        if letter == "|" and not inside and depth == 0:
+            found.append("")
+        else:
+            found[-1] += part
+        at += len(part)
+    return found
 
 
 def kept_classes(pattern: str) -> str:
@@ -291,7 +426,7 @@ def too_deep() -> Refused:
 def regex_source(library: Any, text: str) -> str:
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise Refused("it ends with a backslash that escapes nothing")
-    return f"{FREE}start: /{library.regex_to_lark(text, '')}/\n" if text else f'{FREE}start: ""\n'
+    return f"{FREE}start: /{library.regex_to_lark(ascii_classes(text), '')}/\n" if text else f'{FREE}start: ""\n'
 
 
 def choice_source(choices: Sequence[str]) -> str:
@@ -300,6 +435,8 @@ def choice_source(choices: Sequence[str]) -> str:
     return f"{FREE}start: CHOICE\nCHOICE: {' | '.join(quoted)}\n"
 
 
+SHAPED = re.compile(r"(?m)^(?:RAW|STRING|BARE)_\d+: (.* & .*)$")  # in a grammar of calls, by itself
+NONE = re.compile(r"[Uu]nsatisfiable|Regex is empty|NoExtensionBias")
 GBNF = re.compile(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=")
 _SKIPPED = r'"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/'
 WITHIN_LARK = re.compile(rf'%gbnf\s+(?P<gbnf>"(?:\\.|[^"\\])*")|{_SKIPPED}')
@@ -386,6 +523,7 @@ class Checking:
             if not self.first(matcher):
                 raise Refused("it allows only an empty answer")
             took = time.perf_counter() - began
+            self.check_texts(source)
             self.walk(matcher)
             return {"source": source, "seconds": took}
         except Refused as e:
@@ -421,6 +559,22 @@ class Checking:
             matcher.consume_token((bits & -bits).bit_length() - 1)
             if time.process_time() - began > STEP_SECONDS:
                 raise Refused(f"it is too complex: a token takes more than {STEP_SECONDS:g} s. Make it simpler")
+
+    def check_texts(self, source: str) -> None:
+        """Refuse a string of a call that must be several things at once and cannot: its call would come to no end. Of
+        thousands those are tried for which there is time.
+        """
+        until = time.process_time() + STEP_SECONDS
+        for body in dict.fromkeys(SHAPED.findall(source)):
+            if time.process_time() > until:
+                return
+            try:
+                self.first(self.compiled(f"{FREE}start: SHAPED\nSHAPED: {body}\n"))
+            except Failed as e:
+                if NONE.search(str(e)):
+                    raise Refused(
+                        "no value satisfies a string in it, by its length, pattern and format", "pattern"
+                    ) from None
 
     def check_blanks(self, pattern: str) -> None:
         """Refuse what matches other characters than JSON's blanks between tokens."""

@@ -6,10 +6,10 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hibachi.engine.guide.worker import Refused, read_schema
+from hibachi.engine.guide.worker import Refused, ascii_classes, read_schema
 from hibachi.errors import InvalidRequest, MissingExtra, UnsupportedOperation, message_of
 from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.format import ChatFormat, Json, ReasoningFormat, Slot, Thinking, ToolFormat
@@ -98,7 +98,7 @@ def checked_form(
             check_any(check)
             if answer is not None:
                 check(answer)
-            errors = {each.tool: each for each in faults(reader.toolbox, check, until) if each.tool not in loose}
+            errors = {each.tool: each for each in faults(reader, special, check, until, ends) if each.tool not in loose}
             if not errors:
                 raise BadField.at(("tools",), f": {words_of(e)}.") from None
             guilty, error = set(errors), next(iter(errors.values()))
@@ -154,22 +154,33 @@ class ToolRefused(BadField):
         return error
 
 
-def faults(toolbox: Toolbox, check: Callable[[StructuredOutputs], object], until: float) -> list[ToolRefused]:
-    """The tools whose schemas are refused even by themselves. Raises InvalidRequest if that is not known by `until`, of
-    time.monotonic().
+def faults(
+    reader: AnswerReader,
+    special: Special,
+    check: Callable[[StructuredOutputs], object],
+    until: float,
+    ends: Collection[int],
+) -> list[ToolRefused]:
+    """The tools whose schemas, or calls, are refused even by themselves. Raises InvalidRequest if that is not known by
+    `until`, of time.monotonic().
     """
     found = []
-    for place, tool in enumerate(toolbox.tools):
+    for place, tool in enumerate(reader.toolbox.tools):
         if time.monotonic() > until:
             raise BadField.at(
                 ("tools",),
                 f": their schemas are too complex: checking them took more than {SECONDS:g} s. Make them simpler, "
                 f"or send fewer tools.",
             )
+        form: StructuredOutputs | None = None
         try:
             check(StructuredOutputs(json=tool.parameters or {"type": "object"}, one_of_as_any_of=True))
+            form = unchecked_form(replace(reader, toolbox=Toolbox((tool,), "required")), None, special, ends=ends)
+            if form is not None:
+                check(form)
         except InvalidRequest as e:
-            found.append(ToolRefused.of(place, tool.name, words_of(e)))
+            if form is None or "too complex" not in words_of(e):  # which is no fault of a schema
+                found.append(ToolRefused.of(place, tool.name, words_of(e)))
     return found
 
 
@@ -308,7 +319,7 @@ def said_as(rules: Rules, answer: StructuredOutputs) -> str:
         if answer.kind == "regex":
             if (len(text) - len(text.rstrip("\\"))) % 2:
                 raise Refused("it ends with a backslash that escapes nothing")
-            return rules.terminal(f"/{slashed(text)}/" if text else '""', "REGEX")
+            return rules.terminal(f"/{slashed(ascii_classes(text))}/" if text else '""', "REGEX")
         if answer.kind == "choice":
             assert answer.choice is not None
             return rules.terminal(rules.either(list(answer.choice)), "CHOICE")

@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 from hibachi.engine.guide.worker import FORMATS as KNOWN
-from hibachi.engine.guide.worker import Refused
+from hibachi.engine.guide.worker import Refused, ascii_classes, top_level
 from hibachi.llm.chatformat.grammar.joining import NoValue, Schema
 from hibachi.llm.chatformat.grammar.lark import ANY
 
@@ -46,25 +46,7 @@ def pattern_body(pattern: Any) -> str:
     """A schema's pattern, which may stand anywhere in the text unless it says so, as the body of a terminal."""
     if not isinstance(pattern, str):
         raise Refused("the keyword `pattern` has a value that is not supported", "pattern")
-    return " | ".join(map(_anchored, top_level(_as_ecma(pattern))))
-
-
-def _as_ecma(pattern: str) -> str:
-    r"""A pattern in which \d and \w are of ASCII, as JSON Schema has it; in the library's notation they are not."""
-    found, inside, at = list[str](), False, 0
-    while at < len(pattern):
-        part = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
-        letters = ASCII.get(part[1:].lower()) if len(part) == 2 else None
-        if letters is None or (inside and part[1].isupper()):
-            found.append(part)
-        else:
-            found.append(letters if inside else f"[{'^' if part[1].isupper() else ''}{letters}]")
-        inside = part == "[" or (inside and part != "]")
-        at += len(part)
-    return "".join(found)
-
-
-ASCII = {"d": "0-9", "w": "A-Za-z0-9_"}
+    return " | ".join(map(_anchored, top_level(ascii_classes(pattern))))
 
 
 def _anchored(pattern: str) -> str:
@@ -75,26 +57,6 @@ def _anchored(pattern: str) -> str:
         pattern, back = pattern[:-1], ""
     inner = f"/(?:{slashed(pattern)})/" if pattern else ""
     return " ".join(part for part in (front, inner, back) if part) or '""'
-
-
-def top_level(pattern: str) -> list[str]:
-    """The alternatives of a regular expression."""
-    found, depth, inside, at = [""], 0, False, 0
-    while at < len(pattern):
-        letter = pattern[at]
-        part = pattern[at : at + 2] if letter == "\\" else letter
-        if letter == "[" and not inside:
-            inside = True
-        elif letter == "]":
-            inside = False
-        elif not inside and letter in "()":
-            depth += 1 if letter == "(" else -1
-        if letter == "|" and not inside and depth == 0:
-            found.append("")
-        else:
-            found[-1] += part
-        at += len(part)
-    return found
 
 
 def slashed(pattern: str) -> str:
