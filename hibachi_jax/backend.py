@@ -284,6 +284,10 @@ class JaxBackend(ArrayBackend):
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
     @override
+    def utilization(self, processors: float) -> float | None:
+        return processors if self.platform == "cpu" else None
+
+    @override
     def suits(self, dtype: str, arch: Any) -> bool:
         return dtype == "float32" or (self.platform != "cpu" and dtype in ("float16", "bfloat16"))
 

@@ -237,6 +237,15 @@ class TorchBackend(ArrayBackend):
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
     @override
+    def utilization(self, processors: float) -> float | None:
+        if self.device.type == "cpu":
+            return processors
+        try:
+            return torch.cuda.utilization(self.device) / 100  # by NVML, which the package nvidia-ml-py reads
+        except Exception:
+            return None
+
+    @override
     def remarks(self) -> list[str]:
         if self.device.type != "cpu":
             return []

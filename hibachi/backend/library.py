@@ -52,6 +52,12 @@ class Library:
         """Free and total bytes of the device, or None if unknown."""
         return None
 
+    def utilization(self, processors: float) -> float | None:
+        """How busy the device was lately, 0 to 1; None if unknown. processors: what the machine's were, by this
+        process.
+        """
+        return processors
+
     def fingerprint(self) -> str:
         """What the bits of a result depend on besides model and request: library, device and threads, kernels.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -89,7 +90,7 @@ class Engine:
         limits = scheduler.limits
         self._meters = Meters(limit=limits.rows, block_size=limits.block_size if scheduler.pool else 0)
         self._worked = 0.0  # the runner's tally at the beginning of this step
-        self._memory_at = -MEMORY_EVERY
+        self._memory_at, self._processors = time.monotonic() - MEMORY_EVERY, time.process_time()
         self._restart = restart
         self._lost = 0  # devices lost since a step last succeeded
         self.invalid = 0  # steps in a row in which no output was valid
@@ -129,9 +130,11 @@ class Engine:
         """A snapshot of the meters; callable from any thread."""
         own, tally, backend, now = self._meters, self.runner.tally, self.runner.backend, time.monotonic()
         if now - self._memory_at >= MEMORY_EVERY:
-            self._memory_at = now
+            spent, used = time.process_time(), now - self._memory_at
+            share = min((spent - self._processors) / used / (os.cpu_count() or 1), 1.0)
+            self._memory_at, self._processors = now, spent
             with suppress(Exception):  # a device that is lost tells nothing
-                own.memory = backend.memory()
+                own.memory, own.utilization = backend.memory(), backend.utilization(share)
         return replace(
             own,
             prefill=own.prefill.copy(),
@@ -383,6 +386,7 @@ class Engine:
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         rows, tokens, meters = len(plan.rows), plan.tokens, self._meters
+        meters.joined += 0 < len(plan.fresh) < rows
         phase = meters.prefill if plan.fresh or tokens > rows else meters.decode
         tokens += 0 if plan.draft is None else int(plan.draft.sum())
         phase.add(rows, tokens, meters.limit, seconds, self.runner.tally.seconds - self._worked)

@@ -198,6 +198,7 @@ SERIES = (
         "engine.failed",
         "Steps that did not happen, as memory ran out or the device failed.",
     ),
+    counter("hibachi_steps_joined_total", "engine.joined", "Steps in which requests began beside others that went on."),
     histogram("hibachi_batch_rows", _phases("rows"), "Continuations in a step.", "phase"),
     gauge("hibachi_batch_rows_limit", "stats.max_num_seqs", "The most continuations that there may be in a step."),
     histogram(
@@ -261,6 +262,11 @@ SERIES = (
         "hibachi_cache_capacity_tokens", lambda v: v.stats.blocks * v.engine.block_size, "Tokens that the cache holds."
     ),
     gauge(
+        "hibachi_cache_used_tokens",
+        lambda v: (v.stats.blocks - v.stats.free_blocks) * v.engine.block_size,
+        "Tokens that the blocks of running requests hold, or have room for.",
+    ),
+    gauge(
         "hibachi_cache_usage_ratio",
         lambda v: 1 - v.stats.free_blocks / v.stats.blocks if v.stats.blocks else 0.0,
         "The share of the blocks that running requests hold.",
@@ -303,6 +309,11 @@ SERIES = (
     ),
     gauge("hibachi_device_memory_bytes", "memory_size", "Memory of the device, if it has its own."),
     gauge("hibachi_device_memory_free_bytes", "memory_free", "Free memory of the device, if it has its own."),
+    gauge(
+        "hibachi_device_utilization_ratio",
+        "engine.utilization",
+        "How busy the device is: as NVML reports it, and on CPUs the processors' time of the engine's process.",
+    ),
 )
 
 
@@ -420,7 +431,10 @@ TGI: dict[str, tuple[Foreign, ...]] = {
     "hibachi_batch_rows": (Foreign("tgi_batch_next_size", (), _together),),
     "hibachi_step_seconds": (Foreign("tgi_batch_inference_duration", ("method",)),),
     "hibachi_step_model_seconds": (Foreign("tgi_batch_forward_duration", ("method",)),),
+    "hibachi_step_host_seconds": (Foreign("tgi_batch_decode_duration", ("method",)),),
+    "hibachi_steps_joined_total": (Foreign("tgi_batch_concat"),),
     "hibachi_cache_capacity_tokens": (Foreign("tgi_batch_max_total_tokens"),),
+    "hibachi_cache_used_tokens": (Foreign("tgi_batch_current_max_tokens"),),
 }
 
 NAMES: dict[str, Mapping[str, tuple[Foreign, ...]]] = {"hibachi": {}, "vllm": VLLM, "tgi": TGI}

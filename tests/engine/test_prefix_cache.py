@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from hibachi import LLM, ConfigError, InvalidRequest, SamplingParams, Terms
+from hibachi import (
+    LLM,
+    AutoregressiveBatchInference,
+    ConfigError,
+    InvalidRequest,
+    NumpyBackend,
+    SamplingParams,
+    Terms,
+)
+from hibachi.testing.toys import SumPaged
 
 from .models import Turnstile
 
@@ -165,3 +174,9 @@ def test_wrong_terms_are_refused(wrong):
 def test_terms_for_each_or_for_all():
     with LLM("tiny") as llm, pytest.raises(InvalidRequest, match="one Terms, or one for each of 1"):
         llm.generate([ids(4)], GREEDY, terms=[Terms(), Terms()])
+
+
+@pytest.mark.parametrize("size", [0, 1, -1])
+def test_k22_a_cache_of_nothing_is_an_error_and_no_default(size):
+    with pytest.raises(ConfigError, match=f"got kv_cache_memory_bytes={size}. Allow more"):
+        AutoregressiveBatchInference(SumPaged(NumpyBackend()), max_model_len=64, kv_cache_memory_bytes=size)

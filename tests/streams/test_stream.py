@@ -391,3 +391,18 @@ def test_a_failing_taker_leaves_nobody_waiting():
         assert not p.awaited
 
     asyncio.run(main())
+
+
+def test_a_reader_that_sees_the_end_finds_its_error():
+    """Readers take no lock: whoever sees `finish` asks for `error` next."""
+    seen = []
+
+    class Watched(Channel):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "finish" and value is not None:
+                seen.append(self.error)
+
+    error = ValueError("why")
+    Watched().end(Finish.ERROR, error)
+    assert seen == [error]

@@ -171,11 +171,13 @@ class Meters:
     grammars: Histogram = field(default_factory=lambda: Histogram(STEP_TIME))  # seconds to compile one
     drafted: Drafted = field(default_factory=Drafted)
     failed: int = 0  # steps that did not happen
+    joined: int = 0  # steps in which requests began beside others that went on
     computed: int = 0  # tokens that the model computed, padding included
     padding: int = 0  # of these, padding
     limit: int = 0  # rows
     block_size: int = 0  # tokens of a cache block
     memory: tuple[int, int] | None = None  # of the device: free and total bytes; None means unknown
+    utilization: float | None = None  # of the device lately, 0 to 1; likewise
 
     @property
     def host_share(self) -> float:
