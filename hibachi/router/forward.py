@@ -7,7 +7,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -26,7 +25,7 @@ from hibachi.router.health import answered, drain, failed, put_back
 from hibachi.router.inspect_answer import AnswerReader, reader_of
 from hibachi.router.inspect_body import Named
 from hibachi.router.policies import Ask
-from hibachi.router.proxying import relay, without_hops
+from hibachi.router.proxying import Idle, relay, without_hops
 from hibachi.router.queue import NoSlot, Queues, may_have
 from hibachi.router.routes import RouteKind
 from hibachi.router.upstreams import Times, Upstream, UpstreamState
@@ -36,7 +35,6 @@ from hibachi.server.web.exchange import Exchange
 log: logging.Logger = logging.getLogger("hibachi.route")
 HELD = 1 << 20  # bytes of an answer that is kept while another upstream is tried
 HELD_FOR = 1.0  # seconds for them to come
-LAST_FOR = 60.0  # seconds for the event that ends a stream that broke, where there is no limit between bytes
 POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
 MOST_POISON = 4096
 UNWELL = (503, 529)  # the latter in Anthropic's dialect
@@ -177,26 +175,18 @@ class Forwarder:
             self.meter.queued.add(seconds)
 
     def _refused(self, job: Forwarding, why: str) -> Refused:
-        again = {"Retry-After": "1"}
         if why == "full":
-            return Refused(
-                "Too many requests wait already. Try again later.",
-                status=429, kind=LIMITED, code="queue_full", headers=again,
-            )  # fmt: skip
+            return later("Too many requests wait already. Try again later.", "queue_full", status=429, kind=LIMITED)
         if why == "late":
-            return Refused(
-                f"Timeout waiting for a free upstream: none came within {self.patience.slot:g} s. Try again later.",
-                status=503, kind=SERVER, code="no_free_upstream", headers=again,
-            )  # fmt: skip
+            told = f"none came within {self.patience.slot:g} s. Try again later."
+            return later(f"Timeout waiting for a free upstream: {told}", "no_free_upstream")
         if why == "lost" and job.kept is not None:
             return lost(job.kept, "no connection to the server that kept it can be opened")
         if self.fleet.known and not self.fleet.having(job.ask.model):
             return unknown(job.ask.model, self.fleet.models)
-        return Refused(
-            f"No upstream takes requests{f' for {job.ask.model[:200]}' if job.ask.model else ''}: "
-            f"{self.fleet.reasons(job.ask.model, job.ask.only)}.",
-            status=503, kind=SERVER, code="no_upstream", headers=again,
-        )  # fmt: skip
+        what = f" for {job.ask.model[:200]}" if job.ask.model else ""
+        reasons = self.fleet.reasons(job.ask.model, job.ask.only)
+        return later(f"No upstream takes requests{what}: {reasons}.", "no_upstream")
 
     def _others(self, job: Forwarding, *, soon: bool = False) -> bool:
         """Is there an upstream that takes such requests and has not had this one? soon: or that may take them again as
@@ -272,10 +262,7 @@ class Forwarder:
             u.errors["connect"] += 1
             if is_ours(e):
                 log.error("no connection can be opened: %s", e)
-                raise Refused(
-                    "The router has no room for a further connection. Try again later.",
-                    status=503, kind=SERVER, code="router_full", headers={"Retry-After": "1"},
-                ) from e  # fmt: skip
+                raise later("The router has no room for a further connection. Try again later.", "router_full") from e
             u.gone = True
             self._ill(u, why)
             return await self._reach_another(job)
@@ -307,10 +294,8 @@ class Forwarder:
             if self._others(job):  # it was checked meanwhile, and is there; but let it breathe
                 await asyncio.sleep(0.05)
             return False
-        raise Refused(
-            f"No upstream can be reached: {self.fleet.reasons(job.ask.model, job.ask.only)}.",
-            status=503, kind=SERVER, code="no_upstream", headers={"Retry-After": "1"},
-        )  # fmt: skip
+        reasons = self.fleet.reasons(job.ask.model, job.ask.only)
+        raise later(f"No upstream can be reached: {reasons}.", "no_upstream")
 
     async def _second_thoughts(self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse) -> bool | None:
         """Looks at a status: None means the answer passes on; else as `_attempt`."""
@@ -440,25 +425,33 @@ class Forwarder:
         await x.start(answer.status, headers)
         if first:
             await x.write(first)
-        broke = await relay(x, answer, reader, self.patience.idle)
-        if broke is None:
-            return
-        kind, why = broke
-        u.errors[kind] += 1
-        refused = Refused("The upstream did not end its answer.", status=502, kind=SERVER, code="upstream_failed")
-        if self.client.closed:
-            refused = Refused("The router is shutting down.", status=503, kind=SERVER, code="shutting_down")
-        elif not reader.fault:
-            reader.fault = f"it did not end its answer: {why}"
-        last = None if "Content-Length" in answer.headers else reader.broken(refused, x.id)
-        if last is None:
-            cut(x.receive)
-        else:
-            unread = partial(cut, x.receive, unread=True)  # where its client does not read
-            ending = asyncio.get_running_loop().call_later(self.patience.idle or LAST_FOR, unread)
-            await x.write(last, more=False)
-            ending.cancel()
-        raise Broken(f"{u.name} did not end its answer: {why}")
+        watch = Idle(self.patience.idle, answer, x.receive)
+        try:
+            await relay(x, answer.content, reader, watch)
+        except (aiohttp.ClientError, OSError) as e:
+            why = f"no byte for {self.patience.idle:g} s" if watch.over else words(e)
+            refused = later("The upstream did not end its answer.", "upstream_failed", status=502)
+            if self.client.closed:
+                refused = later("The router is shutting down.", "shutting_down")
+            elif not reader.finished():
+                reader.fault = f"it did not end its answer: {why}"
+            last = None if "Content-Length" in answer.headers else reader.broken(refused, x.id)
+            if last is None:
+                cut(x.receive)
+            else:
+                answer.close()
+                watch.writes()  # so that a client that does not read is cut off
+                await x.write(last, more=False)
+            if not reader.finished():
+                u.errors["idle" if watch.over else "cut off"] += 1
+                raise Broken(f"{u.name} did not end its answer: {why}") from e
+        finally:
+            watch.stop()
+
+
+def later(words: str, code: str, *, status: int = 503, kind: str = SERVER) -> Refused:
+    """What may go better in a second."""
+    return Refused(words, status=status, kind=kind, code=code, headers={"Retry-After": "1"})
 
 
 def unknown(model: str, models: list[str]) -> Refused:

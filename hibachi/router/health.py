@@ -31,10 +31,10 @@ def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: T
         u.gone = False
         outliers.begin_again(u)
     u.models = {name: models.get(name, {"id": name, "object": "model"}) for name in u.place.models} or dict(models)
-    if u.measured and u.used == u.used_before and not u.in_flight and u.latency is not None:
+    if u.mass and u.used == u.used_before and not u.in_flight and u.latency is not None:
         u.latency += FORGETS * (seconds - u.latency)  # else one that was slow once would never be tried again
     u.used_before = u.used
-    if not u.measured:
+    if not u.mass:
         u.latency = seconds if u.latency is None else u.latency + SLOWER * (seconds - u.latency)
     if u.state is UpstreamState.NEW or (u.state is UpstreamState.TRIED and not u.trial):
         _up(u)

@@ -22,7 +22,7 @@ TAIL = 4  # parts of which one has the last event of a stream: what comes in par
 _NO_FAULT = re.compile(
     r"invalid|bad.?request|unsupported|unprocessable|not.?found|authenti|permission|validation|template|tool_error|"
     r"context_length|too_(?:long|large|many)|content_(?:filter|policy)|moderation|rate.?limit|quota|queue_full|"
-    r"overloaded|out_of_memory|timeout_error|^timeout$|deadline|shutting_down|^4\d\d$",
+    r"overloaded|out_of_memory|timeout_error|'timeout'|deadline|shutting_down|\b4\d\d\b",
     re.IGNORECASE,
 )
 
@@ -44,11 +44,11 @@ class AnswerReader:
         return b""
 
     def finished(self) -> bool:
-        """Is what came of a stream that broke all that there is to come?"""
-        return False
+        """Has the last event of a stream come, or an error?"""
+        return self.over
 
     def broken(self, refused: Refused, request: str) -> bytes | None:
-        """What ends an answer that broke; None means nothing can."""
+        """What ends an answer that broke, as far as it has no end; None means nothing can."""
         return None
 
     def _blame(self, told: dict[str, Any], what: str, name: bytes = b"") -> None:
@@ -59,10 +59,8 @@ class AnswerReader:
             return
         self.over = True
         error = error if isinstance(error, dict) else told
-        details = error.get("details")
-        codes = [*map(error.get, ("type", "error_type", "code", "status")), isinstance(details, dict) and details]
-        codes[-1] = codes[-1] and codes[-1].get("error_code")
-        if error.get("param") is not None or any(_NO_FAULT.search(str(code)) for code in codes):
+        codes = [error.get(name) for name in ("type", "error_type", "code", "status", "details")]
+        if error.get("param") is not None or _NO_FAULT.search(str(codes)):
             self.refused = True
         elif not self.fault:
             self.fault = f"{what} is an error"
@@ -128,6 +126,8 @@ class EventStream(AnswerReader):
         return self.over or self._ends(b"".join(self._tail))
 
     def broken(self, refused: Refused, request: str) -> bytes | None:
+        if self.finished():
+            return b""
         return None if self._form is None else self._form.broken(refused, request, b"".join(self._tail))
 
     def _ends(self, lines: bytes) -> bool:

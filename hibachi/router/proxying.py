@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 
-from hibachi.router.client import words
 from hibachi.router.inspect_answer import AnswerReader
 from hibachi.server.web.deadlines import cut
 from hibachi.server.web.exchange import Exchange
@@ -56,32 +55,18 @@ class Idle:
         self._timer.cancel()
 
 
-async def relay(
-    x: Exchange, answer: aiohttp.ClientResponse, reader: AnswerReader, idle: float
-) -> tuple[str, str] | None:
-    """Pass the body of an answer on as it comes. idle: as in `Idle`. Returns what kind of error broke it, and words for
-    that; None means it is whole.
-    """
-    content, watch = answer.content, Idle(idle, answer, x.receive)
-    try:
-        while not content.at_eof():
-            watch.reads()
-            part = reader.feed(await content.readany())
-            watch.writes()
-            if content.at_eof():
-                await x.write(part + reader.end(), more=False)
-                return None
-            if part:
-                await x.write(part)
-        await x.write(reader.end(), more=False)
-        return None
-    except (aiohttp.ClientError, OSError) as e:
-        if reader.finished() and "Content-Length" not in answer.headers:
-            await x.write(b"", more=False)
-            return None
-        return ("idle", f"no byte for {idle:g} s") if watch.over else ("cut off", words(e))
-    finally:
-        watch.stop()
+async def relay(x: Exchange, content: aiohttp.StreamReader, reader: AnswerReader, watch: Idle) -> None:
+    """Pass the body of an answer on as it comes. Raises what aiohttp raises."""
+    while not content.at_eof():
+        watch.reads()
+        part = reader.feed(await content.readany())
+        watch.writes()
+        if content.at_eof():
+            await x.write(part + reader.end(), more=False)
+            return
+        if part:
+            await x.write(part)
+    await x.write(reader.end(), more=False)
 
 
 def without_hops(headers: Any) -> list[tuple[bytes, bytes]]:

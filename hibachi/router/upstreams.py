@@ -83,10 +83,8 @@ class Upstream:
     gone: bool = False  # no connection to it could be opened, so that it holds nothing that it held
     processed: float = 0.0  # requests that it was given, for its weight
     used_before: int = 0  # requests, at the last check
-    measured: bool = False  # does `latency` come of requests?
-    samples: int = 0  # that there were
-    first: int = 1  # the number of the first that counts in `latency`
-    mass: float = 0.0  # weights of those that do
+    samples: int = 0  # times of requests
+    mass: float = 0.0  # the weight that these have in `latency`; 0: there it is that of checks
     # How its answers end; see `outliers`. Counts are of late: older ones fade.
     whole: float = 0.0
     faulty: float = 0.0
@@ -138,21 +136,20 @@ class Upstream:
         self.times.add(seconds)
         if not telling:
             return 0
+        if self.latency is None or not self.mass:
+            self.latency = 0.0
         self.samples += 1
-        if self.latency is None or not self.measured:
-            self.latency, self.measured, self.first, self.mass = seconds, True, self.samples, 1.0
-        else:
-            self.mass = (1 - SLOWER) * self.mass + SLOWER
-            self.latency += SLOWER / self.mass * (seconds - self.latency)
+        self.mass += SLOWER * (1 - self.mass)
+        self.latency += SLOWER / self.mass * (seconds - self.latency)
         return self.samples
 
     def took_not(self, seconds: float, sample: int) -> None:
         """The answer failed, and its time is none: `latency` is what it would be without it."""
-        if self.latency is None or not self.measured or sample < self.first:
+        part = SLOWER * (1 - SLOWER) ** (self.samples - sample)
+        if self.latency is None or not sample:
             return
-        part = (1.0 if sample == self.first else SLOWER) * (1 - SLOWER) ** (self.samples - sample)
-        left = self.mass - part
-        if left < 1e-3:
-            self.latency, self.measured = None, False
+        if self.mass - part < 1e-6:
+            self.latency, self.mass = None, 0.0
         else:
-            self.latency, self.mass = max(0.0, (self.mass * self.latency - part * seconds) / left), left
+            self.latency += part / (self.mass - part) * (self.latency - seconds)
+            self.mass -= part

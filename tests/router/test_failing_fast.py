@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from hibachi.llm.dialects.errors import SERVER, Refused
 from hibachi.router import outliers
 from hibachi.router.dialects import stream_form
 from hibachi.router.health import Thresholds, bad_check, failed, good_check, put_back
@@ -89,7 +88,7 @@ def test_a_suspect_is_tried_with_one_request_at_a_time_and_comes_back(mock, rout
     well.delay = 0.05  # so that it is not asked first
     here = route(bad, well)
     ask_all(here, 4, 1)
-    assert len(bad.requests) == 1 and not here.of(bad).measured  # a failure is no latency
+    assert len(bad.requests) == 1 and not here.of(bad).mass  # a failure is no latency
     (told,) = [u for u in here.ask("/upstreams", None).json["upstreams"] if u["name"] == bad.url]
     assert told["state"] == "tried" and "50% of its answers failed of late (it did not end its answer" in told["why"]
     assert here.figures()[f'hibachi_route_up{{upstream="{bad.url}"}}'] == 0.5
@@ -128,7 +127,7 @@ def responses(kind, error=b"null"):
     [
         (CHAT, EVENT + DONE, b""),
         ("/v1/engines/m/completions", EVENT + b"data:[DONE]\n\n", b""),
-        (CHAT, EVENT.replace(b"\n", b"\r\n") + b"data: [DONE]\r\n\r\n", b""),
+        (CHAT, (EVENT + DONE).replace(b"\n", b"\r\n"), b""),
         ("/v1/responses", CREATED + responses(b"completed"), DONE),
         ("/v1/responses", CREATED + responses(b"incomplete"), b""),
         ("/v1/responses", CREATED + responses(b"completed", b'null, "x": "' + b"x" * 99_999 + b'"'), b""),
@@ -149,25 +148,21 @@ def test_a_stream_without_its_last_event_is_a_fault(path, whole, more):
     assert not reader_of(stream_form("/v1/audio/speech"), SSE).fault  # whose end is not known
 
 
-INVALID = {"message": "no", "type": "invalid_request_error", "param": "prompt", "code": "invalid_value"}
 ERRORS = [  # and whether it blames the request
     ({"error": {"message": "no", "type": "server_error", "param": None, "code": "engine_failed"}}, False),
-    ({"error": {"message": "no", "type": "InternalServerError", "code": 500}}, False),
     ({"error": {"message": "no"}}, False),
     ({"error": "no", "error_type": "generation"}, False),
     ({"type": "error", "error": {"type": "api_error", "message": "no"}}, False),
     ({"object": "error", "message": "no", "type": "internal_error", "code": 500}, False),
     ({"type": "error", "sequence_number": 1, "code": "model_fault", "message": "no", "param": None}, False),
     ({"type": "response.failed", "response": {"error": {"code": "server_error", "message": "no"}}}, False),
-    ({"error": INVALID}, True),
+    ({"error": {"message": "no", "type": "invalid_request_error", "param": "prompt"}}, True),
     ({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, True),
     ({"error": {"message": "no", "code": 429, "status": "RESOURCE_EXHAUSTED"}}, True),
     ({"error": "no", "error_type": "validation"}, True),
-    ({"error": "no", "error_type": "overloaded"}, True),
     ({"type": "error", "error": {"type": "overloaded_error", "message": "no"}}, True),
     ({"type": "error", "error": {"type": "api_error", "details": {"error_code": "context_length_exceeded"}}}, True),
     ({"type": "response.failed", "response": {"error": {"code": "rate_limit_exceeded", "message": "no"}}}, True),
-    ({"error": {"type": "server_error", "code": "shutting_down"}}, True),
 ]
 
 
@@ -193,14 +188,12 @@ def test_an_error_with_status_200_is_a_fault_unless_it_blames_the_request(told, 
         (b'{"error": {"message": "' + b"x" * 99_999 + b'"}}', False),  # no error is as long
         (b'{"choices": [{"text": "a', True),
         (b"", True),
-        (b"<html>", True),
     ],
 )
 def test_what_is_an_answer_in_json(body, fault):
     reader = reader_of(None, JSON)
     assert b"".join([reader.feed(body[i : i + 1000]) for i in range(0, len(body), 1000)]) == body
     assert (reader.end(), bool(reader.fault)) == (b"", fault)
-    assert not reader_of(None, {**JSON, "Content-Encoding": "gzip"}).feed(b"") and not reader.refused
 
 
 def test_an_event_error_is_one_whatever_its_data():
@@ -225,7 +218,6 @@ NUMBERED = b'data: {"type": "response.created", "sequence_number": 41}\n\n'
         ("/v1/responses", NUMBERED, "error", ("type", "error")),
         ("/v1/messages", STARTS, "error", ("error", "type", "api_error")),
         ("/generate_stream", TOKEN, None, ("error_type", "incomplete_generation")),
-        ("/", TOKEN, None, ("error_type", "incomplete_generation")),
     ],
 )
 @pytest.mark.parametrize("torn", [b"", b'data: {"half'])
@@ -276,7 +268,7 @@ def test_what_breaks_behind_the_last_event_is_whole(mock, route, last, errors):
 # ---- how faults weigh --------------------------------------------------------------------------------------------
 
 
-def upstream(*answers):
+def upstream(*answers: bool) -> Upstream:
     u = Upstream(Place("http://a"), UpstreamState.UP)
     for right in answers:
         outliers.whole(u) if right else outliers.fault(u, "no", 0.0)
@@ -338,19 +330,9 @@ def test_a_failure_is_no_latency():
         draw.shuffle(wrong)
         for seconds, number in wrong:
             u.took_not(seconds, number)
-        weights = [0.8 ** (u.samples - n) * (1.0 if n == 1 else 0.2) for _, n in kept]
+        weights = [0.8 ** (u.samples - n) for _, n in kept]
         mean = sum(w * seconds for w, (seconds, _) in zip(weights, kept, strict=True))
-        assert u.latency == (pytest.approx(mean / sum(weights)) if kept else None) and u.measured == bool(kept)
+        assert u.latency == (pytest.approx(mean / sum(weights)) if kept else None) and bool(u.mass) == bool(kept)
         before = u.latency
         u.took_not(0.5, u.took(0.5, telling=False))  # it was none
         assert u.latency == before
-
-
-def test_words_of_the_router_in_each_dialect_name_what_happened():
-    refused = Refused("The upstream did not end its answer.", status=502, kind=SERVER, code="upstream_failed")
-    for path in (CHAT, "/v1/responses", "/v1/messages", "/generate_stream", "/v1/generate"):
-        event = stream_form(path).broken(refused, "1", b"")
-        assert b"The upstream did not end its answer." in event and event.endswith(b"\n\n")
-        reader = reader_of(stream_form(path), SSE)  # a router before this one blames this upstream, too
-        reader.feed(event)
-        assert reader.fault
