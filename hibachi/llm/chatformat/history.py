@@ -101,8 +101,9 @@ def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
         hash((name, text)),
         "arguments of an earlier call of %s are no JSON object; the model is shown them as they are where its chat "
         "template can show that, else none: %s",
-        shown(name), shown(text),
-    )  # fmt: skip
+        name,
+        text,
+    )
     return text
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec import Struct, inspect
 
-from hibachi.errors import shown
 from hibachi.llm.chatformat.once import Once
 
 _once = Once(logging.getLogger("hibachi.chat"))
@@ -21,7 +20,7 @@ class Extensible(Struct, forbid_unknown_fields=True):
 
 def pass_over(what: str, name: str) -> None:
     """The log says once what is passed over."""
-    _once.warning((what, hash(name)), "%s that are not known here are passed over in requests: %s", what, shown(name))
+    _once.warning((what, hash(name)), f"{what} that are not known here are passed over in requests: %s", name)
 
 
 def without_unknown(kind: Any, value: Any) -> Any:

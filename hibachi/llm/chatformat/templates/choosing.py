@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-from hibachi.errors import shown
 from hibachi.llm.chatformat.format import HERMES, PLAIN, ChatFormat
 from hibachi.llm.chatformat.once import Once
 from hibachi.llm.chatformat.templates.derive import derive
@@ -123,9 +122,7 @@ class Choosing:
             return {found.switch: False}
         if not found.effort or (asked == "none" and not _KNOWS_NONE.search(template)):
             none = ", only a switch, which 'none' turns off" if found.switch is not None else ""
-            self._once.warning(
-                "effort", "reasoning_effort %s has no effect: this model's chat template has no such setting%s",
-                shown(asked), none,
-            )  # fmt: skip
+            why = f"this model's chat template has no such setting{none}"
+            self._once.warning("effort", f"reasoning_effort %s has no effect: {why}", asked)
             return {}
         return {"reasoning_effort": asked}
