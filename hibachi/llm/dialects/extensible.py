@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct, inspect
 
+from hibachi.errors import FieldPath
 from hibachi.llm.chatformat.once import Once
 
 _once = Once(logging.getLogger("hibachi.chat"))
@@ -23,9 +24,12 @@ def pass_over(what: str, name: str) -> None:
     _once.warning((what, hash(name)), f"{what} that are not known here are passed over in requests: %s", name)
 
 
-def without_unknown(kind: Any, value: Any) -> Any:
-    """Parsed JSON that is to be read as `kind`, without unknown fields of records that are Extensible."""
-    return _without(_described(kind), value, "")
+def without_unknown(kind: Any, value: Any, within: FieldPath = ()) -> Any:
+    """Parsed JSON that is to be read as `kind`, without unknown fields of records that are Extensible. within: where in
+    a body it stands.
+    """
+    path = "".join("[]" if isinstance(step, int) else f".{step}" for step in within)
+    return _without(_described(kind), value, path.lstrip("."))
 
 
 _described = lru_cache(inspect.type_info)

@@ -350,7 +350,7 @@ def taken(kind: type[T], value: Any, page: str = PAGE, within: FieldPath = ()) -
 
 def _extended(error: msgspec.ValidationError, kind: Any, page: str, value: Any, within: FieldPath = ()) -> Any:
     """The value without what clients may add, if that is what is wrong with it. Raises Refused if it is not."""
-    kept = without_unknown(kind, value) if _UNKNOWN.search(str(error)) else value
+    kept = without_unknown(kind, value, within) if _UNKNOWN.search(str(error)) else value
     if kept == value:
         raise refused_by(error, kind, page, within) from None
     return kept
