@@ -146,8 +146,8 @@ class Instructions:
         def way_of(other: Surrounding) -> Way:
             return way if other == where._replace(after=other.after) else self._way(other)
 
-        front = ["system"] * where.led + [*_IN_FRONT[where.before]]
-        behind = _BEHIND[where.after]
+        front = ["system"] * where.led + _IN_FRONT[where.before].split()
+        behind = _BEHIND[where.after].split()
         ends = [behind[:-2]] if where.before is None else [behind[:-2], behind]  # some count turns, and find out late
         trials = [_saying([*front, *where.roles, *end]) for end in ends]
         own = slice(where.led, None)  # where the first system message is shown is settled
@@ -193,20 +193,12 @@ def _as_user(where: Surrounding) -> Way:
     return Way.USER
 
 
-_IN_FRONT: Mapping[str | None, tuple[str, ...]] = {
-    None: (),
-    "user": ("user",),
-    "assistant": ("user", "assistant"),
-    "calls": ("user", "calls"),
-    "tool": ("user", "calls", "tool"),
-}
-_BEHIND: Mapping[str | None, tuple[str, ...]] = {
-    None: ("assistant", "user"),  # which is what comes next
-    "user": ("user", "assistant", "user"),
-    "assistant": ("assistant", "user"),
-    "calls": ("calls", "tool", "assistant", "user"),
-    "tool": ("tool", "assistant", "user"),
-}
+# Kinds of messages in trials, by the neighbour. Behind none comes an answer, and then the user.
+_IN_FRONT = {None: "", "user": "user", "assistant": "user assistant", "calls": "user calls", "tool": "user calls tool"}
+_BEHIND = {
+    None: "assistant user", "user": "user assistant user", "assistant": "assistant user",
+    "calls": "calls tool assistant user", "tool": "tool assistant user",
+}  # fmt: skip
 _ID = "call_Lvag1"
 _BROKEN = f'{{"{KEYS[0]}": "{_WORDS[0]}'  # arguments that were cut off
 
@@ -215,13 +207,10 @@ def _saying(kinds: Sequence[str], arguments: str | None = None) -> list[Message]
     """Messages of these kinds, each with a word of its own. arguments: of calls, in the place of an object."""
     found: list[Message] = []
     for kind, word in zip(kinds, _WORDS, strict=False):
-        call = {
-            "id": _ID,
-            "type": "function",
-            "function": {"name": NAMES[0], "arguments": arguments or {KEYS[0]: word}},
-        }
+        function = {"name": NAMES[0], "arguments": arguments or {KEYS[0]: word}}
         if kind == "calls":
-            found.append({"role": "assistant", "content": None, "tool_calls": [call], **THINKING})
+            calls = [{"id": _ID, "type": "function", "function": function}]
+            found.append({"role": "assistant", "content": None, "tool_calls": calls, **THINKING})
         else:
             more = {"assistant": THINKING, "tool": {"tool_call_id": _ID}}
             found.append({"role": kind, "content": word, **more.get(kind, {})})
