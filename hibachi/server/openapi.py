@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Raw, Struct, defstruct, structs
 from msgspec.json import schema_components
 
+from hibachi.llm.dialects.extensible import Extensible
 from hibachi.llm.dialects.openai.bodies import IGNORED
 
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -106,6 +107,8 @@ def document(operations: Sequence[Operation], title: str, version: str, root: st
     found, components = schema_components([_shown(t) for t in types], ref_template=_REF)
     for one in components.values():
         _tidy(one)
+    for extensible in Extensible.__subclasses__():
+        components.get(extensible.__name__, {}).pop("additionalProperties", None)
     schemas = dict(zip(types, found, strict=True))
     paths: dict[str, Any] = {}
     for o in operations:
