@@ -39,13 +39,13 @@ def render_chat(
 
     It runs in a process of its own, for at most 10 s and 1 GiB, see hibachi/llm/tokenizers/sandbox.py.
 
-    The engine is minijinja. What jinja2 has and it has not: `%` to format, and `%d` of floats; `varargs` and `kwargs`
-    in macros; `self`, cycler, lipsum; the filters random, urlize and xmlattr, some arguments of truncate and wordwrap;
-    of the methods of strings rsplit, partition, index, center, ljust, rjust, zfill, swapcase, removeprefix and
-    removesuffix; the test callable. It is more lenient: a value that is not there becomes null in JSON and can be
-    sliced, none may be looped over, unlike types may be compared. The control characters 0x1c to 0x1f are no blanks,
-    and title() leaves a letter behind an apostrophe small. `x.items`, which is not called, is the entry of this name,
-    and no method. What is added to a text that is `safe` is not escaped.
+    The engine is minijinja. What jinja2 has and it has not: `%` to format; `varargs` and `kwargs` in macros; `self`,
+    cycler, lipsum; the filters random, urlize and xmlattr, some arguments of truncate and wordwrap; of the methods of
+    strings rsplit, partition, index, center, ljust, rjust, zfill, swapcase, removeprefix and removesuffix; the test
+    callable. It is more lenient: a value that is not there becomes null in JSON and can be sliced, none may be looped
+    over, unlike types may be compared. The control characters 0x1c to 0x1f are no blanks, and title() leaves a letter
+    behind an apostrophe small. `x.items`, which is not called, is the entry of this name, and no method. What is added
+    to a text that is `safe` is not escaped.
 
     Numbers are as in Python, but: a whole float, or one that Python writes with an exponent, can be computed with only
     where it is a variable itself, and not an entry of one. What a template computes with such floats is written with

@@ -22,6 +22,7 @@ _FILLED = re.compile(r"\.(?:append|extend|insert|pop)\(")
 _TAG = re.compile(r"\{([%{]).*?[%}]\}", re.DOTALL)
 _EMPTY_LIST = re.compile(r"(?<![=!<>])=\s*\[\s*\]")
 _LITERAL = re.compile(r"(\{\{[-+]?\s*)(\d[\d_.]*[eE][-+]?\d+)(?=\s*[-+]?\}\})")  # a number to be printed
+_WHOLE = re.compile(r"(%[-+ 0#]*\d*[dixX][^'\"{}|]*['\"]\s*\|\s*)format(?=\s*\()")  # floats written as whole numbers
 _LONGEST = 2**25  # characters of a text
 _BROKEN = ("SyntaxError", "UnknownFilter", "UnknownFunction", "UnknownTest", "BadEscape")
 
@@ -127,6 +128,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "replace": replace,
     "int": to_int,
     "float": to_float,
+    "whole": lambda value, *numbers: value % numbers,
     "center": lambda value, width=80: str(value).center(width),
     "wordcount": lambda value: len(re.findall(r"\w+", str(value))),
 }
@@ -175,7 +177,7 @@ def clock(now: float) -> Callable[[str], str]:
 
 def render(minijinja: Any, environment: Any, template: str, variables: dict[str, Any]) -> tuple[str, str]:
     template = with_lists(_GENERATION.sub(lambda tag: f"{tag[1]}{tag[2] or ''}with", template))
-    template = _LITERAL.sub(lambda tag: f"{tag[1]}'{float(tag[2])}'", template)
+    template = _LITERAL.sub(lambda tag: f"{tag[1]}'{float(tag[2])}'", _WHOLE.sub(r"\1whole", template))
     now = variables.get("strftime_now")
     try:
         given = frozen(variables)

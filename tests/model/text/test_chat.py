@@ -303,7 +303,7 @@ def test_a_template_sees_nothing_of_python(expression):
 NUMBERS = (
     "{{ x }} {{ -x }} {{ x + 1 }} {{ x * 2 }} {{ x / 2 }} {{ x // 2 }} {{ x ** 2 }}|{{ x | round }} {{ x | abs }}"
     "{{ x == 1 }} {{ x in [1, 2] }} {{ [x, 3] | max }} {{ [x, 2] | sum }} {{ x is float }} {{ x < 2 }}"
-    "{{ '%.2f' | format(x) }} {{ '%.1e' | format(x) }} {{ x | string }} {{ x ~ 'a' ~ x }} {{ x | int }} {{ x | float }}"
+    "{{ '%.2f' | format(x) }} {{ '%d, %5d' | format(x, 2) }} {{ x | string }} {{ x ~ 'a' ~ x }} {{ x | int }}"
     "{{ x | tojson }} {{ [x, 1] | tojson }} {{ {'x': x, 'd': d} | tojson }} {{ (x) | tojson }} {{ [x, 1] | join(',') }}"
     "{{ d }} {{ d.x }} {{ d | tojson }} {{ d.x | tojson }} {{ d['x'] | string }} {{ d.l | first | tojson }}"
     "{{ x | replace('1', '2') }} {{ 'x' }} {{ 1e20 }} {{ 1e-7 }} {{- 1E16 -}} {{ 1e20 * 10 }} {{ 1e20 == 1e20 }}"
