@@ -81,10 +81,13 @@ class Program:
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
         self._turned: tuple[Any, list[Array], Any, int] | None = None  # the tables of angles of the last step
         self._idle: list[ProgramMemory] = []
-        self.seconds: Any = None
-        """If it is set to zeros, float64 [operations], the seconds of each are added to it."""
+        self.seconds: HostArray = np.zeros(len(self._ops))
+        """Of each operation, float64 [operations], added up."""
         self.parts = [_PARTS.get(op["kind"], "model") for op in self._ops]
-        """What each operation belongs to, for a profile."""
+        """What each operation belongs to."""
+        self._sorts = [op["outputs"] for op in self._ops if op["kind"] == SORT]
+        self.expert_tokens: HostArray = np.zeros(a.experts.count if a.experts and self._sorts else 0, np.int64)
+        """How many tokens each expert of the last layer with experts has computed, int64 [experts]."""
 
     def __call__(
         self,
@@ -121,10 +124,25 @@ class Program:
         step.block_size, step.cache_blocks = cache[0].block_size, len(cache[0].keys)
         step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
         first, end = int(h is not None), len(self._list) if logits else self._before_head
-        step.seconds = None if self.seconds is None else self.seconds[first:].ctypes.data
+        step.seconds = self.seconds[first:].ctypes.data
         self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), end - first)
+        if len(self.expert_tokens):
+            self._count(buffers[LISTS], n if self._sorts[-1] else len(tok))
         self._idle.append(memory)
         return out
+
+    def told(self) -> tuple[dict[str, float], list[int]]:
+        """For metrics: the seconds of each part, and `expert_tokens`."""
+        seconds: dict[str, float] = {}
+        for part, took in zip(self.parts, self.seconds.tolist(), strict=True):
+            seconds[part] = seconds.get(part, 0.0) + took
+        return seconds, self.expert_tokens.tolist()
+
+    def _count(self, lists: int, tokens: int) -> None:
+        """Count who went to which expert: `Lists` of experts.h, of the last layer with experts."""
+        experts = len(self.expert_tokens)
+        starts = (ctypes.c_int32 * (experts + 1)).from_address(lists + 16 * tokens * self._arch.experts.per_token)
+        self.expert_tokens += np.diff(starts[:])
 
     def _memory(self, tokens: int) -> ProgramMemory:
         a, item = self._arch, 2 if self._code else 4  # bytes of a number

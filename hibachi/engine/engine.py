@@ -135,8 +135,11 @@ class Engine:
             self._memory_at, self._processors = now, spent
             with suppress(Exception):  # a device that is lost tells nothing
                 own.memory, own.utilization = backend.memory(), backend.utilization(share)
+        parts, experts = self.runner.told()
         return replace(
             own,
+            parts=parts,
+            expert_tokens=experts,
             prefill=own.prefill.copy(),
             decode=own.decode.copy(),
             grammars=own.grammars.copy(),

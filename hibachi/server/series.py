@@ -217,6 +217,18 @@ SERIES = (
     histogram(
         "hibachi_step_model_seconds", _phases("model"), "The time of a step in the model and the sampler.", "phase"
     ),
+    counter(
+        "hibachi_model_seconds_total",
+        lambda v: {(part,): seconds for part, seconds in v.engine.parts.items()},
+        "Of a decoder on hibachi's kernels, the time of its parts: attention, linear, norms, and model for the rest.",
+        "part",
+    ),
+    counter(
+        "hibachi_expert_tokens_total",
+        lambda v: {(str(i),): tokens for i, tokens in enumerate(v.engine.expert_tokens)},
+        "Likewise, tokens that each expert of the last layer with experts has computed.",
+        "expert",
+    ),
     histogram(
         "hibachi_step_host_seconds",
         _phases("host"),

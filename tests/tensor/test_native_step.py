@@ -201,3 +201,28 @@ def test_jax_has_these_bits_wherever_they_have_the_name(kind):
     np.testing.assert_allclose(*found, atol=1e-4)
     if model.portable and (scales.residual_scale, scales.embed_scale) == (1.0, 1.0):
         np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["experts", "one of many experts"])
+def test_metrics_know_the_experts_of_the_last_layer_and_the_time_of_the_parts(kind, monkeypatch):
+    backend = NativeNumpyBackend()
+    model, chosen = made(backend, "float32", **FUSED[kind]), []
+    steps = [
+        inputs(backend, [0, 0, 0], [1, 17, 30], [True, True, False]),
+        inputs(backend, [1, 17, 30], [1, 1, 5], [True, True, True]),
+    ]
+    fused = model.fused
+    stepped(model, fused, steps)
+    seconds, experts = fused.told()
+    assert set(seconds) == {"model", "norms", "linear", "attention"} and min(seconds.values()) > 0
+    own = backend.experts
+
+    def spied(x, of, *args, **options):
+        chosen.append(np.array(of))
+        return own(x, of, *args, **options)
+
+    monkeypatch.setattr(model.backend, "experts", spied)
+    stepped(model, None, steps)
+    layers = sum(layer.experts for layer in model.arch.layers)
+    last = np.concatenate([each.reshape(-1) for each in chosen[layers - 1 :: layers]])
+    assert experts == np.bincount(last, minlength=model.arch.experts.count).tolist()

@@ -177,6 +177,8 @@ class Meters:
     limit: int = 0  # rows
     block_size: int = 0  # tokens of a cache block
     memory: tuple[int, int] | None = None  # of the device: free and total bytes; None means unknown
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of the model's parts, where they are known
+    expert_tokens: list[int] = field(default_factory=list)  # computed by each expert of a layer
     utilization: float | None = None  # of the device lately, 0 to 1; likewise
 
     @property

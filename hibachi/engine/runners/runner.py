@@ -191,6 +191,10 @@ class Runner:
         assert self.tables is not None
         return self.tables.at(row).read(row, start, n)
 
+    def told(self) -> tuple[dict[str, float], list[int]]:
+        """For metrics: seconds of the model's parts, and tokens of each expert. Callable from any thread."""
+        return {}, []
+
     def fitting(self, proposals: int) -> int:
         """How many of these proposals a row should compute, so that they need no more calls."""
         return proposals
