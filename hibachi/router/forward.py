@@ -359,6 +359,7 @@ class Forwarder:
             return job.again
         for one in job.faulty:  # two have failed with it, so it is the fault of neither
             put_back(one)
+        outliers.take_back(job.faulty[0])
         self._recheck(u)
         self.lines.changed()
         self.meter.poisonous += 1
@@ -442,7 +443,7 @@ class Forwarder:
                 answer.close()
                 watch.writes()  # so that a client that does not read is cut off
                 await x.write(last, more=False)
-            if not reader.finished():
+            if last != b"":  # an end was missing
                 u.errors["idle" if watch.over else "cut off"] += 1
                 raise Broken(f"{u.name} did not end its answer: {why}") from e
         finally:

@@ -68,7 +68,6 @@ def answered(u: Upstream) -> None:
 
 def put_back(u: Upstream) -> None:
     """Undo a failure that was the request's fault. An upstream that a check found ill stays ill."""
-    outliers.take_back(u)
     if u.state in (UpstreamState.ILL, UpstreamState.TRIED) and u.faults and not u.bad:
         _up(u)
 

@@ -43,13 +43,13 @@ class Idle:
         # aiohttp does not report to waiting callers that the bytes are no HTTP.
         protocol = None if self._answer.connection is None else self._answer.connection.protocol
         broken = protocol is not None and protocol.exception() is not None
-        if left > 0 and not broken:
-            self._timer = self._loop.call_later(min(left, LOOK), self._look)
-        elif broken or self._reading:
+        if left <= 0 and not broken and not self._reading:
+            cut(self._receive, unread=True)  # which is to the exchange as if the client had left
+            return
+        if left <= 0 or broken:
             self.over = not broken
             self._answer.close()
-        else:
-            cut(self._receive, unread=True)  # which is to the exchange as if the client had left
+        self._timer = self._loop.call_later(min(left, LOOK) if left > 0 else LOOK, self._look)
 
     def stop(self) -> None:
         self._timer.cancel()

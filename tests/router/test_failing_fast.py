@@ -11,7 +11,7 @@ import pytest
 
 from hibachi.router import outliers
 from hibachi.router.dialects import stream_form
-from hibachi.router.health import Thresholds, bad_check, failed, good_check, put_back
+from hibachi.router.health import Thresholds, bad_check, good_check
 from hibachi.router.inspect_answer import LONGEST_LINE, reader_of
 from hibachi.router.policynames import POLICIES
 from hibachi.router.upstreams import Place, Upstream, UpstreamState
@@ -291,9 +291,8 @@ def test_what_mends_a_suspect_and_what_does_not():
     bad_check(u, "late", limits)
     good_check(u, {}, 0.01, limits)
     assert u.gap == before and outliers.suspect(u)
-    failed(u, "no")
     outliers.fault(u, "no", 0.0)
-    put_back(u)  # the request's fault, not its own
+    outliers.take_back(u)  # the request's fault, not its own
     assert u.gap < before
     bad_check(u, "no connection", limits, gone=True)
     good_check(u, {}, 0.01, limits)  # it began again

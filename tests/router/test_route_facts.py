@@ -361,6 +361,7 @@ def test_a_request_that_breaks_two_servers_breaks_no_third(mock, route):
     eventually(lambda: all(u.state is UpstreamState.UP for u in here.router.fleet.upstreams))
     assert here.ask("/v1/completions", b'{"model": "m", "prompt": "poison"}').status == 502
     assert sum(len(u.requests) for u in three) == 3  # it is known, and sent once
+    assert not any(u.faulty for u in here.router.fleet.upstreams)
     assert here.ask().status == 200
 
 
