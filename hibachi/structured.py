@@ -33,6 +33,7 @@ class StructuredOutputs:
     whitespace_pattern: a regular expression for the blanks between JSON's tokens; None means at most one blank after a
     comma and a colon.
     one_of_as_any_of: read `oneOf` in a schema as `anyOf`. False refuses a `oneOf` whose alternatives may overlap.
+    begun: what the prompt has already written of the answer; the output is the rest of it.
 
     Raises InvalidRequest unless exactly one form is given, and for a value of a wrong type or size.
     """
@@ -44,6 +45,7 @@ class StructuredOutputs:
     grammar: str | None = None
     whitespace_pattern: str | None = None
     one_of_as_any_of: bool = False
+    begun: str = ""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
@@ -54,6 +56,7 @@ class StructuredOutputs:
             object.__setattr__(self, "json", _schema(self.json))
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check(isinstance(getattr(self, name), (str, type(None))), name, "a text", getattr(self, name))
+        _check(isinstance(self.begun, str), "begun", "a text", self.begun)
         for name in ("json_object", "one_of_as_any_of"):
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         if self.choice is not None:
@@ -62,7 +65,7 @@ class StructuredOutputs:
             raise InvalidRequest.at((*_PATH, "whitespace_pattern"), f" is for JSON; got {self.kind} beside it.")
         if self.one_of_as_any_of and self.kind != "json":
             raise InvalidRequest.at((*_PATH, "one_of_as_any_of"), f" is for json; got {self.kind} beside it.")
-        if (size := _size(self.text) + _size(self.whitespace_pattern or "")) > MOST_BYTES:
+        if (size := _size(self.text) + _size(self.whitespace_pattern or "") + _size(self.begun)) > MOST_BYTES:
             raise InvalidRequest.at(
                 (*_PATH, self.kind), f" must have at most {MOST_BYTES} bytes of UTF-8; got {size}. Make it smaller."
             )

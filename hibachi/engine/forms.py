@@ -76,7 +76,12 @@ class Forms:
                 "Leave it out."
             )
         assert isinstance(form, StructuredOutputs)
-        return guides.check(form)
+        grammar = guides.check(form)
+        if form.begun and not grammar.begun:
+            raise UnsupportedOperation(
+                "structured_outputs.begun is not supported by the guides that HIBACHI_GUIDES names."
+            )
+        return grammar
 
     @property
     def counted(self) -> Counted:

@@ -367,6 +367,44 @@ def test_an_answer_that_is_begun_goes_on_and_may_be_echoed(says):
     assert "".join(text for _, text in parts("message", answer)) == texts[0][0]
 
 
+FORM = {
+    "type": "object",
+    "properties": {"ab": {"enum": [1, 2]}, "c": {"type": "string", "maxLength": 3}},
+    "required": ["ab", "c"],
+    "additionalProperties": False,
+}
+BEGUN = ["{", '{"a', '{"ab": ', '{\n  "ab" : 1,\n  "c": "x\\"', '{"ab":2,"c":"']
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nHm.\n</think>\n\n"])
+@pytest.mark.parametrize("content", BEGUN)
+def test_a_form_goes_on_behind_what_is_begun(says, thought, content):
+    begun = [*told("It is so."), {"role": "assistant", "content": thought + content}]
+    more = {"messages": begun, "max_tokens": 60, **GREEDY}
+    chat = {**more, "continue_final_message": True, "add_generation_prompt": False}
+    chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "it", "schema": FORM}}
+    message = {**more, "model": "m", "output_config": {"format": {"type": "json_schema", "schema": FORM}}}
+    for kind, body in (("chat", chat), ("message", message)):
+        answer = asked(says, kind, **body)
+        said = answer["choices"][0]["message"]["content"] if kind == "chat" else answer["content"][0]["text"]
+        found = json.loads(content + said)
+        assert list(found) == ["ab", "c"] and found["ab"] in (1, 2) and len(found["c"]) <= 3
+    tools = asked(says, "chat", **chat, tools=TOOLS["chat"])["choices"][0]["message"]
+    assert json.loads(content + tools["content"])["ab"] in (1, 2)
+
+
+@pytest.mark.parametrize("content", ["Sure: ", "{ab", '{"ab": 3', '{"ab": 1, "c": "wxyz', '{"ab": 1, "c": "x"} '])
+def test_a_beginning_that_no_form_has_is_refused(says, content):
+    begun = [*told("It is so."), {"role": "assistant", "content": content}]
+    body = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 9}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": FORM}}
+    error = says.refused("chat", **body, response_format=form)
+    assert (error.status, error.param) == (400, "messages") and "cannot be continued in the form" in str(error)
+    form["json_schema"]["schema"] = {"not": {}}
+    assert "`not` is not supported" in str(says.refused("chat", **body, response_format=form))
+    assert says.whole("chat", **body)["choices"]
+
+
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 

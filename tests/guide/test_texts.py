@@ -100,6 +100,21 @@ def test_what_says_nothing_in_a_schema_is_no_reason_to_refuse_it(llm):
         assert json.loads(answer.text) == {"format": "path", "propertyNames": {}, "list": ["abb"]}
 
 
+BEGUN = {"json": '{"name": "É', "regex": "ab", "choice": "n", "lark": "x1", "gbnf": "ab4"}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_goes_on_behind_what_the_prompt_has_written(llm, kind):
+    form = {**FORMS[kind], "begun": BEGUN[kind]}
+    drawn = params(form, temperature=1.0).with_(n=3)
+    for answer in llm.generate(["Here: " + BEGUN[kind]] * 2, [drawn, params(form, temperature=0)]):
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop" and FITS[kind](BEGUN[kind] + choice.text)
+    for wrong in ("§", {"choice": "yes", "gbnf": "ab4."}.get(kind, "§§")):
+        with pytest.raises(InvalidRequest, match=r"^structured_outputs\.begun: no such answer begins so"):
+            llm.generate("x", params({**FORMS[kind], "begun": wrong}))
+
+
 def test_an_engine_in_another_process(llm):
     each = [params(form, seed=i, temperature=1.0) for i, form in enumerate(FORMS.values())]
     here = llm.generate(["Here: "] * 5, each)
@@ -108,6 +123,7 @@ def test_an_engine_in_another_process(llm):
         with pytest.raises(FormRefused):
             there.generate("x", params({"json": {"not": {}}}))
         assert there.generate("x", params({"choice": ["yes"]}))[0].text == "yes"
+        assert there.generate("x", params({"choice": ["yes"], "begun": "y"}))[0].text == "es"
 
 
 # ---- tokenizers and tokens of one's own ------------------------------------------------------------------------------

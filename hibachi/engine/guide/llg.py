@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from time import thread_time
@@ -18,9 +21,9 @@ import numpy.typing as npt
 
 from hibachi.engine.guide.checks import MEMORY, SECONDS, Checks
 from hibachi.engine.guide.matchers import Matchers, Original
-from hibachi.engine.guide.protocol import Counted, Grammar, Guide, GuideFailed, Vocabulary
+from hibachi.engine.guide.protocol import Counted, FormRefused, Grammar, Guide, GuideFailed, Vocabulary
 from hibachi.engine.guide.worker import make_tokenizer
-from hibachi.errors import MissingExtra
+from hibachi.errors import MissingExtra, shown
 from hibachi.structured import StructuredOutputs
 
 LIMITS = {
@@ -72,15 +75,30 @@ class LlguidanceGuides:
 
     def check(self, form: StructuredOutputs) -> Grammar:
         """Check a form, in a process with little time and memory, or find its verdict. Raises FormRefused."""
-        return self._checks.check(form)
+        grammar = self._checks.check(replace(form, begun=""))
+        return replace(grammar, begun=self._begun(grammar, form)) if form.begun else grammar
 
     def knows(self, form: StructuredOutputs) -> bool:
         """Whether `check` answers at once."""
-        return self._checks.knows(form)
+        return self._checks.knows(replace(form, begun=""))
+
+    def _begun(self, grammar: Grammar, form: StructuredOutputs) -> tuple[int, ...]:
+        """The tokens of what is written of an answer; names of special tokens may be these. Raises FormRefused."""
+        words, special = words_of(self._vocabulary)
+        names, text = {words[i]: i for i in special if words[i]}, form.begun.encode()
+        parts = re.split(b"(%s)" % b"|".join(map(re.escape, sorted(names, key=len, reverse=True))), text)
+        for cut in (parts, [text]) if names else ([text],):
+            ids = [i for part in cut for i in ([names[part]] if part in names else self.cut(part, len(part)))]
+            with suppress(GuideFailed):
+                if b"".join(words[i] for i in ids) == text and not LlguidanceGuide(self, grammar, ids).complete:
+                    return tuple(ids)
+        raise FormRefused.at(
+            ("structured_outputs", "begun"), f": no such answer begins so, or nothing goes on: {shown(form.begun)}."
+        )
 
     def compile(self, grammar: Grammar) -> LlguidanceGuide:
         """A new guide, ready for its first mask. Raises GuideFailed."""
-        guide = LlguidanceGuide(self, grammar)
+        guide = LlguidanceGuide(self, grammar, grammar.begun)
         guide.bits()
         self.cut(b"", 1)  # its table is made here, beside the steps
         return guide

@@ -36,11 +36,13 @@ class Vocabulary:
 class Grammar:
     """A form that was checked, in the notation of the `Guides` that has checked it. It goes through pipes.
 
-    source: the grammar. seconds: what compiling it took.
+    source: the grammar. seconds: what compiling it took. begun: tokens that stand for what the prompt has written of
+    the answer; a guide has seen them.
     """
 
     source: str
     seconds: float = 0.0
+    begun: tuple[int, ...] = ()
 
 
 class FormRefused(InvalidRequest):

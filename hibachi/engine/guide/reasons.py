@@ -40,7 +40,7 @@ OTHERS = (
     (r"NoExtensionBias", "no token of the model can begin an answer", None),
     (r"look-?around|in regex /", "a lookaround, `\\b` or an inner anchor is not supported", "lookaround"),
     (r"(?s)invalid regex.*^error: ([^\n]*)", "the expression cannot be read: {0:.100}", None),
-    (r"failed to compile JSON schema:.*[Uu]nsatisfiable", "no value satisfies a schema in it", None),
+    (r"failed to compile JSON schema: (.*[Uu]nsatisfiable[^\n]*)", "no value satisfies a schema in it: {0:.150}", None),
     (r"failed to compile JSON schema: ([^\n]*)", "a schema in it is not supported: {0:.150}", None),
 )
 ALL = (

@@ -10,6 +10,7 @@ from typing import Any
 from hibachi.errors import InvalidRequest
 from hibachi.llm.chatformat.errors import BadField, TemplateFailed
 from hibachi.llm.chatformat.history import Messages
+from hibachi.llm.chatformat.prefill import behind, compact, end_of, reader_of_all
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.tools import Toolbox
@@ -17,6 +18,7 @@ from hibachi.llm.dialects.steps import ReadingStep, Steps
 from hibachi.llm.dialects.truncation import Truncation
 from hibachi.llm.tokenizers.prompts import TextPrompts
 from hibachi.request import SamplingParams
+from hibachi.structured import StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,13 @@ def read_chat(
     (prompts.check_text if chat.truncation is None else prompts.check_size)(text)
     encode = partial(prompts.tokenizer.encode, text, add_special_tokens=chat.special)
     ids: list[int] = yield ReadingStep("text", encode, len(text))
+    begun, form = "", params.structured_outputs
+    if chat.open_end and isinstance(form, StructuredOutputs):
+        begun = end_of(text, chat.messages[-1]["content"])
     if reader is not None and (chat.toolbox is not None or params.structured_outputs is not None):
-        params = yield ReadingStep("form", partial(talk.formed, reader, params, forms.check, forms.ends), chat.size)
+        whole = reader_of_all(reader, text, begun)
+        params = yield ReadingStep("form", partial(talk.formed, whole, params, forms.check, forms.ends), chat.size)
+    if begun.strip() and isinstance(form, StructuredOutputs):
+        begun = compact(begun, form, reader)
+        params = yield ReadingStep("form", partial(behind, begun, params, forms.check), chat.size)
     return ReadChat(prompts.tokenizer.bare(text), ids, reader, params)
