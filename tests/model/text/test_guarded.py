@@ -6,14 +6,15 @@ from hibachi.llm.chatformat.talk import Talk
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.tokenizers.guarded import MARK
 
+from ...lib.inside import underlying
 from .made import FAITHFUL, MADE
 
-named = {name: t for name, t in MADE.items() if any(len(t._raw.id_to_token(i)) > 1 for i in t.special_ids)}
+named = {name: t for name, t in MADE.items() if any(len(underlying(t).id_to_token(i)) > 1 for i in t.special_ids)}
 every = pytest.mark.parametrize("tokenizer", named.values(), ids=named)
 
 
 def names(tokenizer):
-    return [tokenizer._raw.id_to_token(i) for i in sorted(tokenizer.special_ids)][:3]
+    return [underlying(tokenizer).id_to_token(i) for i in sorted(tokenizer.special_ids)][:3]
 
 
 @every
@@ -34,7 +35,7 @@ def test_around_it_special_tokens_are_what_they_are(tokenizer):
     end = names(tokenizer)[-1]
     around = tokenizer.encode(f"{end}the cat{end}", add_special_tokens=False)
     at = len(around) - 1
-    assert around[at] == tokenizer._raw.token_to_id(end)
+    assert around[at] == underlying(tokenizer).token_to_id(end)
     text = f"{end}the cat{end}{tokenizer.guarded(end)}"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids[: len(around)] == around and len(ids) > len(around)
