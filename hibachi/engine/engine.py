@@ -690,7 +690,6 @@ class Engine:
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
         self._live.discard(job)
         self._paused.discard(job)
-        self._in_turns.discard(job)
         if self.drafting is not None:
             self.drafting.forget(job.seq)
         job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
@@ -721,7 +720,6 @@ class Engine:
         self._flight, self._calm = None, False
         self._budget.restart()
         self._paused.clear()
-        self._in_turns.clear()
         self.runner.adopt(self.scheduler)
         self.restarts += 1
 

@@ -60,6 +60,20 @@ def test_in_reasoning_and_in_calls_they_are_text(name):
     assert found == "ell" and reader.read(out, True).content == "w"
 
 
+def test_no_match_spans_what_stands_between_and_nothing_is_held_back_for_it():
+    format, text = FORMATS["hermes"], "foo S" + written(FORMATS["hermes"].tools, [CALL]) + "bar TOP"
+    reader = AnswerReader(format, BOX, Thinking.MAY)
+    for pieces in ([text], text):
+        assert stopped(reader, pieces, ["STOP", "oo Sb", "Sb", "S\nb"]) == (text, None)
+        out, found = stopped(reader, pieces, ["ar T"])
+        assert (text.removeprefix(out), found) == ("ar TOP", "ar T")
+    finder = reader.stops(StopStrings(["STOP"]))
+    assert finder.push("foo S") == "foo "
+    assert (
+        finder.push('<tool_call>\n{"name": "f", "arguments": {"a"') == 'S<tool_call>\n{"name": "f", "arguments": {"a"'
+    )
+
+
 @every_format
 def test_however_the_text_is_cut_it_ends_where_what_is_said_has_the_string(name):
     random, format, hits = Random(name), FORMATS[name], 0
