@@ -103,10 +103,9 @@ def _schema(given: Any, place: FieldPath) -> Any:
     for key, value in given.items():
         if key in _BY_NAME and isinstance(value, Mapping):
             value = {name: _schema(part, (*place, key, name)) for name, part in value.items()}
-        elif key in _PARTS and isinstance(value, list):
-            value = [_schema(part, (*place, key, i)) for i, part in enumerate(value)]
         elif key in _PARTS:
-            value = _schema(value, (*place, key))
+            each = value if isinstance(value, list) else ()
+            value = [_schema(part, (*place, key, i)) for i, part in enumerate(each)] or _schema(value, (*place, key))
         if value is not None or key in ("const", "default"):
             found[key] = value
     return found

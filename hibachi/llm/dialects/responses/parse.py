@@ -125,8 +125,7 @@ def as_chat(body: ResponsesBody, items: Sequence[Item], before: int = 0) -> Chat
 def _checked(items: Sequence[Item], body: ResponsesBody, before: int) -> list[dict[str, Any]]:
     """The messages that items stand for, with what can be wrong in them refused by its item. Raises Refused."""
     found = turns(items, body.instructions)
-    sent = [i for i, raw in enumerate(body.input) if not is_skipped(raw)]
-    places = [None] * before + sent
+    places = [None] * before + [i for i, raw in enumerate(body.input) if not is_skipped(raw)]
     with refusing(partial(_in_items, items, [own for _, own in found], places)):
         return conversation([message for message, _ in found], len(found) + len(items))
 
