@@ -74,13 +74,13 @@ def read_chat(
     (prompts.check_text if chat.truncation is None else prompts.check_size)(text)
     encode = partial(prompts.tokenizer.encode, text, add_special_tokens=chat.special)
     ids: list[int] = yield ReadingStep("text", encode, len(text))
-    begun, form = "", params.structured_outputs
+    begun, form, shown = "", params.structured_outputs, prompts.tokenizer.bare(text)
     if chat.open_end and isinstance(form, StructuredOutputs):
-        begun = end_of(text, chat.messages[-1]["content"])
-    if reader is not None and (chat.toolbox is not None or params.structured_outputs is not None):
-        whole = reader_of_all(reader, text, begun)
+        begun = end_of(shown, chat.messages[-1]["content"])
+    if reader is not None and (chat.toolbox is not None or form is not None):
+        whole = reader_of_all(reader, shown, begun)
         params = yield ReadingStep("form", partial(talk.formed, whole, params, forms.check, forms.ends), chat.size)
     if begun.strip() and isinstance(form, StructuredOutputs):
         begun = compact(begun, form, reader)
         params = yield ReadingStep("form", partial(behind, begun, params, forms.check), chat.size)
-    return ReadChat(prompts.tokenizer.bare(text), ids, reader, params)
+    return ReadChat(shown, ids, reader, params)
