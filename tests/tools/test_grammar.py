@@ -371,6 +371,19 @@ def test_where_nothing_is_asked_for_there_is_no_form():
         unchecked_form(AnswerReader(chat("hermes"), Toolbox(CHOSEN, "required", frozenset())), None, special)
 
 
+@pytest.mark.parametrize("name", ["tagged", "keyed"])
+def test_no_value_holds_what_is_read_as_another_argument(name):
+    """As where the end of a value is missing: the reader takes it for one that has not come."""
+    strings = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}}
+    found, tagged = grammar(name, tools=(Tool("note", strings),)), FORMATS[name].arguments
+    text = written(FORMATS[name], [ToolCall("note", '{"a": "VALUE"}')]).strip()
+    lead, close = tagged.end[: len(tagged.end) - len(tagged.end.lstrip())], tagged.kinds.get("string", tagged.close)
+    another = f"x{lead}{tagged.open}NAME{close}y"
+    assert walked(found, text.replace("VALUE", f"see {tagged.open} and {tagged.open}c{close}")) == "ends"
+    assert walked(found, text.replace("VALUE", another.replace("NAME", "c"))) == "ends"
+    assert walked(found, text.replace("VALUE", another.replace("NAME", "b"))).startswith("refused")
+
+
 NEVER = [
     {"type": "string", "pattern": "^a{3}$", "maxLength": 2},
     {"type": "string", "pattern": "^x", "format": "date"},

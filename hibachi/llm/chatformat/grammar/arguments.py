@@ -83,6 +83,7 @@ class TaggedWords:
     def __init__(self, rules: Rules, dialect: Tagged, root: Schema) -> None:
         self._rules, self._dialect, self._root = rules, dialect, root
         self._objects = 0
+        self._barred: list[str] = []  # arguments, for which the reader of calls would take them in a value
 
     def entries(self, schema: Schema) -> str:
         """All that an object holds. Names that its schema does not have do not come, unless it has none at all."""
@@ -90,6 +91,10 @@ class TaggedWords:
         if self._objects > MOST:
             raise Refused(f"it has more than {MOST} objects that are written without JSON, or one that holds itself")
         found = properties(schema)
+        if self._objects == 1 and self._dialect.item is None:
+            end, close = self._dialect.end, self._dialect.close.lstrip()[:1]
+            begin = end[: len(end) - len(end.lstrip())] + self._dialect.open.strip()
+            self._barred = [f"{begin}{self._dialect.written(name)}{close}" for name, *_ in found]
         more = schema.get("additionalProperties", False)
         if not found and more is not False:
             return self._rules.rule(repeated(*self._entry("", more), 0, ""), "entries")
@@ -167,7 +172,7 @@ class TaggedWords:
         """A text and what ends it; no more than a line where others stand between brackets of XML."""
         rules = self._rules
         if not self._dialect.cdata:
-            return rules.before(end.split()[0], body, end)
+            return rules.before(end.split()[0], body, end, self._barred)
         line = rules.terminal(f"({body}) & /[^<&\\n]*/", "BARE")
         return f"{line} {rules.fixed(end)}"
 

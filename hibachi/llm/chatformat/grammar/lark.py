@@ -236,10 +236,12 @@ class Rules:
         ids = [part for part in parts if isinstance(part, int)]
         return {ids[0]} if ids and parts[-1] == ids[0] else set()
 
-    def before(self, marker: str, body: str, end: str) -> str:
-        """A text of a terminal's body, and the text that ends it, which comes first there. marker: its core."""
+    def before(self, marker: str, body: str, end: str, barred: Sequence[str] = ()) -> str:
+        """A text of a terminal's body, and the text that ends it, which comes first there. marker: its core. barred:
+        further texts that do not come in it.
+        """
         parts = self.cut(end)
-        inner = self.terminal(f"({body}) & ~({ANY} {quoted(marker)} {ANY})", "RAW")
+        inner = self.terminal(f"({body}) & ~({ANY} ({self.either([marker, *barred])}) {ANY})", "RAW")
         first = next((i for i, part in enumerate(parts) if isinstance(part, int)), None)
         if first is None:
             return self.rule(f"{inner} {quoted(end)}", "raw", "[lazy]")

@@ -122,8 +122,7 @@ class CallReader:
         """A reader of the arguments of a call."""
         dialect = self._format.arguments
         if isinstance(dialect, Tagged):
-            typed = Typed(self._toolbox.schemas.get(begun.name, {}))
-            return TaggedArguments(dialect, begun.spelling.words, typed, (*self.markers, _text(self._format.call, 0)))
+            return TaggedArguments(dialect, begun.spelling.words, Typed(self._toolbox.schemas.get(begun.name, {})))
         if isinstance(dialect, Quoted):
             return Values(ValueRules((dialect.quote, '"'), None, named=True))
         return Values(PYTHON if isinstance(dialect, Python) else JSON)

@@ -294,7 +294,7 @@ class Parser:
         reader = self._arguments
         if reader is None:
             raise AssertionError("a call has a reader of its arguments")
-        self._out.add(CallArguments, reader.feed(self._text[self._at :], self._last))
+        self._out.add(CallArguments, reader.feed(self._text[self._at :], self._last and not self._cut))
         self._at = len(self._text)
         if not (reader.done or reader.broken):
             return False

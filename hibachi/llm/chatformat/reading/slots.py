@@ -22,7 +22,7 @@ BLANKS: Final = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"""[^\x00-\x20"'`<>{}()\[\]|,;]""")
 _JSON = re.compile(r"""[{}\[\]]|"(?:[^"\\]|\\.)*"?""", re.DOTALL)
-_AHEAD = 16_384  # characters of arguments that are read before the name of their call
+_AHEAD = 8_192  # characters of arguments that are read before the name of their call
 
 Finder: TypeAlias = Callable[[str, int], int]
 """Says where something that begins at a position of a text ends, or NO or WAIT."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hibachi.llm.chatformat.format import Tagged
@@ -33,21 +33,20 @@ class TaggedArguments:
     their end.
 
     tail: the texts behind all arguments, a line each, of which one ends them. typed: the schema of the arguments.
-    stops: texts that another call begins with.
 
-    The text that ends a value is a part of it unless another argument or one of the words follows. Where it is missing,
-    a value ends in front of an argument that the schema names and that has not come, or of all words if the answer ends
-    with them or another call follows.
+    The text that ends a value is a part of it unless another argument or one of the texts follows. Where it is missing,
+    a value ends in front of an argument that the schema names and that has not come, which the grammar does not write
+    in a value, or of all texts if the answer ends with them.
     """
 
-    def __init__(self, dialect: Tagged, tail: str, typed: Typed, stops: Sequence[str] = ()) -> None:
+    def __init__(self, dialect: Tagged, tail: str, typed: Typed) -> None:
         self.done = self.broken = False
         self.rest, self.closing = "", "{}"
         self._dialect, self._closes = dialect, _closes(dialect)
         self._firsts = BLANKS + "".join(close[0] for close in self._closes)
         self._seen = 0  # letters behind the place that are no end of a name
         self._begins = beginning(dialect, tail)
-        self._words, self._stops = list(map(bare, tail.splitlines())), list(map(bare, stops))
+        self._words = list(map(bare, tail.splitlines()))
         self._gaps = [text.split()[0] for text in (dialect.open, tail) if text.strip()]  # where an end may be missing
         self._left = set(typed.names())  # that have not come
         self._last = False
@@ -214,18 +213,16 @@ class TaggedArguments:
         return at if found >= 0 else NO if self._last else found
 
     def _over(self, at: int) -> int:
-        """Where a call ends behind which nothing comes but other calls."""
+        """Where a call ends behind which nothing comes."""
         end = at
         for word in self._words:
             found = match(word, self._text, end)
-            if found == WAIT and end == at:
+            if found == WAIT and not self._last:
                 return WAIT
-            end = max(found, end)
-        if end == at:
+            end = max(end, found)
+        if end == at or skip(self._text, end) < len(self._text):
             return NO
-        if skip(self._text, end) == len(self._text):
-            return end if self._last else WAIT
-        return best(*(match(word, self._text, end) for word in (*self._stops, *self._words)))
+        return end if self._last else WAIT
 
     def _opened(self, at: int) -> int:
         """Where an argument begins that the schema names and that has not come."""
