@@ -7,12 +7,14 @@ import json
 import os
 import random
 import re
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hibachi.engine.guide.protocol import FormRefused
+from hibachi.engine.guide.worker import texts_of
 
 from . import made
 
@@ -112,6 +114,7 @@ ENDS = {  # schemas in which something has no value, but not all
     "of numbered names": closed({"k1": ONE, "k2": ONE}, patternProperties={"^k[12]$": ONE}, required=["k2"]),
     "of names of different lengths": closed({"a": ONE, "ab": ONE}, patternProperties={"^ab?$": ONE}),
     "with a digit": closed({f"n{i}": ONE for i in range(10)}, patternProperties={r"^n\d$": True}),
+    "with anchors in a group": closed({"ab": ONE}, patternProperties={"(^a(b|b)$)": True}),
     "of names half declared": closed({"a": ONE}, patternProperties={"^[ab]$": ONE}),
     "within an array": {"type": "array", "items": closed({"a": ONE}, patternProperties={"^a$": True}), "maxItems": 2},
     "that says more than the property": closed({"a": {"type": "integer"}}, patternProperties={"^a$": ONE}),
@@ -178,3 +181,17 @@ def test_no_walk_comes_to_a_dead_end(schema):
 def test_what_no_value_satisfies_is_refused(schema):
     with pytest.raises(FormRefused, match="no value satisfies it"):
         made.Setting(made.of_bytes(ends=(0,))).check(json=schema)
+
+
+@pytest.mark.parametrize(
+    "pattern, names",
+    [
+        ("^[ab]c?$", {"a", "b", "ac", "bc"}), (r"^k\d{1}$|^x$", {"x", *(f"k{i}" for i in range(10))}), ("^a^b$", set()),
+        ("^((a{255}){255}){255}$", None), ("^(){1000000}$", None), ("^(a|b|c|d){8}$", None), ("^" + "(" * 5000, None),
+        ("^" + "a" * 1_000_000 + "$", None), ("(?i)^a$", None), ("^a|b$", None), ("^a*$", None), ("a", None),
+    ],
+)  # fmt: skip
+def test_the_names_of_a_pattern_where_they_are_few(pattern, names):
+    began = time.process_time()
+    assert texts_of(pattern) == names
+    assert time.process_time() - began < 0.5

@@ -287,28 +287,33 @@ def listed_names(names: Any) -> list[str] | None:
 
 MOST_NAMES = 256
 PARSER = import_module("re._parser")
+BEGIN, END = "\x02", "\x03"  # for ^ and $; no name that an answer holds has these
 
 
 def texts_of(pattern: str) -> set[str] | None:
-    """All texts that a pattern matches; None where it is not sure that they are few."""
-    found = set[str]()
+    """All texts that a pattern matches; None where it is not sure that they are few and short."""
     try:
-        for part in top_level(ascii_classes(pattern)):
-            if not (part.startswith("^") and part.endswith("$")):
-                return None
-            found |= written_by(PARSER.parse(part[1:-1]))
+        found = written_by(PARSER.parse(ascii_classes(pattern[: 16 * MOST_NAMES])))
     except (re.error, ValueError, RecursionError, OverflowError):
         return None
-    return found
+    if (
+        len(pattern) > 16 * MOST_NAMES
+        or re.search(r"\(\?(?!:)", pattern)
+        or not all(t[:1] == BEGIN and t[-1:] == END for t in found)
+    ):
+        return None
+    return {t[1:-1] for t in found if BEGIN not in t[1:] and END not in t[:-1]}
 
 
 def written_by(parsed: Any) -> set[str]:
-    """The texts of a pattern as Python reads it. Raises ValueError where they are not few."""
+    """The texts of a pattern as Python reads it, with `BEGIN` and `END`. Raises ValueError where they are not few."""
     found = {""}
     for kind, value in parsed:
         match str(kind):
             case "LITERAL":
                 each = {chr(value)}
+            case "AT" if str(value) in ("AT_BEGINNING", "AT_END"):
+                each = {BEGIN if str(value) == "AT_BEGINNING" else END}
             case "IN":
                 spans = [
                     (v, v) if str(k) == "LITERAL" else v if str(k) == "RANGE" else (0, MOST_NAMES) for k, v in value
@@ -320,6 +325,8 @@ def written_by(parsed: Any) -> set[str]:
                 each = written_by(value[-1])
             case "MAX_REPEAT":
                 least, most, part = value
+                if most > MOST_NAMES:
+                    raise ValueError
                 one, each, times = written_by(part), {""} if not least else set[str](), {""}
                 for n in range(1, most + 1):
                     times = few({a + b for a in times for b in one})
@@ -331,7 +338,7 @@ def written_by(parsed: Any) -> set[str]:
 
 
 def few(texts: set[str]) -> set[str]:
-    if len(texts) > MOST_NAMES:
+    if len(texts) > MOST_NAMES or any(len(text) > MOST_NAMES for text in texts):
         raise ValueError
     return texts
 
