@@ -176,6 +176,11 @@ def test_what_is_null_or_empty_is_not_there():
         assert conversation([{**USER, **more}], 4096)[0]["content"] == "Go on: end"
 
 
+def test_an_answer_without_a_content_says_nothing():
+    for more in ({}, {"tool_calls": []}, {"reasoning_content": "So."}):
+        assert conversation([USER, {"role": "assistant", **more}, USER], 4096)[1]["content"] == ""
+
+
 def test_a_call_that_was_cut_off_is_left_out_with_its_result():
     cut = {**CALL, "id": "c1", "incomplete": True, "function": {"name": "f", "arguments": '{"n'}}
     assert conversation(called(cut), 4096)[2]["tool_calls"][0]["id"] == "c0"

@@ -1,4 +1,5 @@
-"""What system and developer say, put where a chat template shows it, and messages of one role in a row.
+"""What system and developer say, put where a chat template shows it; messages of one role in a row, and turns that are
+missing or empty.
 
 What a template does with them is tried with made-up words, once for each surrounding, and kept. So where a message goes
 depends on its neighbours only: what comes later moves nothing, and a conversation is rendered once.
@@ -59,6 +60,7 @@ class Instructions:
         self._show, self._developer = show, developer
         self._ways: dict[Surrounding, Way] = {}
         self._rows: dict[str, bool] = {}
+        self._blanks: dict[str | None, bool] = {}
         self._texts: bool | None = None
 
     def shown(self, messages: Sequence[Message], show: Show) -> str:
@@ -79,7 +81,7 @@ class Instructions:
         )
 
     def _placed(self, messages: Sequence[Message], way_of: Choice) -> list[Message]:
-        groups = [list(group) for _, group in groupby(messages, _speaks)]
+        groups = [list(group) for _, group in groupby(self._alternating(messages), _speaks)]
         found: list[Message] = []
         for i, group in enumerate(groups):
             if not _speaks(group[0]):
@@ -92,6 +94,21 @@ class Instructions:
             _put(way_of(where), found, group, behind)
         return self._joined(found)
 
+    def _alternating(self, messages: Sequence[Message]) -> list[Message]:
+        """With a blank turn where the template wants one: in front of an answer that a conversation begins with, and
+        between a result and what the user says behind it.
+        """
+        found: list[Message] = []
+        at = 0  # behind the last that is not of system or developer
+        for m in messages:
+            if not _speaks(m):
+                before = _kind(found[at - 1]) if at else None
+                if (before, m.get("role")) in _UNANSWERED and self._wants_blank(before):
+                    found.insert(at, _blank(before))
+                at = len(found) + 1
+            found.append(m)
+        return found
+
     def _joined(self, messages: Sequence[Message]) -> list[Message]:
         rows = [list(row) for _, row in groupby(messages, lambda m: m.get("role"))]
         found: list[Message] = []
@@ -99,6 +116,10 @@ class Instructions:
             role = row[0].get("role")
             one = len(row) > 1 and role in ("user", "assistant") and not self._takes(str(role))
             found += [_one(row)] if one else row
+        last = len(found) - 1  # which may go on
+        empty = [i for i, m in enumerate(found) if m.get("role") == "assistant" and not _says(m) and i < last]
+        for i in empty if empty and self._wants_blank("assistant") else ():
+            found[i] = {**found[i], **_blank("assistant")}
         return found
 
     def _hidden(self, messages: Sequence[Message], text: str, show: Show, way_of: Choice) -> int | None:
@@ -173,6 +194,19 @@ class Instructions:
             self._rows[role] = bool(self._told(trial, _WORDS[: len(trial)]))
         return self._rows[role]
 
+    def _wants_blank(self, before: str | None) -> bool:
+        """Whether the template takes what may follow a message of this kind with a blank turn between only; of
+        "assistant", whether it takes an answer of a blank and none of no text.
+        """
+        if before not in self._blanks:
+            front = _IN_FRONT[before].removesuffix(" assistant").split()
+            trial = _saying([*front, *_BEHIND["user" if before else None].split()])
+            without: list[Message] = [{**_blank(before), "content": ""}] if before == "assistant" else []
+            at, words = len(front), _WORDS[: len(trial)]
+            told = [self._told([*trial[:at], *turn, *trial[at:]], words) for turn in (without, [_blank(before)])]
+            self._blanks[before] = not told[0] and bool(told[1])
+        return self._blanks[before]
+
     def take_texts(self) -> bool:
         """Whether arguments of a call that are no object are shown as they are, maybe in quotes."""
         if self._texts is None:
@@ -199,6 +233,7 @@ _BEHIND = {
     None: "assistant user", "user": "user assistant user", "assistant": "assistant user",
     "calls": "calls tool assistant user", "tool": "tool assistant user",
 }  # fmt: skip
+_UNANSWERED = {("tool", "user"), (None, "assistant")}
 _ID = "call_Lvag1"
 _BROKEN = f'{{"{KEYS[0]}": "{_WORDS[0]}'  # arguments that were cut off
 
@@ -226,6 +261,15 @@ def _kind(m: Message) -> str:
     if role == "assistant":
         return "calls" if m.get("tool_calls") else "assistant"
     return "tool" if role == "tool" else "user"
+
+
+def _blank(before: str | None) -> Message:
+    """A turn that says nothing, behind a message of this kind; some templates want more than an empty text for that."""
+    return {"role": "assistant" if before else "user", "content": " "}
+
+
+def _says(m: Message) -> bool:
+    return bool(m.get("content") or m.get("tool_calls"))
 
 
 def _roles(run: Sequence[Message]) -> tuple[str, ...]:

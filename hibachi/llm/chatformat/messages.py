@@ -52,6 +52,8 @@ def _message(given: Mapping[str, Any], place: FieldPath) -> dict[str, Any]:
     found, content = dict(as_objects(given, place)), given.get("content")
     if thought := _thought(given):
         found["reasoning_content"] = thought
+    if found["role"] == "assistant" and not found.get("tool_calls"):
+        found.setdefault("content", "")  # which a client leaves out where it was null
     if content is None or isinstance(content, str):
         return found
     return {**found, "content": _text(content, (*place, "content"))}
