@@ -22,7 +22,7 @@ from hibachi.router.client import Headers, NoAnswer, UpstreamClient, is_ours, no
 from hibachi.router.dialects import stream_form
 from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import answered, drain, failed, put_back
-from hibachi.router.inspect_answer import AnswerReader, reader_of
+from hibachi.router.inspect_answer import AnswerInspector, reader_of
 from hibachi.router.inspect_body import Named
 from hibachi.router.policies import Ask
 from hibachi.router.proxying import Idle, relay, without_hops
@@ -223,7 +223,7 @@ class Forwarder:
                 self._well(u)
             u.answers[answer.status] += 1
             read = tells and answer.status == 200
-            reader = reader_of(stream_form(x.path), answer.headers) if read else AnswerReader()
+            reader = reader_of(stream_form(x.path), answer.headers) if read else AnswerInspector()
             try:
                 await self._pass_on(job, u, answer, reader)
                 if reader.fault:
@@ -310,7 +310,7 @@ class Forwarder:
             if not busy:
                 await self._guilty(job, u, f"it answered a request with {status}")
             u.answers[status] += 1
-            await self._pass_on(job, u, answer, AnswerReader(), held.body)
+            await self._pass_on(job, u, answer, AnswerInspector(), held.body)
             return True
         code = _code_of(held.body) if status in (*UNWELL, LATE) else ""
         u.answers[status] += 1
@@ -416,7 +416,7 @@ class Forwarder:
         return self._dress(x, u, without_hops(given))
 
     async def _pass_on(
-        self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse, reader: AnswerReader, first: bytes = b""
+        self, job: Forwarding, u: Upstream, answer: aiohttp.ClientResponse, reader: AnswerInspector, first: bytes = b""
     ) -> None:
         """The answer as it comes; first: what has come of it already. Raises Broken."""
         x = job.x

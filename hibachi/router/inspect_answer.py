@@ -27,7 +27,7 @@ _NO_FAULT = re.compile(
 )
 
 
-class AnswerReader:
+class AnswerInspector:
     """fault: why the answer is a fault of its upstream, as soon as that is known; "" means it is not. refused: it says
     that the request is at fault. over: an error has come.
     """
@@ -66,7 +66,7 @@ class AnswerReader:
             self.fault = f"{what} is an error"
 
 
-class WholeAnswer(AnswerReader):
+class WholeAnswer(AnswerInspector):
     """A body in JSON."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class WholeAnswer(AnswerReader):
         return b""
 
 
-class EventStream(AnswerReader):
+class EventStream(AnswerInspector):
     """Server-sent events. form: of the path, None for one whose streams are not known. Only whole lines pass, so that
     one that breaks can be ended by an event.
     """
@@ -152,11 +152,11 @@ def _object(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def reader_of(form: StreamForm | None, headers: Mapping[str, str]) -> AnswerReader:
+def reader_of(form: StreamForm | None, headers: Mapping[str, str]) -> AnswerInspector:
     """What reads an answer with these headers. form: of streams of its path."""
     kind = headers.get("Content-Type", "").lower()
     if headers.get("Content-Encoding", "identity").lower() != "identity":
-        return AnswerReader()
+        return AnswerInspector()
     if kind.startswith("text/event-stream"):
         return EventStream(form)
-    return WholeAnswer() if kind.startswith("application/json") else AnswerReader()
+    return WholeAnswer() if kind.startswith("application/json") else AnswerInspector()

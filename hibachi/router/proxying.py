@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from hibachi.router.inspect_answer import AnswerReader
+from hibachi.router.inspect_answer import AnswerInspector
 from hibachi.server.web.deadlines import cut
 from hibachi.server.web.exchange import Exchange
 
@@ -55,7 +55,7 @@ class Idle:
         self._timer.cancel()
 
 
-async def relay(x: Exchange, content: aiohttp.StreamReader, reader: AnswerReader, watch: Idle) -> None:
+async def relay(x: Exchange, content: aiohttp.StreamReader, reader: AnswerInspector, watch: Idle) -> None:
     """Pass the body of an answer on as it comes. Raises what aiohttp raises."""
     while not content.at_eof():
         watch.reads()

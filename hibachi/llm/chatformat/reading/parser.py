@@ -15,7 +15,7 @@ from hibachi.llm.chatformat.format import (
     Thinking,
 )
 from hibachi.llm.chatformat.reading.calls import BegunCall, CallReader
-from hibachi.llm.chatformat.reading.pieces import Line, Pieces
+from hibachi.llm.chatformat.reading.pieces import EventPieces, Line
 from hibachi.llm.chatformat.reading.slots import BLANKS, NO, WAIT, held, skip
 from hibachi.llm.chatformat.reading.values import ArgumentsReader
 from hibachi.llm.chatformat.tools import Toolbox
@@ -57,7 +57,7 @@ class Parser:
         self._before = 0  # characters that came before it
         self._prompted = 0  # where the part of the text ends that the prompt has written
         self._last = self._cut = False  # no more text comes; as the limit of tokens was reached
-        self._out = Pieces()
+        self._out = EventPieces()
         self._begun: BegunCall | None = None  # the call that is read
         self._arguments: ArgumentsReader | None = None  # of it
         self._open = False  # it has begun and not ended

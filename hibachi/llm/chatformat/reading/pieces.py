@@ -10,7 +10,7 @@ _OPENING: Final = "“‘«„"
 _QUOTES: Final = '`"'  # of which the first of a line opens, the second closes and so on; see `lark.QUOTING`
 
 
-class Pieces:
+class EventPieces:
     """The events of an answer: pieces of one kind are joined. given: the kinds that have come; apart: of these, those
     that a new line parts from what comes; count: calls that have ended.
     """
