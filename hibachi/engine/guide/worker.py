@@ -240,7 +240,7 @@ def without_notes(schema: Any) -> Any:
         if key == "$ref" and isinstance(value, str):
             value = NO_URI.sub(lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode(errors="surrogatepass")), value)
         if key == "pattern" and isinstance(value, str):
-            value = kept_classes(ascii_classes(value))
+            value = ascii_classes(value, r"\x01")  # which no answer holds, and the library takes it in others than [^"]
         if not says_nothing(key, value):
             found[key] = value
     return kept_names(found | kept_bounds(found))
@@ -347,9 +347,11 @@ ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f"}
 OTHERS = {"D": r"\x00-/:-\x{10FFFF}", "W": r"\x00-/:-@\[-^`{-\x{10FFFF}"}
 
 
-def ascii_classes(pattern: str) -> str:
+def ascii_classes(pattern: str, without: str = "") -> str:
     r"""A pattern in which \d, \w and \s are of ASCII, as JSON Schema has \d and \w; in the library's notation they are
     not. \D and \W are all others. \S and [^\s] are as they were: no blank of any kind.
+
+    without: what classes such as [^"] leave out as well.
     """
     inside = ""
 
@@ -357,49 +359,16 @@ def ascii_classes(pattern: str) -> str:
         nonlocal inside
         part, within = found[0], inside
         inside = "" if part == "]" else inside or (part if part[0] == "[" else "")
-        if part == "\\s" and within == "[^":
+        if part[0] == "[":
+            return part if within or part == "[" else part + without
+        letters = ASCII.get(part[1:].lower()) if part != "]" and part != "\\S" else None
+        if letters is None or (part == "\\s" and within == "[^"):
             return part
         if part[1:] in OTHERS:
-            return OTHERS[part[1:]] if within else f"[^{ASCII[part[1:].lower()]}]"
-        letters = ASCII.get(part[1:]) if part[0] == "\\" else None
-        return part if letters is None else letters if within else f"[{letters}]"
+            return OTHERS[part[1:]] if within else f"[^{without}{letters}]"
+        return letters if within else f"[{letters}]"
 
-    return re.sub(r"\\.|\[\^?|\]", written, pattern, flags=re.DOTALL)
-
-
-def top_level(pattern: str) -> list[str]:
-    """The alternatives of a regular expression."""
-    found, depth, inside, at = [""], 0, False, 0
-    while at < len(pattern):
-        letter = pattern[at]
-        part = pattern[at : at + 2] if letter == "\\" else letter
-        if letter == "[" and not inside:
-            inside = True
-        elif letter == "]":
-            inside = False
-        elif not inside and letter in "()":
-            depth += 1 if letter == "(" else -1
-        if letter == "|" and not inside and depth == 0:
-            found.append("")
-        else:
-            found[-1] += part
-        at += len(part)
-    return found
-
-
-def kept_classes(pattern: str) -> str:
-    r"""A pattern whose classes such as [^"] leave out \x01 as well, which no answer contains. Of other classes of all
-    but a quote or a backslash the library takes these too.
-    """
-    inside = False
-
-    def kept(found: re.Match[str]) -> str:
-        nonlocal inside
-        part = found[0]
-        begins, inside = part.startswith("[") and not inside, part[0] == "[" or (inside and part != "]")
-        return f"{part}\\x01" if begins and part == "[^" else part
-
-    return re.sub(r"\\.|\[\^(?!\])|\[|\]", kept, pattern, flags=re.DOTALL)
+    return re.sub(r"\\.|\[\^(?!\])|\[|\]", written, pattern, flags=re.DOTALL)
 
 
 def kept_bounds(schema: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 from hibachi.engine.guide.worker import FORMATS as KNOWN
-from hibachi.engine.guide.worker import Refused, ascii_classes, top_level
+from hibachi.engine.guide.worker import Refused, ascii_classes
 from hibachi.llm.chatformat.grammar.joining import NoValue, Schema
 from hibachi.llm.chatformat.grammar.lark import ANY
 
@@ -57,6 +57,26 @@ def _anchored(pattern: str) -> str:
         pattern, back = pattern[:-1], ""
     inner = f"/(?:{slashed(pattern)})/" if pattern else ""
     return " ".join(part for part in (front, inner, back) if part) or '""'
+
+
+def top_level(pattern: str) -> list[str]:
+    """The alternatives of a regular expression."""
+    found, depth, inside, at = [""], 0, False, 0
+    while at < len(pattern):
+        letter = pattern[at]
+        part = pattern[at : at + 2] if letter == "\\" else letter
+        if letter == "[" and not inside:
+            inside = True
+        elif letter == "]":
+            inside = False
+        elif not inside and letter in "()":
+            depth += 1 if letter == "(" else -1
+        if letter == "|" and not inside and depth == 0:
+            found.append("")
+        else:
+            found[-1] += part
+        at += len(part)
+    return found
 
 
 def slashed(pattern: str) -> str:
