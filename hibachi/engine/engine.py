@@ -169,6 +169,7 @@ class Engine:
             do(job)
         except BaseException as e:
             self._give_up(job, e)
+        self._wakeups.post()  # perhaps no step comes that would
 
     def add(self, job: Job) -> None:
         job.seq.owner, now = job, time.monotonic()

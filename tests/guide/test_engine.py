@@ -1,5 +1,6 @@
 """Guided requests in an engine, with guides that need no library: what may come, how outputs end, who waits."""
 
+import asyncio
 import threading
 import time
 
@@ -87,6 +88,17 @@ def test_a_form_that_only_nothing_fits_ends_at_once():
     with engine() as e:
         stream = e.run([1], params(rule([5], most=0)))
         assert stream.collect() == [] and stream.finish_reason == "stop"
+
+
+def test_a_task_learns_at_once_that_its_form_is_complete():
+    """Nothing is computed that would wake it."""
+
+    async def all_of(stream):
+        return [token async for token in stream]
+
+    with engine() as e:
+        form = params(rule([5], most=0, slow=0.1))  # the task waits when the form is ready
+        assert asyncio.run(asyncio.wait_for(all_of(e.run([1], form)), 10)) == []
 
 
 def test_a_grammar_that_fails_in_the_midst_ends_its_own_request_only():
