@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("minijinja")
 
 from hibachi.llm.chatformat.history import rendered
+from hibachi.llm.chatformat.messages import IMAGE
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.conversation import check_values, conversation, refusing
 from hibachi.llm.tokenizers.chat import render_chat
@@ -179,6 +180,12 @@ def test_what_is_null_or_empty_is_not_there():
 def test_an_answer_without_a_content_says_nothing():
     for more in ({}, {"tool_calls": []}, {"reasoning_content": "So."}):
         assert conversation([USER, {"role": "assistant", **more}, USER], 4096)[1]["content"] == ""
+
+
+def test_an_image_in_a_result_is_told():
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    given = [USER, calls(1), {"role": "tool", "tool_call_id": "c0", "content": parts}]
+    assert conversation(given, 4096)[2]["content"] == f"a\n{IMAGE}"
 
 
 def test_a_call_that_was_cut_off_is_left_out_with_its_result():

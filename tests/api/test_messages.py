@@ -19,6 +19,7 @@ from hibachi.errors import (
     place_of,
 )
 from hibachi.llm.chatformat.format import CallArguments, CallBegun, CallEnded, Reasoned, Said
+from hibachi.llm.chatformat.messages import IMAGE
 from hibachi.llm.dialects.dialects import ANTHROPIC, key_of, spoken
 from hibachi.llm.dialects.errors import Refused, as_refused, refusing
 from hibachi.llm.dialects.json_limits import check_weight
@@ -124,7 +125,7 @@ def test_calls_and_results_in_their_order():
     answered = [
         text("here"),
         result("2", "rain"),
-        result("1", [text("sun"), text("wind")], is_error=True),
+        result("1", [text("sun"), {"type": "image", "source": {}}], is_error=True),
     ]
     messages = [HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": answered}]
     _, assistant, *results = asked(messages=messages, tools=[WEATHER]).messages
@@ -135,7 +136,7 @@ def test_calls_and_results_in_their_order():
     ]
     assert results == [
         {"role": "tool", "tool_call_id": "2", "content": "rain"},
-        {"role": "tool", "tool_call_id": "1", "content": "Error: sun\nwind"},
+        {"role": "tool", "tool_call_id": "1", "content": f"Error: sun\n{IMAGE}"},
         {"role": "user", "content": "here"},
     ]
 
@@ -271,6 +272,7 @@ BAD = [
     ({"inference_geo": "eu"}, "inference_geo", "inference_geo is not supported"),
     ({"speed": "fast"}, "speed", "speed: expected 'standard'; got 'fast'"),
     ({"system": [{"type": "image"}]}, "system[0].type", "system[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", "'image'"),
     ({"thinking": {"type": "much"}}, "thinking.type", "expected 'adaptive' or 'disabled' or 'enabled'; got"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema", "The field tools[0].input_schema is missing"),
     ({"tools": [{**WEATHER, "input_schema": 5}]}, "tools[0].input_schema", "tools[0].input_schema: Expected `object`"),
@@ -291,7 +293,7 @@ def test_what_is_wrong_is_told_by_its_name(body, param, words):
     assert found.value.param == param and words in str(found.value), str(found.value)
 
 
-@pytest.mark.parametrize("kind", ["image", "document", "search_result", "server_tool_use", "container_upload"])
+@pytest.mark.parametrize("kind", ["document", "search_result", "server_tool_use", "container_upload"])
 def test_blocks_that_are_not_read_are_told_by_their_kind(kind):
     for content in ([{"type": kind}], [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": kind}]}]):
         with pytest.raises(Refused, match=rf"type is not supported as '{kind}'"):

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("msgspec")
 
 
+from hibachi.llm.chatformat.messages import IMAGE
 from hibachi.llm.dialects.errors import Refused, refusing
 from hibachi.llm.dialects.forms import JsonObjectFormat, JsonSchemaFormat, NamedSchema
 from hibachi.llm.dialects.openai import parse as openai
@@ -110,6 +111,10 @@ ITEMS = {  # items of an input, and the messages that they stand for
             answered(2, "2"),
         ],
     ),
+    "an image in a result": (
+        [call(1), result(1, [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,"}])],
+        [{**ASSISTANT, **called(1)}, answered(1, f"a\n{IMAGE}")],
+    ),
     "a text behind calls": ([call(1), spoke("a")], [{"role": "assistant", "content": "a", **called(1)}]),
     "two texts": ([spoke("a"), spoke("b")], [{"role": "assistant", "content": text} for text in "ab"]),
     "two turns": (
@@ -180,9 +185,6 @@ def test_items_that_were_kept_are_the_same_messages_and_as_openai_describes_them
     assert [message for message, _ in turns(kept(one) for one in data)] == wanted
 
 
-IMAGE = {"type": "input_image", "image_url": "data:,"}
-
-
 @pytest.mark.parametrize(
     ("item", "param", "code"),
     [
@@ -193,13 +195,13 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         ({"role": "user"}, "input[1].content", "missing_required_parameter"),
         ({"role": "tool", "content": "a"}, "input[1].role", "invalid_type"),
         (user(7), "input[1].content", "invalid_type"),
-        (user([IMAGE]), "input[1].content[0].type", "unsupported_parameter"),
+        (user([{"type": "input_image", "image_url": "data:,"}]), "input[1].content[0].type", "unsupported_parameter"),
         (user([{"type": "input_file", "file_id": "f"}]), "input[1].content[0].type", "unsupported_parameter"),
         (user([{"type": "input_text", "text": 7}]), "input[1].content[0].text", "invalid_type"),
         (call(1, namespace=7), "input[1].namespace", "invalid_type"),
         (call(1, caller="n"), "input[1].caller", "unsupported_parameter"),
         ({**call(1), "call_id": ""}, "input[1].call_id", "invalid_value"),
-        (result(1, [IMAGE]), "input[1].output[0].type", "unsupported_parameter"),
+        (result(1, [{"type": "input_file"}]), "input[1].output[0].type", "unsupported_parameter"),
         (thought("a", encrypted_content="x"), "input[1].encrypted_content", "unsupported_parameter"),
         ({"type": "item_reference"}, "input[1].id", "missing_required_parameter"),
     ],

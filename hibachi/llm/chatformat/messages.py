@@ -10,6 +10,9 @@ from hibachi.errors import FieldPath, shown
 from hibachi.llm.chatformat.errors import BadField
 from hibachi.llm.chatformat.history import as_objects
 
+IMAGE = "(An image is here, which this model cannot be shown.)"
+"""Stands for one in the result of a call, as an agent sends it again and again. One that the user sends is refused."""
+
 
 def plain_messages(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with contents as one text, or null, and arguments of calls as objects. Each result names a call that
@@ -56,7 +59,7 @@ def _message(given: Mapping[str, Any], place: FieldPath) -> dict[str, Any]:
         found.setdefault("content", "")  # which a client leaves out where it was null
     if content is None or isinstance(content, str):
         return found
-    return {**found, "content": _text(content, (*place, "content"))}
+    return {**found, "content": _text(content, (*place, "content"), result=found["role"] == "tool")}
 
 
 def _thought(given: Mapping[str, Any]) -> str:
@@ -74,13 +77,16 @@ def _thought(given: Mapping[str, Any]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _text(content: Any, place: FieldPath) -> str:
-    """Of a list of parts."""
+def _text(content: Any, place: FieldPath, *, result: bool) -> str:
+    """Of a list of parts. result: of a call."""
     if not isinstance(content, (list, tuple)):
         raise BadField.at(place, " must be a text or a list of parts.", code="invalid_type")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if result and kind == "image_url":
+            texts.append(IMAGE)
+            continue
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise BadField.at(place, f": only parts of text are served; got {str(kind)[:40]!r}.", code="unsupported")
         texts.append(part[kind])

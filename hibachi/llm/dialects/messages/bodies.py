@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 
+from hibachi.llm.chatformat.messages import IMAGE
 from hibachi.llm.dialects.extensible import Extensible
 from hibachi.llm.dialects.forms import Schema
 
@@ -50,9 +51,17 @@ class ToolUse(Extensible, tag="tool_use"):
     toolset_name: str | None = None
 
 
+class ImageBlock(Extensible, tag="image"):
+    """Of the result of a call; no model is shown the image."""
+
+    @property
+    def text(self) -> str:
+        return IMAGE
+
+
 class ToolResult(Extensible, tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
     cache_control: Anything = UNSET
     toolset_name: str | None = None

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hibachi.errors import FieldPath
+from hibachi.llm.chatformat.messages import IMAGE
 from hibachi.llm.dialects.errors import Refused, unsupported
 from hibachi.llm.dialects.extensible import Extensible
 from hibachi.llm.dialects.openai.bodies import taken
@@ -21,6 +22,10 @@ PAGE = "docs/agents.md"
 class InputText(Extensible, tag="input_text"):
     text: str
     prompt_cache_breakpoint: Any | UnsetType = UNSET  # it changes nothing
+
+
+class InputImage(Extensible, tag="input_image"):
+    """Of the result of a call; what is kept is `IMAGE`, as no model is shown it."""
 
 
 class OutputText(Extensible, tag="output_text"):
@@ -76,7 +81,7 @@ class FunctionCallOutput(Extensible, tag="function_call_output", kw_only=True):
 
     id: Id = UNSET
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | InputImage]
     status: Status | None = "completed"
     name: str | UnsetType | None = UNSET  # of the function; it changes nothing, nor does the next one
     namespace: str | UnsetType | None = UNSET
@@ -158,6 +163,8 @@ def given(raw: Any, place: FieldPath) -> Given:
     for part in item.content if isinstance(item, Message) and isinstance(item.content, list) else ():
         if isinstance(part, OutputText):  # no model is shown these, so they take no room
             part.annotations, part.logprobs = [], []
+    if isinstance(item, FunctionCallOutput) and isinstance(item.output, list):
+        item.output = [InputText(IMAGE) if isinstance(part, InputImage) else part for part in item.output]
     if isinstance(item, FunctionCall | FunctionCallOutput) and not item.call_id:
         raise Refused.at((*place, "call_id"), " is empty.")
     return item
