@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +17,7 @@ from .clients.plans import BEFORE, PERSON, SAID, THOUGHT
 from .conftest import serving
 from .overheard import overheard
 from .test_clients import MESSAGES, promptfoo
-from .venvs import CLIENTS, run, strangers, strangers_for_node
+from .venvs import CLIENTS, ROOT, run, strangers, strangers_for_node
 
 pytestmark = pytest.mark.install
 
@@ -128,6 +129,15 @@ default_tools_approval_mode = "approve"
 """
 
 
+REAL = {
+    "GptOss": "openai-gpt-oss-120b",
+    "Qwen": "Qwen3.5-4B",
+    "Ministral": "mistralai-Ministral-3-14B-Reasoning-2512",
+}
+"""Templates of models in clients/obeys.py."""
+MARKED = "internal_chat_message_metadata_passthrough"
+
+
 def each(clients):
     return pytest.mark.parametrize("packages, name, routes", clients, ids=[c[0].split()[0] for c in clients])
 
@@ -194,6 +204,52 @@ def test_codex(plans, asked, home):
     assert [item["text"] for item in items if item["type"] == "reasoning"][:1] == [THOUGHT]
     assert [item["arguments"] for item in items if item["type"] == "mcp_tool_call"] == [{"city": "Paris"}]
     assert json.loads(ask("--output-schema", "schema.json", WHO)) == PERSON
+
+
+@pytest.mark.skipif(not (ROOT / ".templates" / "fetched").exists(), reason="make .templates/fetched")
+def test_codex_in_the_templates_of_others(home, monkeypatch):
+    """As a provider that is named OpenAI, with what it sends to no other. It goes on behind a call whose arguments were
+    cut off and an answer that is missing, and in another sandbox; and the model sees all that Codex tells it.
+    """
+    strangers_for_node(home, "@openai/codex")
+    for model, template in REAL.items():
+        own, notes = home / model, []
+        own.mkdir()
+        monkeypatch.setenv("PROMPTS", str(own / "prompts"))
+        more = ("--served-model-name", "tiny", "--chat-template", str(ROOT / ".templates" / f"{template}.jinja"))
+        with serving(own / "log", *more, model=f"{CLIENTS / 'obeys.py'}:{model}") as url, overheard(url, notes) as told:
+            config = CODEX.partition("[mcp_servers")[0].replace('name = "hibachi"', 'name = "OpenAI"')
+            (own / "config.toml").write_text(config.format(url=told))
+
+            def ask(question, *more, sandbox="danger-full-access", own=own):
+                codex = [
+                    home / "node_modules" / ".bin" / "codex",
+                    "exec",
+                    "--skip-git-repo-check",
+                    "--sandbox",
+                    sandbox,
+                ]
+                return run(*codex, *more, question, cwd=own, HOME=str(own), CODEX_HOME=str(own)).strip()
+
+            on = ("resume", "--last")
+            assert ask("SAY hello;;") == "hello"
+            assert ask("CALL exec_command cmd echo weather: $((6 * 7));;", *on) == "It is 42."
+            (session,) = own.glob("sessions/**/*.jsonl")
+            broken = re.sub(r'(?<="arguments":)"(\\.|[^"\\])*"', json.dumps('{"cmd": "echo wea'), session.read_text())
+            lines = [line for line in broken.splitlines(True) if '"role":"assistant"' not in line or "42" not in line]
+            session.write_text("".join(lines))
+            assert ask("SAY again;;", *on) == "again"
+            assert ask("SAY bye;;", *on, sandbox="read-only") == "bye"
+        bodies = [body for _, body in notes]
+        prompts = [json.loads(line) for line in (own / "prompts").read_text().splitlines()][-len(bodies) :]
+        items = [[i for i in body["input"] if i.get("role") == "developer"] for body in bodies]
+        print(model, [(len(p), len(i)) for p, i in zip(prompts, items, strict=True)])
+        assert [len(each) for each in items] == [2, 2, 2, 2, 3] and MARKED in json.dumps(bodies)
+        assert {i["arguments"] for i in bodies[-1]["input"] if i["type"] == "function_call"} == {'{"cmd": "echo wea'}
+        for prompt, each in zip(prompts, items, strict=True):
+            assert all(part["text"].strip() in prompt for item in each for part in item["content"])
+        for before, after in pairwise(prompts):  # but the thoughts of turns that are over, and the call that was broken
+            assert after.startswith(before[:-500])
 
 
 def _weather(home, asked):
