@@ -76,7 +76,7 @@ def test_a_terminal_dims_thoughts_and_is_not_steered(answers, monkeypatch):
 
 def test_a_limit_within_thoughts_is_told(answers):
     out, err, _ = answers(DEEP, NEXT, params=LONG.with_(max_tokens=12))
-    assert out == "\n\n\n\n" and err.startswith("(Let)\n(The limit came before an answer. --max-tokens")
+    assert out == "\n\n\n\n" and err.startswith("(Let )\n(The limit came before an answer. --max-tokens")
 
 
 class Broken:

@@ -55,7 +55,9 @@ class Asked:
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 40))])
 def test_whatever_happens_in_whatever_order_each_gets_its_own_tokens(serve, first, monkeypatch, caplog):
     caplog.set_level("CRITICAL")
-    clock = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter, now=0.0)
+    clock = SimpleNamespace(
+        monotonic=lambda: clock.now, perf_counter=time.perf_counter, process_time=time.process_time, now=0.0
+    )
     monkeypatch.setattr(engine, "time", clock)
     monkeypatch.setattr(autoregressive, "time", clock)
     for seed in range(first * 50, first * 50 + 50):

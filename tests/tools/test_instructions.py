@@ -193,8 +193,7 @@ def test_ten_thousand_system_messages_are_rendered_once(name, letters):
     assert time.process_time() - began < 1
 
 
-@pytest.mark.skipif(not FETCHED, reason="the templates are not there: make .templates/fetched")
-@pytest.mark.parametrize("file", FETCHED, ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", OURS + FETCHED, ids=lambda f: f.stem)
 def test_a_call_whose_arguments_were_cut_off_is_shown_as_the_template_can(file):
     talk, variables = Talk(Words(file.read_text())), {"tools": TOOLS, "add_generation_prompt": True}
     messages = conversation("uctau")

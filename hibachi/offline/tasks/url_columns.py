@@ -159,7 +159,8 @@ class UrlAnswer(SamplingParams):
 
 def form_as_body(form: StructuredOutputs) -> dict[str, Any]:
     """As a field of a request: OpenAI's, which most servers know, where that can say it, else vLLM's."""
-    said = {f.name: value for f in fields(form) if (value := getattr(form, f.name)) not in (None, False)}
+    names = [f.name for f in fields(form) if f.name != "begun"]  # no server reads that
+    said = {name: value for name in names if (value := getattr(form, name)) not in (None, False)}
     if said.keys() == {"json_object"}:
         return {"response_format": {"type": "json_object"}}
     if said.keys() == {"json"} and isinstance(schema := json.loads(said["json"]), dict):
