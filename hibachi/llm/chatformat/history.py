@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -28,10 +28,10 @@ _once = Once(logging.getLogger("hibachi.chat"))
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
-def as_objects(message: Mapping[str, Any], place: FieldPath) -> Mapping[str, Any]:
+def as_objects(message: Mapping[str, Any], place: FieldPath, answered: Collection[str] = ()) -> Mapping[str, Any]:
     """A message with the arguments of its calls as objects: OpenAI's API has them as JSON in a text, and templates want
-    the object; what is none stays a text. Calls that we have marked as cut off are left out, as nothing can answer
-    them. place: of the message, such as ("messages", 3).
+    the object; what is none stays a text. Calls that we have marked as cut off are left out but for those of the ids
+    `answered`. place: of the message, such as ("messages", 3).
 
     Raises BadField.
     """
@@ -52,7 +52,7 @@ def as_objects(message: Mapping[str, Any], place: FieldPath) -> Mapping[str, Any
     whole = [
         _as_object(call, (*place, "tool_calls", i))
         for i, call in enumerate(calls)
-        if not (isinstance(call, Mapping) and call.get("incomplete") is True)
+        if not (isinstance(call, Mapping) and call.get("incomplete") is True) or _key(call.get("id")) in answered
     ]
     if whole:
         return {**message, "tool_calls": whole}

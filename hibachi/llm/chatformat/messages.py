@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hibachi.errors import FieldPath, shown
@@ -17,42 +17,46 @@ IMAGE = "(An image is here, which this model cannot be shown.)"
 def plain_messages(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with contents as one text, or null, and arguments of calls as objects. Each result names a call that
     was made; one that names none is of the first call in front of it that has no result yet. A call that was cut off
-    was not made: it is left out, and so are its results.
+    is left out unless it has a result: then a client has made it, and the model must see what came of that.
 
     What this returns it takes again, and leaves as it is. Raises BadField.
     """
-    made, cut = set[Any](), set[Any]()
+    given = list(given)
+    made = set[Any]()
     open_ = Counter[Any]()  # calls of the last message with calls that have no result, in their order
     found = []
-    for i, each in enumerate(given):
-        m = _message(each, ("messages", i))
-        cut.update(_cut(each))
+    for i, (each, answered) in enumerate(zip(given, _answered(given), strict=True)):
+        m = _message(each, ("messages", i), answered)
         if calls := m.get("tool_calls"):
             open_ = Counter(call.get("id") for call in calls)
             made.update(open_)
         if m["role"] == "tool":
-            if isinstance(id := m.get("tool_call_id"), str) and id in cut and id not in made:
-                continue
             m = _result(m, ("messages", i, "tool_call_id"), made, open_)
         found.append(m)
     return found
 
 
-def _cut(given: Mapping[str, Any]) -> Iterator[str]:
-    """Ids of calls of a message that were cut off. What these are besides is not checked."""
-    for call in given.get("tool_calls") or ():
-        if call.get("incomplete") is True and isinstance(id := call.get("id"), str):
-            yield id
+def _answered(messages: Sequence[Mapping[str, Any]]) -> list[set[str]]:
+    """Of each message the ids of its calls that get a result. Nothing has been checked by then."""
+    found, results = list[set[str]](), set[str]()
+    for m in reversed(messages):
+        calls = m.get("tool_calls")
+        ids = [c.get("id") for c in calls if isinstance(c, Mapping)] if isinstance(calls, (list, tuple)) else []
+        found.append({id for id in ids if isinstance(id, str) and id in results})
+        results -= found[-1]
+        if m.get("role") == "tool" and isinstance(id := m.get("tool_call_id"), str):
+            results.add(id)
+    return found[::-1]
 
 
-def _message(given: Mapping[str, Any], place: FieldPath) -> dict[str, Any]:
+def _message(given: Mapping[str, Any], place: FieldPath, answered: Collection[str]) -> dict[str, Any]:
     if not isinstance(given.get("role"), str):
         raise BadField.about((*place, "role"), place, " has no role.", code="missing_required_parameter")
     for name in ("reasoning_content", "reasoning"):
         if not isinstance(given.get(name), (str, type(None))):
             at = (*place, name)
             raise BadField.at(at, f" must be a text; got {shown(given[name])}.", code="invalid_type")
-    found, content = dict(as_objects(given, place)), given.get("content")
+    found, content = dict(as_objects(given, place, answered)), given.get("content")
     if thought := _thought(given):
         found["reasoning_content"] = thought
     if found["role"] == "assistant" and not found.get("tool_calls"):

@@ -15,6 +15,7 @@ ORDER = re.compile(r"(SAY|CALL) (.*?);;")
 
 class Obeys:
     vocab_size, max_model_len, eos_ids = 256, 2**18, (0,)
+    deterministic = False
     tokenizer = Bytes()
 
     def __init__(self):
@@ -25,7 +26,7 @@ class Obeys:
         for row, length in enumerate(lengths):
             text = tokens[row, :length].astype(np.uint8).tobytes()
             rest = self._going.pop(text[:-1], None)
-            self._going[text] = rest = self._answer(text.decode()) if rest is None else rest[1:]
+            self._going[text] = rest = self._answer(text.decode(errors="replace")) if rest is None else rest[1:]
             scores[row, [*rest, 0][0]] = 50
         return scores
 

@@ -152,23 +152,20 @@ def _in_items(
 
 def turns(items: Iterable[Item], instructions: str | None = None) -> list[tuple[dict[str, Any], list[int]]]:
     """The messages that items stand for, and the places of the items of each. Reasoning, the text and the calls of one
-    turn are one message. A call that was cut off is left out, as it was not made; so is a result for it.
+    turn are one message.
     """
     found = list[tuple[dict[str, Any], list[int]]]()
     if instructions is not None:
         found.append(({"role": "system", "content": instructions}, []))
     turn: dict[str, Any] | None = None  # the model's, which may go on
-    cut = set[str]()  # ids of calls that were cut off
     for k, item in enumerate(items):
-        if isinstance(item, FunctionCall):
-            (cut.add if item.status == "incomplete" else cut.discard)(item.call_id)
-        if isinstance(item, FunctionCallOutput) and item.call_id not in cut:
+        if isinstance(item, FunctionCallOutput):
             found.append(({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}, [k]))
             turn = None
         elif isinstance(item, Message) and item.role != "assistant":
             found.append(({"role": item.role, "content": _text(item.content)}, [k]))
             turn = None
-        elif not isinstance(item, FunctionCall | FunctionCallOutput) or item.call_id not in cut:
+        else:
             if turn is None or not _goes_on(turn, item):
                 turn = {"role": "assistant", "content": None}
                 found.append((turn, []))
@@ -195,7 +192,8 @@ def _add(turn: dict[str, Any], item: Item) -> None:
         turn.setdefault("reasoning_content", []).extend(part.text for part in parts)
     elif isinstance(item, FunctionCall):
         function = {"name": joined(item.namespace or None, item.name), "arguments": item.arguments}
-        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call | {"incomplete": True} if item.status == "incomplete" else call)
     elif isinstance(item, Message):
         turn["content"] = _text(item.content)
 
