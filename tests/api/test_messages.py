@@ -158,12 +158,11 @@ THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
     ("messages", "shown"),
     [
         ([of(text("a"), cut("1")), HELLO], ["hello", "a", "hello"]),
-        ([of(text("a"), cut("1")), of(result("1"), text("b"), role="user")], ["hello", "a", "b"]),
-        ([of(text("a"), cut("1")), of(result("1"), role="user")], ["hello", "a", ""]),
-        ([of(cut("1")), of(result("1"), text("b"), role="user")], ["hello\nb"]),
-        ([of(THOUGHT, cut("1")), of(result("1"), role="user")], ["hello"]),
-        ([of(text(""), cut("1")), of(result("1"), role="user"), of(text("b")), HELLO], ["hello", "b", "hello"]),
-        ([of(call("1"), cut("2")), of(result("2"), result("1", "x"), role="user")], ["hello", "1", "x"]),
+        ([of(text("a"), cut("1")), of(result("1"), text("b"), role="user")], ["hello", "1", "", "b"]),
+        ([of(cut("1")), of(result("1", "x"), text("b"), role="user")], ["hello", "1", "x", "b"]),
+        ([of(THOUGHT, cut("1")), HELLO], ["hello\nhello"]),
+        ([of(text(""), cut("1")), of(text("b")), HELLO], ["hello", "b", "hello"]),
+        ([of(call("1"), cut("2")), of(result("2", "y"), result("1", "x"), role="user")], ["hello", "12", "y", "x"]),
         ([of(cut("1")), of(call("1")), of(result("1", "x"), role="user")], ["hello", "1", "x"]),
         ([of(cut("1"))], ["hello"]),
         ([of(text("a"), cut("1"))], ["hello", "a"]),
@@ -171,7 +170,7 @@ THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
         ([of(call("1"), {**cut("2"), "incomplete": False}), HELLO], ["hello", "12", "hello"]),
     ],
 )
-def test_a_call_that_was_cut_off_has_not_been_made(messages, shown):
+def test_a_call_that_was_cut_off_has_not_been_made_unless_it_has_a_result(messages, shown):
     chat = asked(messages=[HELLO, *messages])
     assert [
         m["content"] if "tool_calls" not in m else "".join(c["id"] for c in m["tool_calls"]) for m in chat.messages

@@ -238,26 +238,26 @@ def _turns(given: Sequence[Turn], system: str) -> Iterator[tuple[str, list[Place
 
 
 def _made(given: Sequence[Turn]) -> Iterator[tuple[str, list[Placed]]]:
-    """Role and blocks of each message. Calls that were cut off are left out, as they have not been made, and so are
-    results that were sent for them, and a message of the assistant that has nothing but reasoning left.
+    """Role and blocks of each message. Calls that were cut off and have no result are left out, and so is a message of
+    the assistant that has nothing but reasoning left.
     """
-    cut = set[str]()  # ids of calls
+    cut, results = set[FieldPath](), set[str]()  # where calls stand; ids of results behind
+    for i, turn in reversed([*enumerate(given)]):
+        for j, block in reversed([*enumerate([] if isinstance(turn.content, str) else turn.content)]):
+            if isinstance(block, ToolResult):
+                results.add(block.tool_use_id)
+            elif isinstance(block, ToolUse) and block.incomplete and block.id not in results:
+                cut.add((i, j))
+            elif isinstance(block, ToolUse):
+                results.discard(block.id)
     for i, turn in enumerate(given):
         place: FieldPath = ("messages", i, "content")
         if isinstance(turn.content, str):
             yield turn.role, [(place, TextBlock(turn.content))]
             continue
-        blocks: list[Placed] = []
-        for j, block in enumerate(turn.content):
-            if isinstance(block, ToolUse) and turn.role == "assistant":
-                if block.incomplete:
-                    cut.add(block.id)
-                    continue
-                cut.discard(block.id)
-            elif isinstance(block, ToolResult) and turn.role != "assistant" and block.tool_use_id in cut:
-                continue
-            blocks.append(((*place, j), block))
-        if len(blocks) == len(turn.content) or turn.role != "assistant" or any(_says(block) for _, block in blocks):
+        ours = turn.role == "assistant"
+        blocks = [((*place, j), block) for j, block in enumerate(turn.content) if not ours or (i, j) not in cut]
+        if len(blocks) == len(turn.content) or not ours or any(_says(block) for _, block in blocks):
             yield turn.role, blocks
 
 
