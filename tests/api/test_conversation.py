@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("minijinja")
 
-from hibachi.llm.chatformat.history import rendered
+from hibachi.llm.chatformat.history import CUT_SHOWN, rendered
 from hibachi.llm.chatformat.messages import IMAGE
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.conversation import check_values, conversation, refusing
@@ -189,16 +189,17 @@ def test_an_image_in_a_result_is_told():
 
 
 def test_a_call_that_was_cut_off_is_left_out_unless_it_has_a_result():
-    cut = {**CALL, "id": "c1", "incomplete": True, "function": {"name": "f", "arguments": '{"n'}}
+    cut = {**CALL, "id": "c1", "incomplete": True, "function": {"name": "f", "arguments": '{"n' + "n" * CUT_SHOWN}}
     assert conversation(called(cut), 4096)[2]["tool_calls"][0]["id"] == "c0"
     assert len(conversation(called(cut), 4096)[2]["tool_calls"]) == 1
     alone = conversation([USER, {"role": "assistant", "content": None, "tool_calls": [cut]}, USER], 4096)
     assert alone[1] == {"role": "assistant", "content": ""}
     answered = [*called(cut), {"role": "tool", "tool_call_id": "c1", "content": "x"}]
     shown = conversation(answered, 4096)  # a client has made it, and the model is told what came of that
-    assert [c["function"]["arguments"] for c in shown[2]["tool_calls"]] == [{"n": 1}, '{"n'] and shown[3:] == answered[
-        3:
-    ]
+    assert [c["function"]["arguments"] for c in shown[2]["tool_calls"]] == [
+        {"n": 1},
+        '{"n'.ljust(CUT_SHOWN, "n"),
+    ] and shown[3:] == answered[3:]
     with pytest.raises(Refused) as found:
         conversation([*answered, {"role": "tool", "tool_call_id": "c2", "content": "x"}], 4096)
     assert found.value.param == "messages[4].tool_call_id"

@@ -25,6 +25,8 @@ WAY_OUT = (
 )
 """What an operator can do about tools that a template does not know."""
 _once = Once(logging.getLogger("hibachi.chat"))
+CUT_SHOWN = 1000
+"""Letters of the arguments of a call that was cut off: all of them may fill the context, which ended the call."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
@@ -81,6 +83,8 @@ def _as_object(given: Any, place: FieldPath) -> dict[str, Any]:
             (*place, "function", "name"), f" must be the name of a function; got {shown(function.get('name'))}."
         )
     arguments = _arguments(function.get("arguments"), function["name"])
+    if given.get("incomplete") is True and isinstance(arguments, str):
+        arguments = arguments[:CUT_SHOWN]
     return {**given, "function": {**function, "arguments": arguments}}
 
 
