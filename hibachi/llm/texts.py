@@ -363,10 +363,8 @@ class Texts(Holding):
         each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
         served = [as_terms(t) for t in _for_each(terms, prompts, "Terms")]
         readers = _for_each(reader, prompts, "AnswerReader")
-        wanted: Counter[Hashable] = Counter()
-        for p, t in zip(each, served, strict=True):
-            wanted[t.tenant] += p.runs
-        self._check_room(wanted)  # before anything is made of them
+        runs = (t.tenant for p, t in zip(each, served, strict=True) for _ in range(p.runs))
+        self._check_room(Counter(runs))  # before anything is made of them
         expected = for_each(prediction, len(prompts), self.prompts.predicted if self.engine.facts.speculates else None)
         ready = [
             self._ready(prompt, own, p, t, guess)
@@ -384,6 +382,7 @@ class Texts(Holding):
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),
+                        each=isinstance(self.tokenizer, NoTokenizer),
                     )
                     for i, one in enumerate(some)
                 ],
@@ -391,8 +390,6 @@ class Texts(Holding):
             )
             for prompt, own, p, told, some in zip(prompts, ids, each, readers, ready, strict=True)
         ]
-        for choice in (choice for stream in streams for choice in stream.choices):
-            choice.each = isinstance(self.tokenizer, NoTokenizer)  # pieces without a text come with each token
         return streams
 
     def _ready(

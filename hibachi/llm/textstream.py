@@ -138,7 +138,7 @@ class TextChoice:
     """One continuation while it is being generated.
 
     text: makes a new detokenizer for it. ends: ids that are the model's own ends. delivers: the token that ends it is
-    delivered. each: every token has a piece of its own, also one without text; to be set before it is read.
+    delivered. each: every token has a piece of its own, also one without text.
     """
 
     index: int
@@ -153,11 +153,12 @@ class TextChoice:
         *,
         ends: Container[int] = (),
         delivers: bool = False,
+        each: bool = False,
     ) -> None:
         self.index, self.tokens = index, tokens
         self._new_text, self._text, self._logprobs = text, text(), logprobs
         self._ends, self._delivers = ends, delivers
-        self.each = False
+        self.each = each
         self._pieces: list[str] = []
         self._ids: list[int] = []
         self._held = 0  # tokens whose text has not come out yet
