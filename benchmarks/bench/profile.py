@@ -98,7 +98,6 @@ class Profile:
         step = runner.main.step
         fused = getattr(engine.model, "fused", None)
         if fused is not None:
-            fused.seconds = np.zeros(len(fused.parts))
             self._names, self._of = np.unique(fused.parts, return_inverse=True)
 
         def forward(*args: Any) -> Any:
