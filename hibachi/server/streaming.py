@@ -167,6 +167,10 @@ class TextParts:
     async def next(self) -> bytes:
         writer, chunks = self._writer, self._chunks
         pieces = await self._text.come(each=writer.each)
+        while pieces and self._first is None and not writer.begun:
+            pieces += (more := await self._text.come(each=writer.each))
+            if not more:
+                break
         self._record.came(pieces)
         if self._first is None:
             self._first = await _opening(self._served, self._x, writer)

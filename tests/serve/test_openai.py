@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, SamplingParams
+from hibachi.llm.own import open_texts
 
 from .conftest import CHATML, site
 from .saying import CALL, THOUGHT, saying, told
@@ -204,6 +205,16 @@ def test_a_stream_echoes_first(server):
     offsets = [offset for each in scores for offset in each["text_offset"]]  # a chunk may bring several tokens
     assert offsets[0] == 0 and offsets == sorted(offsets) and len(set(offsets)) == len(offsets)
     assert sum(len(each["tokens"]) for each in scores[1:]) == 3
+
+
+def test_a_stream_echoes_the_scores_of_each_prompt_also_of_one_that_waits():
+    body = {"prompt": ["Emma", "It is", "a"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0}
+    with open_texts("tiny", max_num_seqs=1) as texts, site(texts) as here:
+        whole = [c["logprobs"]["token_logprobs"] for c in here.complete(**body)["choices"]]
+        told: list[list[float | None]] = [[] for _ in whole]
+        for choice in (c for chunk in stream(here, "/v1/completions", **body) for c in chunk["choices"]):
+            told[choice["index"]] += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+    assert told == [pytest.approx(each) for each in whole]
 
 
 def test_half_a_letter_is_shown_as_bytes(server):

@@ -27,6 +27,7 @@ WAY_OUT = (
 _once = Once(logging.getLogger("hibachi.chat"))
 CUT_SHOWN = 1000
 """Letters of the arguments of a call that was cut off: all of them may fill the context, which ended the call."""
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, escaped in JSON
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
@@ -99,7 +100,7 @@ def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
     if found is None:
         return {}
     if isinstance(found, Mapping):
-        return found
+        return _whole_letters(found) if isinstance(given, str) and _HALF.search(given) else found
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
     _once.warning(
         hash((name, text)),
@@ -109,6 +110,12 @@ def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
         text,
     )
     return text
+
+
+def _whole_letters(found: Mapping[str, Any]) -> Any:
+    """With U+FFFD for halves of surrogate pairs, which a model writes that cuts an emoji: no text may have them."""
+    text = json.dumps(found, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def without_texts(messages: Messages, taken: Callable[[], bool]) -> Messages:

@@ -162,6 +162,13 @@ def test_12_arguments_that_are_an_object_are_one_also_where_they_were_encoded_tw
         assert all(f"[get_weather {expected}]" in prompt for prompt in prompts_of(how, arguments))
 
 
+@pytest.mark.parametrize("cut", ["\\ud83d", "\\ude00", "\\ud83d\\ud83d\\ude00"])
+def test_12_half_of_a_surrogate_pair_that_a_model_wrote_does_not_end_the_conversation(cut):
+    whole = json.loads(f'"{cut}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    for arguments in (f'{{"city": "A{cut}"}}', json.dumps(f'{{"city": "A{cut}"}}')):
+        assert all(f"<city=A{whole}>" in prompt for prompt in prompts_of("pair by pair", arguments))
+
+
 @pytest.mark.parametrize("piece", ["x", '"', "\\", "{} ", "é"])
 def test_12_eight_megabytes_that_are_no_object_are_read_at_once(piece):
     arguments = '{"city": "' + piece * (8_000_000 // len(piece.encode()))

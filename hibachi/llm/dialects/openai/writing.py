@@ -108,8 +108,13 @@ class AnswerWriter:
         """The index of the prompt that a choice belongs to."""
         return index // self._given
 
+    @property
+    def begun(self) -> bool:
+        """Whether what `opening` tells is there; asked when the first token is."""
+        return True
+
     def opening(self) -> list[Any]:
-        """Chunks before all text; called when the first token is there."""
+        """Chunks before all text; called once it has `begun`."""
         return []
 
     def piece(self, p: Piece) -> Any:
@@ -170,6 +175,13 @@ class CompletionWriter(AnswerWriter):
             used.completion_tokens += told
             used.total_tokens += told
         return used
+
+    @property
+    def begun(self) -> bool:
+        if not self.asked.echo or self.asked.logprobs is None:
+            return True
+        firsts = [s.choices[0] for s in self.streams]  # they have the scores of their prompts with their first tokens
+        return all(c.token_ids or c.finish_reason is not None for c in firsts)
 
     def opening(self) -> list[Any]:
         if not self.asked.echo:
