@@ -419,9 +419,9 @@ def test_a_field_of_another_route_is_told_what_it_is_called():
 @pytest.mark.parametrize("kind", FIELDS)
 def test_a_field_that_nobody_knows(kind):
     """Refused by its name, however it is written."""
-    end = " There is none of that name here; docs/serving.md lists them."
-    for name in ("nonsense", "Model", "best of", "", "a\nb", "é"):
-        expected = f"Unknown field: {name}.{end}"
+    for name in ("nonsense", "modle", "Model", "", "a\nb", "é"):
+        near = " (did you mean model?)" if name.lower().startswith("mod") else ""
+        expected = f"Unknown field: {name}. There is none of that name here{near}; docs/serving.md lists them."
         assert refused(kind, with_field(kind, name, "1")) == (expected, name, "unknown_parameter")
 
 
@@ -445,6 +445,15 @@ def test_a_body_that_is_no_object(kind, body, got):
 def test_a_body_that_is_no_json(body):
     message, param, code = refused(CompletionBody, body)
     assert message.startswith("The body must be valid JSON in UTF-8: ") and (param, code) == (None, "invalid_json")
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDe00", "\\ud83d\\ud83d", "\\ud83d\\n"])
+def test_half_of_a_surrogate_pair_is_a_letter_that_stands_for_it(half):
+    """Clients cut texts within an emoji, and send the same again in each later request."""
+    body = f'{{"model": "m", "prompt": "\\\\ud83d \\ud83d\\ude00 {half}", "user": 1.50}}'.encode()
+    expected = "\\ud83d 😀 " + "\ufffd" * half.lower().count("\\u") + "\n" * half.endswith("n")
+    assert read(CompletionBody, body).prompt == expected
+    assert refused(CompletionBody, body[:-1])[2] == "invalid_json"
 
 
 def test_a_body_that_is_nested_too_deep():

@@ -164,6 +164,7 @@ def test_a_mark_says_what_the_user_did_not_say():
     assert text(Talk(Words(alternates)), "suadu") == (
         f"[user]{marked.format(word(0))}\n\n{word(1)}[assistant]{word(2)}[user]{marked.format(word(3))}\n\n{word(4)}"
     )
+    assert text(Talk(Words(alternates)), "sda").startswith(text(Talk(Words(alternates)), "sd"))
 
 
 def test_a_text_that_no_form_shows_is_refused_by_name():

@@ -27,7 +27,8 @@ WAY_OUT = (
 _once = Once(logging.getLogger("hibachi.chat"))
 CUT_SHOWN = 1000
 """Letters of the arguments of a call that was cut off: all of them may fill the context, which ended the call."""
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, escaped in JSON
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Of a surrogate pair, escaped in JSON."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
 
 
@@ -100,7 +101,10 @@ def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
     if found is None:
         return {}
     if isinstance(found, Mapping):
-        return _whole_letters(found) if isinstance(given, str) and _HALF.search(given) else found
+        whole: Mapping[str, Any] = found
+        if isinstance(given, str) and HALF.search(given):
+            whole = json.loads(whole_letters(found))
+        return whole
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
     _once.warning(
         hash((name, text)),
@@ -112,10 +116,11 @@ def _arguments(given: Any, name: str) -> Mapping[str, Any] | str:
     return text
 
 
-def _whole_letters(found: Mapping[str, Any]) -> Any:
-    """With U+FFFD for halves of surrogate pairs, which a model writes that cuts an emoji: no text may have them."""
-    text = json.dumps(found, ensure_ascii=False)
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+def whole_letters(value: Any) -> str:
+    """Parsed JSON as JSON again, with U+FFFD for halves of surrogate pairs, which no text may have: models and clients
+    cut emojis. Raises RecursionError.
+    """
+    return json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def without_texts(messages: Messages, taken: Callable[[], bool]) -> Messages:

@@ -323,4 +323,4 @@ def _one(row: Sequence[Message]) -> Message:
 
 
 def _text(messages: Sequence[Message], name: str = "content") -> str:
-    return "\n\n".join(text for m in messages if isinstance(text := m.get(name), str) and text)
+    return "\n\n".join(text for m in messages if isinstance(text := m.get(name), str) and text.strip())

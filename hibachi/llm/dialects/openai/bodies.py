@@ -7,7 +7,10 @@ Fields in IGNORED do not affect the answer.
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +19,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.errors import MOST_SHOWN, FieldPath
 from hibachi.llm.chatformat.errors import UNSUPPORTED
+from hibachi.llm.chatformat.history import HALF, whole_letters
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.expected import choices, same
 from hibachi.llm.dialects.extensible import Extensible, without_unknown
@@ -331,9 +335,19 @@ def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
                 value = msgspec.json.decode(body) if _UNKNOWN.search(str(e)) else None
                 return taken(kind, _extended(e, kind, page, value), page)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        if (whole := _whole(body)) != body:
+            return read(kind, whole, page)
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:
         raise Refused("The body is nested too deep.", code="invalid_json") from None
+
+
+def _whole(body: bytes) -> bytes:
+    """A body whose texts have halves of surrogate pairs, without these; or the body."""
+    with suppress(ValueError, RecursionError):
+        if HALF.search(text := body.decode()):
+            return whole_letters(json.loads(text)).encode()
+    return body
 
 
 def taken(kind: type[T], value: Any, page: str = PAGE, within: FieldPath = ()) -> T:
@@ -365,7 +379,9 @@ def refused_by(error: msgspec.ValidationError, kind: Any, page: str = PAGE, with
     what = text[: at.start()] if at else text
     if unknown := _UNKNOWN.search(what):
         own = unknown[1][:MOST_SHOWN]
-        may = f", and {found} says the same" if not path and (found := same(kind, own)) else ""
+        known = () if path else getattr(kind, "__struct_encode_fields__", ())
+        may = f" (did you mean {near[0]}?)" if (near := difflib.get_close_matches(own, known, 1)) else ""
+        may = f", and {found} says the same" if known and (found := same(kind, own)) else may
         return Refused(
             "Unknown field: ",
             (*path, own),
