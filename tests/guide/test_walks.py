@@ -116,6 +116,8 @@ ENDS = {  # schemas in which something has no value, but not all
     "with a digit": closed({f"n{i}": ONE for i in range(10)}, patternProperties={r"^n\d$": True}),
     "with anchors in a group": closed({"ab": ONE}, patternProperties={"(^a(b|b)$)": True}),
     "of names half declared": closed({"a": ONE}, patternProperties={"^[ab]$": ONE}),
+    "of a required name": closed({}, patternProperties={"^a$": ONE}, required=["a"]),
+    "of a declared and a required name": closed({"a": ONE}, patternProperties={"^[ab]$": ONE}, required=["b"]),
     "within an array": {"type": "array", "items": closed({"a": ONE}, patternProperties={"^a$": True}), "maxItems": 2},
     "that says more than the property": closed({"a": {"type": "integer"}}, patternProperties={"^a$": ONE}),
     "beside more": {**closed({"a": ONE}, patternProperties={"^a$": True}), "additionalProperties": ONE},

@@ -264,11 +264,13 @@ def kept_names(schema: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(patterns, dict):
         return schema
     kept, left = dict(declared), dict(patterns)
+    required = schema.get("required")
+    named = [*declared, *(n for n in required if isinstance(n, str))] if isinstance(required, list) else [*declared]
     for pattern, each in patterns.items():
         matched = texts_of(pattern)
-        if matched is not None and matched <= declared.keys():
+        if matched is not None and matched.issubset(named):
             del left[pattern]
-            kept |= {name: {"allOf": [kept[name], each]} for name in matched}
+            kept |= {n: {"allOf": [kept[n], each]} if n in kept else each for n in named if n in matched}
     schema = (
         {**schema, "patternProperties": left} if left else {k: v for k, v in schema.items() if k != "patternProperties"}
     )
