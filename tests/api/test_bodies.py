@@ -477,7 +477,7 @@ def test_a_record_of_what_json_does_not_have(value, message):
 
 def test_what_a_request_may_ask_for_unless_the_server_says_otherwise():
     found = Bounds()
-    assert (found.n, found.prompts, found.logprobs, found.messages) == (128, 1024, 20, 4096)
+    assert (found.n, found.prompts, found.logprobs, found.messages) == (128, 1024, 20, 16384)
     assert (found.stop, found.stop_length, found.bias, found.token_ids) == (16, 1024, 1024, 4096)
 
 

@@ -214,8 +214,8 @@ def test_items_that_are_none(item, param, code):
 
 
 def test_at_most_so_many_items():
-    found = refused(own_items, body_of([user("a")] * 4097), BOUNDS)
-    assert (found.param, str(found)) == ("input", "input has 4097 items; at most 4096 are served.")
+    found = refused(own_items, body_of([user("a")] * 16385), BOUNDS)
+    assert (found.param, str(found)) == ("input", "input has 16385 items; at most 16384 are served.")
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from hibachi.offline.tasks.task import Prepared
 from hibachi.offline.tasks.text_task import Opens, TextRequest, TextTask
 from hibachi.request import SamplingParams
 
-MOST_MESSAGES = 4096  # of a conversation
+MOST_MESSAGES = 16384  # of a conversation
 
 
 @dataclass(slots=True)

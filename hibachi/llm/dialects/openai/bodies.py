@@ -42,7 +42,7 @@ class Bounds:
     stop_length: int = 1024  # characters of one
     bias: int = 1024  # entries of logit_bias
     token_ids: int = 4096  # of stop_token_ids or allowed_token_ids
-    messages: int = 4096
+    messages: int = 16384
     tools: int = 1024
     rows: int = 4096  # continuations of all prompts of a request
     new: int | None = None  # new tokens of a continuation: the most that it gets, whatever it asks for
