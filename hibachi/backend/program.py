@@ -124,8 +124,8 @@ class Program:
         step.block_size, step.cache_blocks = cache[0].block_size, len(cache[0].keys)
         step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
         first, end = int(h is not None), len(self._list) if logits else self._before_head
-        seconds = self.seconds  # it lives as long as the call, whoever sets another
-        step.seconds = seconds[first:].ctypes.data
+        kept = (self.seconds,)  # they live as long as the call, whoever sets others
+        step.seconds = kept[0][first:].ctypes.data
         self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), end - first)
         if len(self.expert_tokens):
             self._count(buffers[LISTS], n if self._sorts[-1] else len(tok))
