@@ -28,11 +28,12 @@ class FormTime:
     all rows so far. unpaid: of that, what `Turns` has not counted yet. known: something was measured.
     """
 
-    __slots__ = ("__weakref__", "_late", "_latest", "_turns", "known", "seconds", "spent", "unpaid")
+    __slots__ = ("__weakref__", "_guess", "_late", "_latest", "_turns", "known", "seconds", "spent", "unpaid")
 
     def __init__(self, turns: Turns, spent: float) -> None:
         self._turns, self.spent, self.known = turns, spent, False
         self.seconds = self.unpaid = self._latest = 0.0
+        self._guess = False  # `seconds` is what was expected
         self._late = 0  # tokens one after the other that took `MOST`
 
     @property
@@ -51,7 +52,7 @@ class FormTime:
         each, self._latest = latest if sure else min(latest, self._latest), latest
         self.unpaid += each * rows
         self._late = self._late + 1 if latest > MOST else 0
-        self.seconds = max(each, FADE * self.seconds)
+        self.seconds, self._guess = each if self._guess else max(each, FADE * self.seconds), False
         if self.seconds < FREE:
             self.seconds = 0.0
         if self.slow:
@@ -60,7 +61,7 @@ class FormTime:
     def expect(self, seconds: float) -> None:
         """A first token of a row has taken so long, while no step waited for it."""
         if not self.known:
-            self.known, self._latest = True, max(seconds - FREE, 0.0)
+            self.known, self._guess, self._latest = True, True, max(seconds - FREE, 0.0)
             self.seconds = self._latest if self._latest > FREE else 0.0
 
 

@@ -17,13 +17,10 @@ class Guard:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        self._firsts = {name[0] for name in self._names}
         self._find = re.compile("|".join(map(re.escape, self._names)) or "(?!)")
 
     def guarded(self, text: str) -> str:
         """With its names marked."""
-        if not any(first in text for first in self._firsts):
-            return text
         return self._find.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
 
     def bare(self, text: str) -> str:
