@@ -70,7 +70,7 @@ def _work(queue: SimpleQueue[Job | None], done: Done, turns: Turns, vocab_size: 
 
 def _try(guided: Guided, vocab_size: int) -> None:
     """See by a first mask whether a form is slow. One that fails is found where it is drawn by."""
-    least, bits = float("inf"), np.empty((1, words(vocab_size)), np.uint32)
+    least, bits = 1e9, np.empty((1, words(vocab_size)), np.uint32)
     for _ in range(0 if guided.form.known else TRIES):
         began = time.perf_counter()
         guided.guides.masks([guided.guide], bits)

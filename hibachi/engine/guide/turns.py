@@ -61,8 +61,8 @@ class FormTime:
     def expect(self, seconds: float) -> None:
         """A first token of a row has taken so long, while no step waited for it."""
         if not self.known:
-            self.known, self._guess, self._latest = True, True, max(seconds - FREE, 0.0)
-            self.seconds = self._latest if self._latest > FREE else 0.0
+            self.known = self._guess = True
+            self._latest = self.seconds = max(seconds - 2 * FREE, 0.0)
 
 
 class InTurn(Protocol):
