@@ -600,7 +600,7 @@ class Engine:
                 counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
         counts = None if counts is None else counts[plan.emit]
-        committed = self.scheduler.commit(plan, stopped, counts, began)
+        committed = self.scheduler.commit(plan, stopped, counts, began=began)
         alive = plan.emit
         if committed.alive is not None:
             alive = alive.copy()

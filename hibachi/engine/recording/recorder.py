@@ -124,20 +124,17 @@ class Recorder:
         event, *rest = entry
         words: dict[str, Any] = {"event": event}
         match event, rest:
-            case "add", (seq, now, held):
-                keys = None
-                if seq.keys is not None:
-                    keys = self._names(islice(seq.keys, seq.prompt_len // self._block), seq.salt)
-                words |= {"now": now, "seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
-                words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
-                words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
-                words |= {"begun": True} if seq.begun else {}
-                words |= {"held": True} if held else {}
+            case "add", (seq, now, held, members):
+                words |= {"now": now} | self._seq(seq, held)
+                if members:
+                    words["linked"] = [self._seq(each, waits) for each, waits in members]
+                    words |= {"alike": seq.link.alike, "parts": seq.link.parts}
             case "plan", (plan, now):
                 words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
-            case "commit", (stopped, seconds, counts):
+            case "commit", (stopped, seconds, counts, parents):
                 words |= {"stopped": np.flatnonzero(stopped).tolist(), "seconds": round(seconds, 6)}
                 words |= {} if counts is None else {"tokens": counts.tolist()}
+                words |= {"parents": [[seq.number, of.number] for seq, of in parents]} if parents else {}
             case "cancel", (seq, reason):
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
@@ -160,16 +157,25 @@ class Recorder:
                 words |= {"seq": seq.number}
         return words
 
+    def _seq(self, seq: Seq, held: bool) -> dict[str, Any]:
+        keys = None
+        if seq.keys is not None:
+            keys = self._names(islice(seq.keys, seq.prompt_len // self._block), seq.salt)
+        words: dict[str, Any] = {"seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
+        words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
+        words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
+        return words | ({"begun": True} if seq.begun else {}) | ({"held": True} if held else {})
+
     def _grown(self, plan: StepPlan | None) -> list[list[int]]:
         """[sequence, number of a block, name of its tokens] of blocks with generated tokens that became known."""
         if plan is None or not plan.published:
             return []
         ends = {seq.number: end for seq, end in zip(plan.seqs, plan.end.tolist(), strict=True)}
         grown = []
-        for seq, before, *_ in plan.published:
+        for seq, before, _, keys, _ in plan.published:  # (after a fork it has other keys)
             first = max(before, seq.prompt_len // self._block)
-            keys = (seq.keys or [])[first : ends.get(seq.number, 0) // self._block]
-            grown += [[seq.number, n, name] for n, name in enumerate(self._names(keys, seq.salt), first)]
+            new = keys[first : ends.get(seq.number, 0) // self._block]
+            grown += [[seq.number, n, name] for n, name in enumerate(self._names(new, seq.salt), first)]
         return grown
 
     def _names(self, keys: Iterable[Hashable], salt: Hashable) -> list[int]:
@@ -212,7 +218,8 @@ class RecordedScheduler(Scheduler):
     @override
     def add(self, seq: Seq, now: float = 0.0) -> None:
         super().add(seq, now)
-        self._note("add", seq, now, seq.held)
+        members = [] if seq.link is None else [(each, each.held) for each in seq.link.seqs]
+        self._note("add", seq, now, seq.held, members)
 
     @override
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
@@ -301,12 +308,17 @@ class RecordedScheduler(Scheduler):
 
     @override
     def commit(
-        self, plan: StepPlan, stopped: Bools, counts: Ints | None = None, began: float | None = None
+        self,
+        plan: StepPlan,
+        stopped: Bools,
+        counts: Ints | None = None,
+        parents: Sequence[tuple[Seq, Seq]] = (),
+        began: float | None = None,
     ) -> Committed:
         """began: the step, by time.perf_counter(); None means now."""
-        committed = Scheduler.commit(self, plan, stopped, counts)
+        committed = Scheduler.commit(self, plan, stopped, counts, parents)
         seconds = 0.0 if began is None else time.perf_counter() - began
-        self._note("commit", stopped, seconds, counts)
+        self._note("commit", stopped, seconds, counts, parents)
         return committed
 
 

@@ -15,7 +15,7 @@ from hibachi.engine.recording.recorder import sent_words, words_of
 from hibachi.engine.scheduler import policy as policies
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
-from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits, StepPlan
 from hibachi.errors import HibachiError
 from hibachi.request import Finish
@@ -67,11 +67,14 @@ class _Player:
         s = self.scheduler
         match kind:
             case "add":
-                now, number = event.pop("now"), event.pop("seq")
-                seq = Seq(**event)
+                now, number, members = event.pop("now"), event.pop("seq"), event.pop("linked", [])
+                how = {name: event.pop(name) for name in ("alike", "parts") if name in event}
+                numbers = [each.pop("seq") for each in members]
+                seqs = [Seq(**each) for each in members]
+                seq = linked(seqs, **how) if seqs else Seq(**event)
                 s.add(seq, now)
-                self._seqs[number] = seq
-                expected, got = number, seq.number
+                self._seqs |= dict(zip([number, *numbers], [seq, *seqs], strict=True))
+                expected, got = [number, *numbers], [each.number for each in (seq, *seqs)]
             case "plan":
                 self._grown |= {(number, at): key for number, at, key in event["grown"]}
                 plan = s.schedule(event["now"])
@@ -84,7 +87,8 @@ class _Player:
                 stopped = np.zeros(np.count_nonzero(plan.emit), bool)
                 stopped[event["stopped"]] = True
                 counts = event.get("tokens")
-                s.commit(plan, stopped, None if counts is None else np.array(counts, np.int32))
+                parents = [(self._seqs[one], self._seqs[of]) for one, of in event.get("parents", [])]
+                s.commit(plan, stopped, None if counts is None else np.array(counts, np.int32), parents)
             case "draft":
                 s.propose([(self._seqs[number], n) for number, n in event["drafts"]])
             case "cancel":

@@ -74,31 +74,31 @@ class RankQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Any, Seq]] = []
+        self._heap: list[tuple[Any, int, Seq]] = []  # (those that were linked have one rank)
         self._ripe = 64  # length at which it is looked through
 
     def push(self, seq: Seq) -> None:
         if len(self._heap) >= self._ripe:
-            self._heap = [item for item in self._heap if item[1].finish is None]
+            self._heap = [item for item in self._heap if item[2].finish is None]
             heapq.heapify(self._heap)
             self._ripe = max(64, 2 * len(self._heap))
-        heapq.heappush(self._heap, (seq.rank, seq))
+        heapq.heappush(self._heap, (seq.rank, seq.number, seq))
 
     def peek(self) -> Seq | None:
         heap = self._heap
-        while heap and heap[0][1].finish is not None:
+        while heap and heap[0][2].finish is not None:
             heapq.heappop(heap)
-        return heap[0][1] if heap else None
+        return heap[0][2] if heap else None
 
     def pop(self) -> Seq:
-        return heapq.heappop(self._heap)[1]
+        return heapq.heappop(self._heap)[2]
 
     def count(self, most: int) -> int:
         """Number of sequences that wait in it, counted up to `most`."""
         return sum(1 for _ in islice(self, most))
 
     def __iter__(self) -> Iterator[Seq]:
-        return (seq for _, seq in self._heap if seq.finish is None)
+        return (seq for *_, seq in self._heap if seq.finish is None)
 
 
 def _weights(given: dict[Hashable, float] | None) -> dict[Hashable, float]:
@@ -267,6 +267,8 @@ class Fair:
             self._drop(*key)
 
     def left(self, seq: Seq, tokens: int) -> None:
+        if seq.alone:  # what it is of was charged
+            return
         key = seq.priority, seq.tenant
         self._running[key] -= seq.end
         used = self._used[key]

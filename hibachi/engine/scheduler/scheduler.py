@@ -21,6 +21,7 @@ import numpy as np
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.checkpoints import Checkpoints
 from hibachi.engine.scheduler.copies import Copied, Copies
+from hibachi.engine.scheduler.links import fits, others_of, tail, waited
 from hibachi.engine.scheduler.policy import Fcfs, Policy
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import (
@@ -30,6 +31,7 @@ from hibachi.engine.scheduler.step import (
     Index,
     Ints,
     Limits,
+    Move,
     Published,
     RowTable,
     SchedulerCounts,
@@ -76,6 +78,7 @@ class Scheduler:
         self.stale: bool = False  # `rows` and `order` hold a sequence that has left
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self.paused_rows = 0  # rows
+        self.together = 0  # rows that draw in the same steps as others
         # Waiting sequences that may not start yet: held ones, and those that were preempted while paused.
         self._parked: set[Seq] = set()
         self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
@@ -119,8 +122,14 @@ class Scheduler:
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def add(self, seq: Seq, now: float = 0.0) -> None:
-        """Queue a sequence. Raises QueueFull, or PromptTooLong if it can never be served."""
-        seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
+        """Queue a sequence, or those of a ticket (see `linked`). Raises QueueFull, or PromptTooLong if it can never be
+        served.
+        """
+        members = () if seq.link is None else seq.link.seqs
+        for each in (seq, *members):
+            each.end = self.limits.fit(each.prompt_len, each.max_new)
+        if seq.link is not None:
+            fits(self.limits, seq.link)
         if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
             raise QueueFull(
                 f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting "
@@ -129,6 +138,9 @@ class Scheduler:
         self._numbers += 1
         seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len + seq.begun
         seq.rank = self.policy.rank(seq)
+        for n, each in enumerate(members, self._numbers + 1):
+            each.number, each.arrival, each.length = n, now, each.prompt_len + each.begun
+        self._numbers += len(members)
         self._queue(seq)  # a policy that raises has queued nothing
         for time in (seq.start_by, seq.deadline):
             if time is not None:
@@ -146,14 +158,15 @@ class Scheduler:
         """`cancel`, for whatever reason."""
         if seq.finish is not None:
             return False
+        if seq.link is not None and seq is seq.link.ticket:
+            return any([self.end(each, reason) for each in list(seq.link.seqs)])
         if seq.row >= 0:
             self.leave(seq, reason)
             return True
+        ticket = seq.ticket
         self.waiting -= 1  # it leaves the queue when it comes to the front
-        seq.finish = reason
-        self._parked.discard(seq)
-        if seq.started:  # it was charged by `pop` and then preempted; one that never started owes the policy nothing
-            self.policy.left(seq, seq.length)
+        self._parked.discard(ticket)
+        self._over(seq, reason, seq.length)
         return True
 
     def expire(self, now: float) -> list[Seq]:
@@ -162,8 +175,9 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             time, _, seq = heapq.heappop(self._deadlines)
             late = time == seq.deadline or not (seq.started or seq.row >= 0)
+            members = [seq] if seq.link is None else list(seq.link.seqs)
             if late and self.end(seq, Finish.ERROR):
-                ended.append(seq)
+                ended += members
         return ended
 
     def next_deadline(self) -> float | None:
@@ -178,20 +192,27 @@ class Scheduler:
         One that waits to start keeps its place in the queue, and is paused when it has started.
         """
         if seq.finish is None and not seq.paused:
-            seq.paused = True
-            self.paused_rows += seq.row >= 0
+            for each in seq.bound:
+                each.paused = True
+                self.paused_rows += each.row >= 0
+            seq.ticket.paused = True
 
     def unpause(self, seq: Seq) -> None:
         if seq.paused:
-            seq.paused = False
-            self.paused_rows -= seq.row >= 0
-            self._unpark(seq)
+            for each in seq.bound:
+                each.paused = False
+                self.paused_rows -= each.row >= 0
+            seq.ticket.paused = False
+            self._unpark(seq.ticket)
 
     def free(self, seq: Seq) -> None:
-        """A held sequence may start from now on: it takes the place in the queue that it had."""
+        """A held sequence may start from now on, with all that it is linked with: it takes the place in the queue that
+        it had.
+        """
         if seq.held:
             seq.held = False
-            self._unpark(seq)
+            seq.ticket.held = any(each.held for each in seq.bound)
+            self._unpark(seq.ticket)
 
     def _unpark(self, seq: Seq) -> None:
         if seq in self._parked and not (seq.paused or seq.held):
@@ -213,12 +234,12 @@ class Scheduler:
         if self.paused_rows:
             paused = [seq for seq in self.order if seq.row >= 0 and seq.paused]
             others_run = len(paused) < self.running
-            if not (self.free_rows and others_run):
+            if not (len(self.free_rows) >= len(next_.bound) and others_run):
                 # One row is enough while others go on; where none does, blocks may be what is missing.
-                return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
-        if self.displaced is None or (self.free_rows and not self.short(next_)):
+                return self._preempt(paused[-1:] if others_run else paused)
+        if self.displaced is None or (len(self.free_rows) >= len(next_.bound) and not self.short(next_)):
             return []
-        return [self._preempt(seq) for seq in self.displaced()]
+        return self._preempt([each for seq in self.displaced() for each in (seq.link.seqs if seq.link else [seq])])
 
     def short(self, seq: Seq) -> bool:
         """Whether it found too few blocks, and none has become free since."""
@@ -235,7 +256,9 @@ class Scheduler:
     def _comes(self) -> Seq | None:
         """The next sequence to start, unless it has just found that it cannot yet."""
         seq = self.policy.peek() if self.waiting and self.free_rows else None
-        return None if seq is None or seq is self._held_back or self.short(seq) else seq
+        if seq is None or seq is self._held_back or self.short(seq) or len(self.free_rows) < len(seq.bound):
+            return None
+        return seq
 
     def wanted(self) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
         """By tenant: the tokens that its running sequences would compute in the next step, and its best class.
@@ -300,17 +323,19 @@ class Scheduler:
             self.end(seq, Finish.ERROR)
             return []
         sent: Sent = []
+        members = [each for each in seq.bound if each.row >= 0]
         if self.pool:
-            tainted = set(self.pool.unsound(seq.blocks))
+            blocks = [block for each in members for block in each.blocks]
+            tainted = set(self.pool.unsound(blocks))
             self.pool.withdraw(tainted)
             if self.copies:
-                self.pool.withdraw(seq.blocks)  # the model may have spoilt all of its past
-            for other in [s for s in self.order if s is not seq and s.row >= 0 and tainted.intersection(s.blocks)]:
-                self.pool.withdraw(self.pool.unsound(other.blocks))
-                sent.append(self._preempt(other))
-        row = seq.row
+                self.pool.withdraw(blocks)  # the model may have spoilt all of its past
+            for other in [s for s in self.order if s not in members and s.row >= 0 and tainted.intersection(s.blocks)]:
+                if other.row >= 0:  # not sent back with another
+                    self.pool.withdraw(self.pool.unsound(other.blocks))
+                    sent += self._preempt([other])
         # `_vacate` then withdraws what was published since the last step that succeeded, and vouches for nothing more.
-        if self.table.emitted[row]:
+        for row in [each.row for each in members if self.table.emitted[each.row]]:
             self.table.settled[row] = self.table.done[row] - self.table.gained[row]
             self.table.emitted[row] = False
         self.leave(seq, Finish.ERROR)
@@ -318,7 +343,7 @@ class Scheduler:
 
     def rollback(self, plan: StepPlan) -> Sent:
         """The step did not happen: sequences that started with it are back in the queue, the others where they were."""
-        for seq, before, node, new in reversed(plan.published):
+        for seq, before, node, _, new in reversed(plan.published):
             if self.pool:
                 self.pool.withdraw_nodes(new)
             if seq.row >= 0 and seq.published > before:
@@ -331,13 +356,13 @@ class Scheduler:
                 self.checkpoints.release(slot)
         same = self.holds(plan)
         self.table.take_back(plan.rows[same], plan.start[same], plan.emit[same])
-        return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
+        return self._preempt(plan.fresh)
 
     def forget(self) -> Sent:
         """The contents of the cache are lost: all running sequences go back to the queue, to compute their tokens
         again.
         """
-        sent = [self._preempt(seq) for seq in self.order if seq.row >= 0]
+        sent = self._preempt(self.order)
         if self.pool:
             self.pool.reset()
         if self.checkpoints:
@@ -384,6 +409,10 @@ class Scheduler:
             elif self.limits.prefill is not None:
                 tokens_left = min(tokens_left, self.limits.prefill)
             end = start + q
+            if self.together and np.count_nonzero(end < table.known[rows]):
+                decode = False
+                q = waited(seqs, q, end == table.known[rows])
+                end = start + q
             if not self.pool or not np.count_nonzero(end > table.capacity[rows]):
                 break
             sent = self._grow(seqs, rows, end, table.capacity[rows])
@@ -407,7 +436,7 @@ class Scheduler:
         if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
             if self.copies:  # what these compute, it is worth to wait for
-                at_work = [seqs[i] for i in np.flatnonzero(~table.emitted[rows]).tolist()]
+                at_work = [s for i in np.flatnonzero(~table.emitted[rows]).tolist() if not (s := seqs[i]).vacant]
             fresh = self._admit(tokens_left, at_work, published, restores, copied)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
@@ -425,6 +454,11 @@ class Scheduler:
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
         emit = end == table.known[rows]
+        if (fresh or not decode) and (parting := [s for i in np.flatnonzero(emit).tolist() for s in others_of(seqs[i])]):
+            seqs, more = seqs + parting, [s.row for s in parting]
+            rows, q = np.concatenate([rows, np.array(more, np.intp)]), np.pad(q, (0, len(more)))
+            start = np.concatenate([start, table.computed[more]])
+            end, emit = start + q, np.pad(emit, (0, len(more)), constant_values=True)
         tokens = len(q) if decode and not fresh else int(q.sum())
         draft = self._draft(drafts, seqs, end, emit, self.budget - tokens) if drafts else None
         table.advance(rows, end, emit)
@@ -465,10 +499,11 @@ class Scheduler:
         finds its part left.
         """
         # `want` is in the order of service. Fewer tokens than rows (after memory ran out) go to the first of them.
-        single = np.flatnonzero(want == 1)[: self.budget]
+        budget = max([self.budget, *(len(s.bound) for s in seqs)]) if self.together else self.budget
+        single = np.flatnonzero(want == 1)[:budget]
         q = np.zeros(len(want), np.int32)
         q[single] = 1
-        tokens_left = self.budget - len(single)
+        tokens_left = budget - len(single)
         if self.limits.prefill is not None:
             tokens_left = min(tokens_left, self.limits.prefill)
         prompts, kept = np.flatnonzero(want > 1).tolist(), 0
@@ -548,7 +583,7 @@ class Scheduler:
                 if more is not None:
                     self._give(seq, more)
                     break
-                sent.append(self._preempt(self._victim()))
+                sent += self._preempt([self._victim()])
         return sent
 
     def _give(self, seq: Seq, more: list[int]) -> None:
@@ -573,7 +608,7 @@ class Scheduler:
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
         assert pool and keys is not None
         new: list[tuple[int, Hashable]] = []
-        log.append((seq, before, seq.node, new))
+        log.append((seq, before, seq.node, keys, new))
         if sound >= 0:  # that step has succeeded, and with it all before
             pool.vouch(seq.blocks[max(before - 1, 0) : sound // bs])
         for n in range(before, min(end, done) // bs):
@@ -610,51 +645,144 @@ class Scheduler:
         while tokens_left > 0 and self.free_rows and (seq := policy.peek()) is not None:
             if self.short(seq) or seq.tenant in self.resting:
                 break
-            found = self._reserve(seq, at_work, published, copied)
+            found = self._reserved(seq, at_work, published, copied)
             if found is None:  # no sequence overtakes: the next in order gets the next blocks
                 self._held_back = seq
                 break
-            known, slot = found
+            group = list(seq.bound)
+            hits = [self._hit(each, known) for each, (known, _) in zip(group, found, strict=True)]
+            shares = self._shares_of(group, hits, tokens_left, alone=not (self.running or started))
+            if shares is None:
+                self._give_back(group, copied)
+                self._held_back = seq
+                break
             policy.pop(seq)
             self.waiting -= 1
-            row = seq.row = self.free_rows.pop()
-            self.paused_rows += seq.paused
-            hit = seq.reused = known * limits.block_size
-            if seq.begun:  # not found: its runner writes them
-                hit = seq.prompt_len
-            q = min(seq.length - hit, tokens_left, seq.most or limits.chunk)
-            if self.checkpoints and seq.keys is not None:
-                mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
-                q = q if mark is None else min(q, mark - hit)
+            for each, hit, q, (_, slot) in zip(group, hits, shares, found, strict=True):
+                row = each.row = self.free_rows.pop()
+                each.rank = seq.rank
+                self.paused_rows += each.paused
                 if slot is not None:
                     restores.append((row, slot))
-            tokens_left -= q
-            self.table.enter(row, seq.length, hit, seq.end)
-            if pool:
-                self.block_table[row, : len(seq.blocks)] = seq.blocks
-                self.block_table[row, len(seq.blocks) :] = 0
-                self.table.capacity[row] = len(seq.blocks) * limits.block_size
-                seq.published = known
-                self.table.published[row] = seq.published if seq.keys is not None else NEVER
-                if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
-                    self.table.published[row] = self._publish(seq, hit + q, seq.length, -1, published)
-            if seq.keys is not None and not (seq.started or seq.begun):
-                self.counts.prefix_queries += seq.length
-                self.counts.prefix_hits += hit
-            if hit + q < seq.length or self.copies:
-                at_work = [*at_work, seq]
-            seq.started = True
-            started.append((seq, hit, q))
+                tokens_left -= q
+                self.table.enter(row, each.length, hit, each.end)
+                self._place(each, hit, q, published)
+                if hit + q < each.length or (self.copies and not each.vacant):
+                    at_work = [*at_work, each]
+                each.started = True
+                started.append((each, hit, q))
+            if seq.link is not None and not seq.link.parted:
+                seq.row, seq.started = group[0].row, True
+                self.together += len(group) if seq.link.together else 0
         return started
 
-    def _reserve(
+    def _hit(self, seq: Seq, known: int) -> int:
+        """Tokens of a starting sequence that need not be computed. known: blocks that were found."""
+        seq.reused = known * self.limits.block_size
+        if seq.vacant:
+            return seq.length
+        return seq.prompt_len if seq.begun else seq.reused  # of one begun elsewhere, its runner writes them
+
+    def _shares_of(self, group: Sequence[Seq], hits: Sequence[int], tokens_left: int, *, alone: bool) -> list[int] | None:
+        """Tokens that starting sequences compute now; None means that those which draw together get none yet.
+
+        alone: nobody else runs.
+        """
+        together = len(group) > 1 and not group[-1].vacant
+        if together and alone:
+            tokens_left = max(tokens_left, len(group))
+        shares = []
+        for seq, hit in zip(group, hits, strict=True):
+            q = max(0, min(seq.length - hit - together, tokens_left, seq.most or self.limits.chunk))
+            if self.checkpoints and seq.keys is not None and q:
+                mark = self.checkpoints.mark(hit, seq.length, self.limits.block_size)
+                q = q if mark is None else min(q, mark - hit)
+            tokens_left -= q
+            shares.append(q)
+        if together:
+            last = all(hit + q == seq.length - 1 for seq, hit, q in zip(group, hits, shares, strict=True))
+            within = all(q < (seq.most or self.limits.chunk) for seq, q in zip(group, shares, strict=True))
+            if last and within and tokens_left >= len(group):
+                return [q + 1 for q in shares]
+            return shares if any(shares) else None
+        return shares
+
+    def _place(self, seq: Seq, hit: int, q: int, published: list[Published]) -> None:
+        """Note the blocks of a sequence that starts, and publish those that its first q tokens fill."""
+        row, size = seq.row, self.limits.block_size
+        if self.pool:
+            self.block_table[row, : len(seq.blocks)] = seq.blocks
+            self.block_table[row, len(seq.blocks) :] = 0
+            self.table.capacity[row] = NEVER if seq.vacant else len(seq.blocks) * size
+            seq.published = 0 if seq.vacant else seq.reused // size
+            self.table.published[row] = seq.published if seq.keys is not None and not seq.vacant else NEVER
+            if seq.keys is not None and not seq.vacant and (hit + q) // size > seq.published:
+                self.table.published[row] = self._publish(seq, hit + q, seq.length, -1, published)
+        if seq.keys is not None and not (seq.started or seq.begun):
+            self.counts.prefix_queries += seq.length
+            self.counts.prefix_hits += hit
+
+    def _reserved(
         self, seq: Seq, at_work: list[Seq], published: list[Published], copied: list[Copied]
+    ) -> list[tuple[int, int | None]] | None:
+        """`_reserve` for a sequence, or for all those of a ticket; None, and nothing reserved, if one cannot start."""
+        if seq.link is None or seq.link.parted:
+            found = self._reserve(seq, at_work, published, copied)
+            return None if found is None else [found]
+        first, *others = seq.link.seqs
+        if len(self.free_rows) <= len(others):
+            return None
+        if seq.link.alike and not seq.link.forked:
+            more = tail(self.limits, first)
+            found = self._reserve(first, at_work, published, copied, more * len(others))
+            if found is None:
+                self._name_stuck(first, seq)
+                return None
+            for each in others:
+                each.vacant = True
+                each.blocks = self.pool.alloc(more) or [] if self.pool else []
+            return [found] + [(0, None)] * len(others)
+        got = list[tuple[int, int | None]]()
+        for each in seq.link.seqs:  # of which none waits for what others of them compute
+            found = self._reserve(each, [] if got else at_work, published, copied, finds=not (self.copies and got))
+            if found is None:
+                self._give_back(seq.link.seqs[: len(got)], copied)
+                self._name_stuck(each, seq)
+                return None
+            got.append(found)
+        return got
+
+    def _give_back(self, seqs: Sequence[Seq], copied: list[Copied]) -> None:
+        """These do not start: their blocks are free again."""
+        for seq in seqs:
+            if self.pool:
+                self.pool.release(seq.blocks, sound=0)
+            seq.blocks, seq.node, seq.vacant = [], None, False
+        copied[:] = [each for each in copied if each[0] not in seqs]
+
+    def _name_stuck(self, seq: Seq, ticket: Seq) -> None:
+        """If this sequence of a link found too few blocks, its ticket did."""
+        if self.pool and self._stuck is not None and self._stuck[0] is seq:
+            self._stuck = ticket, self.pool.free
+
+    def _reserve(
+        self,
+        seq: Seq,
+        at_work: list[Seq],
+        published: list[Published],
+        copied: list[Copied],
+        more: int = 0,
+        *,
+        finds: bool = True,
     ) -> tuple[int, int | None] | None:
-        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None means not yet."""
+        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None means not yet.
+
+        more: blocks that must be left for others. finds: it may begin with what others have computed.
+        """
         pool, limits = self.pool, self.limits
         most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
         slot = None
-        if seq.keys is None or seq.begun:
+        if seq.keys is None or seq.begun or not finds:
             most = 0
         elif self.checkpoints:
             ahead = self._to_come(seq, most, at_work)
@@ -697,15 +825,15 @@ class Scheduler:
         # counted.
         sources = self.copies.sources(found, [*self.order, *at_work]) if self.copies else []
         pool.hold(idle)
-        more = pool.alloc(need) if pool.free >= need + spare else None
-        if more is None:
+        new = pool.alloc(need) if pool.free >= need + spare + more else None
+        if new is None:
             pool.release(idle, sound=0)
             self._stuck = seq, pool.free
             return None
         self._stuck = None
-        seq.blocks, seq.node = found + more, node
+        seq.blocks, seq.node = found + new, node
         if self.copies and found:
-            seq.blocks = self.copies.given(found, idle, more)
+            seq.blocks = self.copies.given(found, idle, new)
             copied.append((seq, sources))
         return len(found), slot
 
@@ -763,12 +891,15 @@ class Scheduler:
         held: Bools = self.table.generation[plan.rows] == plan.generation
         return held
 
-    def commit(self, plan: StepPlan, stopped: Bools, counts: Ints | None = None) -> Committed:
+    def commit(
+        self, plan: StepPlan, stopped: Bools, counts: Ints | None = None, parents: Sequence[tuple[Seq, Seq]] = ()
+    ) -> Committed:
         """Commit a step. stopped [emitting rows]: the last new token ends its sequence.
 
         counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None means
         one. With counts other than one no later step may have been planned. Sequences that left since `schedule()`
-        (cancelled, failed, sent back) are passed over.
+        (cancelled, failed, sent back) are passed over. parents: (a sequence, another that it goes on from in place of
+        its own tokens) of those that are linked; the other goes on from its own.
         """
         table = self.table
         rows, end, seqs = plan.rows, plan.end, plan.seqs
@@ -796,13 +927,47 @@ class Scheduler:
                 if self.checkpoints:
                     for n, slot in self._slots.pop(seqs[i], ()):
                         self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
+        moves = [self._fork(seq, source) for seq, source in parents if seq.row >= 0 and source.row >= 0]
         over = stopped | (length >= table.end[rows])
-        finished = []
+        finished: list[Seq] = []
         if np.count_nonzero(over):
             for i in np.flatnonzero(over).tolist():
-                self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
-                finished.append(seqs[i])
-        return Committed(alive, finished)
+                if seqs[i].finish is None:  # else it has left with one that it is linked with
+                    finished += seqs[i].bound
+                    self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
+        return Committed(alive, finished, moves)
+
+    def _fork(self, seq: Seq, source: Seq) -> Move:
+        """A sequence goes on from another that it is linked with, which was computed as far as the last step came."""
+        table, row, size, block = self.table, seq.row, self.limits.block_size, None
+        end = int(table.computed[source.row])
+        if self.pool and self.limits.rows_apart:
+            self.pool.withdraw(seq.blocks)
+            seq.published, seq.node = 0, self.pool.root(seq.salt)
+        elif self.pool:
+            full = end // size
+            shared, own = source.blocks[:full], seq.blocks if seq.vacant else seq.blocks[full:]
+            self.pool.vouch(shared)
+            self.pool.hold(shared)
+            if not seq.vacant:
+                self.pool.release(seq.blocks[:full], sound=full)
+            if end % size:
+                block = source.blocks[full], own[0]
+            seq.blocks = shared + own
+            seq.published, seq.node = min(source.published, full), source.node
+        if self.pool:
+            seq.keys = None if source.keys is None else list(source.keys)
+            self.block_table[row, : len(seq.blocks)] = seq.blocks
+            table.capacity[row] = len(seq.blocks) * size
+            table.published[row] = seq.published if seq.keys is not None else NEVER
+        table.settled[row], table.emitted[row] = table.settled[source.row], True
+        link = seq.link
+        assert link is not None
+        if not link.forked:
+            link.forked = True
+            self.together += 0 if link.parts else len(link.seqs)
+        seq.vacant = False
+        return Move(seq, source.row, row, end, block)
 
     def _proposed(self, plan: StepPlan, alive: Bools | None) -> Ints:
         """The proposals of the emitting rows that are alive."""
@@ -817,22 +982,45 @@ class Scheduler:
             self.policy.push(seq)
         self.waiting += 1
 
-    def _preempt(self, seq: Seq) -> tuple[Seq, int]:
-        """Send a sequence back to its place in the queue; its published blocks stay known. Returns it, and the row that
-        it had.
+    def _preempt(self, seqs: Sequence[Seq]) -> Sent:
+        """Send sequences back to their places in the queue, with those that are bound to them; their published blocks
+        stay known. Returns them, and the rows that they had.
         """
-        row = seq.row
-        seq.length = int(self.table.done[row])
-        self._vacate(seq)
-        self.counts.preemptions += 1
-        self._queue(seq)
-        return seq, row
+        sent: Sent = []
+        for seq in seqs:
+            if seq.row < 0:
+                continue
+            ticket = seq.ticket
+            for each in seq.bound:
+                sent.append((each, each.row))
+                each.length = int(self.table.done[each.row])
+                self._vacate(each)
+            ticket.length, ticket.row = seq.length, -1
+            seq.alone = seq.link is not None and seq.link.parted
+            self.counts.preemptions += 1
+            self._queue(ticket)
+        return sent
 
     def leave(self, seq: Seq, reason: Finish) -> None:
         tokens = int(self.table.done[seq.row])
-        self._vacate(seq)
-        seq.finish = reason
-        self.policy.left(seq, tokens)
+        for each in seq.bound:
+            self._vacate(each)
+        self._over(seq, reason, tokens)
+
+    def _over(self, seq: Seq, reason: Finish, tokens: int) -> None:
+        """A sequence has ended, at a length of `tokens`, and all that is bound to it."""
+        link, ticket, bound = seq.link, seq.ticket, seq.bound
+        for each in (*bound, ticket):
+            each.finish = reason
+        # (It was charged by `pop`: one that never started owes the policy nothing.)
+        if ticket.started and (link is None or not link.parted or seq.alone):
+            self.policy.left(ticket, tokens)
+        if link is None:
+            return
+        link.seqs = [each for each in link.seqs if each.finish is None]
+        if link.parted and not link.seqs:
+            link.ticket.finish = reason
+            self.policy.left(link.ticket, tokens)
 
     def _vacate(self, seq: Seq) -> None:
         row = seq.row
@@ -856,7 +1044,8 @@ class Scheduler:
         self.free_rows.append(row)
         self.table.leave(row)
         self.paused_rows -= seq.paused
-        seq.blocks, seq.row, seq.published, seq.node = [], -1, 0, None
+        self.together -= seq.link is not None and seq.link.together
+        seq.blocks, seq.row, seq.published, seq.node, seq.vacant = [], -1, 0, None, False
         self.stale = True
 
     # ---- invariants --------------------------------------------------------------------------------------------
@@ -868,6 +1057,9 @@ class Scheduler:
         assert sorted(rows + self.free_rows) == list(range(self.limits.rows)), "a row is lost or held twice"
         assert running == sorted(running, key=_rank), "the order of service is lost"
         assert self.paused_rows == sum(s.paused for s in running), "a paused row is lost"
+        bound = [s for s in running if s.link is not None and not s.link.parted]
+        assert all(each.row >= 0 for s in bound for each in s.bound), "linked sequences run in part"
+        assert self.together == sum(s.link is not None and s.link.together for s in bound), "who waits is miscounted"
         writers: set[int] = set()
         for s in running:
             computed, known, done = self.table.computed[s.row], self.table.known[s.row], self.table.done[s.row]
@@ -877,12 +1069,13 @@ class Scheduler:
             table = self.block_table[s.row].tolist()
             assert table[: len(s.blocks)] == s.blocks and not any(table[len(s.blocks) :]), (table, s.blocks)
             assert 0 not in s.blocks, "the trash block is owned"
-            written = s.blocks[computed // self.limits.block_size :]
+            written = s.blocks if s.vacant else s.blocks[computed // self.limits.block_size :]
             assert not writers.intersection(written), "two sequences write to one block"
             writers.update(written)
-            assert self.table.capacity[s.row] == len(s.blocks) * self.limits.block_size >= computed
+            if not s.vacant:
+                assert self.table.capacity[s.row] == len(s.blocks) * self.limits.block_size >= computed
         for s in running:
-            full = self.table.computed[s.row] // self.limits.block_size
+            full = 0 if s.vacant else self.table.computed[s.row] // self.limits.block_size
             assert not self.pool or not writers.intersection(s.blocks[:full]), "a shared block is still written to"
         if self.pool:
             self.pool.check([b for s in running for b in s.blocks])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hibachi.request import Finish
@@ -33,6 +33,13 @@ class Seq:
     # Number of tokens that somebody proposes to come next. A caller sets it, and the next step takes it.
     draft: int = 0
 
+    # What it is linked with. Its ticket stands in the queue for it.
+    link: Link | None = None
+    # It holds a row, and goes on from what the first of its link computes, from its first new token on.
+    vacant: bool = False
+    # Its link has parted, and it was sent back to the queue since.
+    alone: bool = False
+
     # The rest belongs to the scheduler and its policy.
     number: int = 0  # in order of arrival
     rank: Any = None  # its place in the order of service
@@ -47,3 +54,49 @@ class Seq:
     node: Hashable = None  # trie node of the last of them
     reused: int = 0  # tokens that it found computed when it got its row
     finish: Finish | None = None
+
+    @property
+    def bound(self) -> Sequence[Seq]:
+        """What starts, pauses and ends with it: itself, or all of its link."""
+        return (self,) if self.link is None or self.link.parted else self.link.seqs
+
+    @property
+    def ticket(self) -> Seq:
+        """What stands in the queue for it."""
+        return self if self.link is None or self.link.parted else self.link.ticket
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """Sequences that start in the same step or not at all.
+
+    ticket: stands for all of them in the queue; a policy sees them as this one. seqs: those that have not ended.
+    alike: they have one prompt. The first computes it for all, and with their first new tokens they fork. parts: each
+    is on its own then. Otherwise they draw in the same steps, for which they wait for one another, are sent back
+    together and end together.
+    """
+
+    ticket: Seq
+    seqs: list[Seq]
+    alike: bool
+    parts: bool
+    forked: bool = False
+
+    @property
+    def parted(self) -> bool:
+        return self.forked and self.parts
+
+    @property
+    def together(self) -> bool:
+        """Whether they draw in the same steps."""
+        return not self.alike or (self.forked and not self.parts)
+
+
+def linked(seqs: Sequence[Seq], *, alike: bool, parts: bool) -> Seq:
+    """Link sequences of the same terms; returns their ticket, which is queued for them."""
+    first = seqs[0]
+    ticket = replace(first, owner=None, keys=None, blocks=[], held=any(seq.held for seq in seqs))
+    link = Link(ticket, [*seqs], alike, parts)
+    for seq in (ticket, *seqs):
+        seq.link = link
+    return ticket

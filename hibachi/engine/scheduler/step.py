@@ -4,9 +4,9 @@ writes many rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -38,10 +38,16 @@ class Limits:
     checkpoints: int = 0  # recurrent states kept for prompts to come; 0 means the model has none, or nothing is shared
     checkpoint_every: int = 16  # blocks from one to the next
     copies: bool = False  # rows do not share blocks, but start with copies of what was computed: see `Copies`
+    apart: bool = False  # blocks only count the memory of rows, which lies elsewhere: rows never share one
 
     def __post_init__(self) -> None:
         assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_model_len > 1, self
         assert self.prefill is None or self.prefill > 0, self
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether rows never share a block."""
+        return self.apart or self.copies
 
     def fit(self, prompt_len: int, max_new: int | None) -> int:
         """The length at which such a sequence would end. Raises PromptTooLong if it can never be served."""
@@ -119,9 +125,9 @@ class RowTable:
 
 
 Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
-# The sequence that published blocks in a step; how many it had published before, and the node of the last of them; the
-# new (block, node) pairs.
-Published: TypeAlias = "tuple[Seq, int, Hashable, list[tuple[int, Hashable]]]"
+# The sequence that published blocks in a step; how many it had published before, and the node of the last of them; its
+# keys; the new (block, node) pairs.
+Published: TypeAlias = "tuple[Seq, int, Hashable, list[Hashable], list[tuple[int, Hashable]]]"
 
 
 @dataclass(slots=True, eq=False)
@@ -149,12 +155,25 @@ class StepPlan:
         self.end = self.start + self.q
 
 
+class Move(NamedTuple):
+    """What row `to` goes on from: the first `tokens` tokens of row `source`. block: (from, to), whose contents are to be
+    copied, as the last of them is not full; None means there is none.
+    """
+
+    seq: Seq
+    source: int
+    to: int
+    tokens: int
+    block: tuple[int, int] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """The result of a step. alive: which of the emitting rows still belong to their sequence; None means all."""
 
     alive: Bools | None
     finished: list[Seq]
+    moves: Sequence[Move] = ()  # of rows that go on from others
 
 
 @dataclass(slots=True)

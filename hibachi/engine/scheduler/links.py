@@ -1,0 +1,80 @@
+"""Sequences that are linked: whether they fit at all, which of them a step waits for, and what a fork moves.
+
+See `hibachi.engine.scheduler.sequence.Link`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hibachi.engine.scheduler.sequence import Link, Seq
+from hibachi.engine.scheduler.step import Bools, Ints, Limits
+from hibachi.errors import InvalidRequest
+
+
+def tail(limits: Limits, seq: Seq) -> int:
+    """Blocks that each further sequence needs of its own to go on from a prompt that another has computed."""
+    length = seq.length or seq.prompt_len
+    if not limits.blocks:
+        return 0
+    if limits.rows_apart:
+        return -(-length // limits.block_size)
+    last = seq.end - 1 if limits.reserve_all else length
+    return -(-last // limits.block_size) - length // limits.block_size
+
+
+def most_alike(limits: Limits, prompt_len: int, max_new: int | None) -> int:
+    """How many sequences of one prompt may be linked: rows and memory hold as many at once."""
+    seq = Seq(prompt_len, max_new)
+    seq.end = limits.fit(prompt_len, max_new)
+    each = tail(limits, seq)
+    if not each:
+        return limits.rows
+    first = -(-(seq.end - 1 if limits.reserve_all else prompt_len) // limits.block_size)
+    return max(1, min(limits.rows, 1 + (limits.blocks - 1 - first) // each))
+
+
+def fits(limits: Limits, link: Link) -> None:
+    """Check that the sequences of a link can run at once. Raises InvalidRequest."""
+    n = len(link.seqs)
+    if n > limits.rows:
+        raise InvalidRequest(
+            f"Linked sequences run at once: expected at most max_num_seqs={limits.rows}; got {n}. Ask for fewer, or "
+            f"give the engine more rows."
+        )
+    if not limits.blocks:
+        return
+    size, usable = limits.block_size, limits.blocks - 1
+    if link.parts:
+        first = link.seqs[0]
+        need = -(-(first.end - 1 if limits.reserve_all else first.prompt_len) // size) + (n - 1) * tail(limits, first)
+    else:  # each may have to compute all of its tokens again
+        need = sum(-(-(seq.end - 1) // size) for seq in link.seqs)
+    if need > usable:
+        raise InvalidRequest(
+            f"{n} linked sequences need {need * size} positions of the cache at once; it has {usable * size}. Ask for "
+            f"fewer, or for fewer new tokens, or give the engine more kv_cache_memory_bytes."
+        )
+
+
+def waited(seqs: Sequence[Seq], q: Ints, ready: Bools) -> Ints:
+    """What rows compute where some wait for others that they draw together with: all but their last token.
+
+    q [n]: what they would compute. ready [n]: with that they come to the end of their tokens.
+    """
+    late = {id(seqs[i].link) for i in np.flatnonzero(~ready).tolist()}
+    for i in np.flatnonzero(ready).tolist():
+        link = seqs[i].link
+        if link is not None and link.together and id(link) in late:
+            q[i] -= 1
+    return q
+
+
+def others_of(seq: Seq) -> Sequence[Seq]:
+    """The sequences that go on from this one with its first new token."""
+    link = seq.link
+    if link is None or not link.alike or link.forked or seq.vacant:
+        return ()
+    return [each for each in link.seqs if each.vacant]
