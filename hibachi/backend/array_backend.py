@@ -343,6 +343,22 @@ class ArrayBackend(Library):
         """Some blocks of an array [blocks, ...], or all."""
         return half if blocks is None else self.take(half, self.put(np.array(blocks, np.int32)))
 
+    def copy_blocks(self, cache: LayerCache, source: Array, to: Array) -> LayerCache:
+        """A paged layer whose blocks `to` [m] have got what its blocks `source` [m] have, int32; blocks of the two
+        differ, but for block 0. May reuse the cache's memory. Raises UnsupportedOperation for a layer that
+        `make_cache` did not make.
+        """
+        if not isinstance(cache, tuple) or not all(self.owns(half) for half in cache):
+            raise UnsupportedOperation(
+                f"{self!r} keeps keys and values in a form of its own: expected it to have `copy_blocks`. Give it one, "
+                f"so that sequences can go on from one another."
+            )
+        return tuple(self.copy_rows(half, source, to) for half in cache)
+
+    def copy_rows(self, array: Array, source: Array, to: Array) -> Array:
+        """`array` [n, ...] whose rows `to` [m] have got what its rows `source` [m] have. May reuse its memory."""
+        return self.scatter_rows(array, to, self.take(array, source))
+
     def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
         """One half of a paged cache [blocks, block_size, ...] with positions `slot` [T] set to `rows` [T, ...]."""
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -210,6 +210,13 @@ class NativeBackend(NativeLayers):
             return super().positions(cache, blocks)
         keys, values = (self.get(self._some_blocks(t, blocks)) for t in (cache.keys, cache.values))
         return unpacked(keys, values, cache.block_size, cache.k_dim, cache.v_dim)
+
+    @override
+    def copy_blocks(self, cache: LayerCache, source: Array, to: Array) -> LayerCache:
+        if not isinstance(cache, PagedCache):
+            return super().copy_blocks(cache, source, to)
+        keys, values = (self.copy_rows(half, source, to) for half in (cache.keys, cache.values))
+        return replace(cache, keys=keys, values=values)
 
     @override
     def attend(

@@ -40,9 +40,10 @@ from hibachi.engine.guide.protocol import Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
-from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.job import Job, Linked
 from hibachi.engine.scheduler.policies import policy_of
-from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.links import most_alike
+from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.speculation import choose as speculation
 from hibachi.engine.speculation.config import as_config
 from hibachi.engine.speculation.howmany import Waits
@@ -50,7 +51,7 @@ from hibachi.engine.speculation.ngram import ExpectedTokens
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
-from hibachi.request import Pooling, Request, SamplingParams, Terms
+from hibachi.request import MOST_RUNS, Pooling, Request, SamplingParams, Terms
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
@@ -267,6 +268,61 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         Level 0 streams yield native arrays (*tok); with sampling they yield ints. Raises InvalidRequest, PromptTooLong,
         QueueFull, EngineClosed or EngineFailed; after any of them, nothing was queued.
         """
+        return self.submit(
+            self.check(
+                self._request(
+                    prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
+                )
+            )
+        )
+
+    @spelled
+    def run_many(
+        self,
+        prompt: T | Sequence[Any] | HostArray | None,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop_rule: Any = None,
+        include_stop: bool | None = None,
+        prompt_embeds: Any = None,
+        inputs: Mapping[str, Any] | None = None,
+        prediction: Sequence[int] | None = None,
+        terms: Terms | None = None,
+    ) -> list[ItemStream[Token]]:
+        """Queue a prompt for n continuations, and return their streams at once. n: None means params.n.
+
+        The first has the request's seed, the others have seeds derived from it. A model that returns logits computes the
+        prompt, and what its `encode` makes of the inputs, once; then the continuations go their own ways, and each can
+        be closed by itself. If they are more than rows or memory can hold at once, the prompt is computed once for each
+        part of them. The other parameters are those of `run`, and so is what it raises.
+        """
+        params = self._params if params is None else params
+        if isinstance(params, SamplingParams):
+            n = params.n if n is None else n
+            if params.best_of is not None:
+                raise InvalidRequest(f"best_of takes hibachi.LLM; got {params.best_of}. Choose among n streams.")
+            params = params.with_(n=1)
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RUNS:
+            raise InvalidRequest(f"n must be an integer from 1 to {MOST_RUNS}; got {shown(n)}.")
+        request = self._request(
+            prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
+        )
+        return self.submit_many(self.check(request), n)
+
+    def _request(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        max_tokens: int | None,
+        stop_rule: Any,
+        include_stop: bool | None,
+        prompt_embeds: Any,
+        inputs: Mapping[str, Any] | None,
+        prediction: Sequence[int] | None,
+        terms: Terms | None,
+    ) -> Request:
         params = self._params if params is None else params
         if isinstance(params, SamplingParams):
             for name in ("stop", "bad_words"):
@@ -277,9 +333,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             if params.runs > 1:
                 raise InvalidRequest(
                     f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
-                    f"Call it several times, or use hibachi.LLM."
+                    f"Use run_many, or hibachi.LLM."
                 )
-        request = Request(
+        return Request(
             prompt,
             params,
             max_tokens=max_tokens,
@@ -290,7 +346,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             prediction=prediction,
             terms=Terms() if terms is None else terms,
         )
-        return self.submit(self.check(request))
 
     def embed(
         self, prompt: T | Sequence[int] | HostArray, *, pooling: Pooling = "last", terms: Terms | None = None
@@ -370,6 +425,24 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
         return self._read
+
+    @override
+    def enqueue_many(self, jobs: Sequence[Job]) -> None:
+        """See `BatchInference`. Where rows can go on from others, the prompt is computed once."""
+        first, built, worker = jobs[0], self._built, self._worker
+        assert built is not None and worker is not None
+        if not built.runner.forks or first.request.pooling is not None or first.seq.begun:
+            super().enqueue_many(jobs)
+            return
+        worker.check_room(first.seq.tenant, len(jobs))
+        size = most_alike(built.facts.limits, first.seq.prompt_len, first.request.max_tokens)
+        for i in range(0, len(jobs), size):
+            part = [*jobs[i : i + size]]
+            if len(part) > 1:
+                together = Linked(linked([job.seq for job in part], alike=True, parts=True), part)
+                for job in part:
+                    job.linked = together
+            worker.add(part[0])
 
     # ---- building ----------------------------------------------------------------------------------------------
 

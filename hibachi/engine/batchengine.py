@@ -118,6 +118,12 @@ class BatchEngine(Protocol[R]):
         """
         ...
 
+    def submit_many(self, ready: R, n: int) -> list[ItemStream[Any]]:
+        """Queue what `check` returned n times: the first with its seed, the others with seeds derived from it. Where the
+        model returns logits, the prompt is computed once. Raises what `submit` raises.
+        """
+        ...
+
     def read(self, data: bytes, kind: str) -> HostArray:
         """Convert a request body to a prompt or an input by the model's own `read(bytes, type)`; kind: its media type.
 

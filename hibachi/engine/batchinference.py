@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.meters import Meters
 from hibachi.engine.runners.runner import Runner
 from hibachi.engine.stats import Stats
-from hibachi.engine.streams.channel import in_thread
+from hibachi.engine.streams.channel import Channel, in_thread
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.engine.worker import Worker
@@ -68,6 +68,23 @@ class BatchInference(Closing):
     def submit(self, ready: Job) -> ItemStream[Any]:
         """See `BatchEngine`."""
         return self._stream(ready, self.reader(ready))
+
+    def submit_many(self, ready: Job, n: int) -> list[ItemStream[Any]]:
+        """See `BatchEngine`."""
+        jobs = self.copies(ready, [ready.channel, *(Channel(ready.channel.pause_after) for _ in range(n - 1))])
+        self.enqueue_many(jobs)
+        return [ItemStream(job.channel, partial(self.cancel, job), self.reader(job)) for job in jobs]
+
+    def copies(self, job: Job, channels: Sequence[Channel[Any]]) -> list[Job]:
+        """A checked request once for each channel: the first as it is, the others with seeds of their own."""
+        return [job, *(job.copy(channel, i) for i, channel in enumerate(channels[1:], 1))]
+
+    def enqueue_many(self, jobs: Sequence[Job]) -> None:
+        """`enqueue` for a request and its copies."""
+        assert self._worker is not None
+        self._worker.check_room(jobs[0].seq.tenant, len(jobs))
+        for job in jobs:
+            self.enqueue(job)
 
     def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:
         """`submit`, with a reader of one's own."""

@@ -153,7 +153,7 @@ def build(
         assert kind is not None  # of all: these examples have fixed it
         head, tally = _head(rows, sampler)
         runner = own = OwnCacheRunner(rows, head, kind, tally, examples, spec.longest)
-        limits = _own_limits(spec, backend, own.layout.position_bytes)
+        limits = replace(_own_limits(spec, backend, own.layout.position_bytes), apart=True)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)
         deterministic, remarks = own.deterministic, own.remarks
@@ -164,7 +164,9 @@ def build(
     else:
         scheduler = RecordedScheduler(_whole_limits(spec), policy)
         remarks.append(WHOLE_SEQUENCES)
-        runner = whole = WholeRunner(rows, sampler, _grouping(spec, tokens, backend), deterministic)
+        head, _ = _head(rows, sampler, "logits")
+        sampled = head if isinstance(head, Sampled) else None
+        runner = whole = WholeRunner(rows, sampled, _grouping(spec, tokens, backend), deterministic)
         if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(spec.model.logits):
             kind = kind_of_ids(spec.codebooks)
             whole.try_calls(_examples(spec.model, prompts, vocab), prompts.fitted(kind).padding)
@@ -328,8 +330,10 @@ def cached_runner(
     return runner
 
 
-def _head(of: ModelRows, sampler: RowSampler | FrameSampler | None) -> tuple[Sampled | ReturnedTokens, Tally]:
-    tally, name = Tally(), type(of.model).__name__
+def _head(
+    of: ModelRows, sampler: RowSampler | FrameSampler | None, method: str = "step"
+) -> tuple[Sampled | ReturnedTokens, Tally]:
+    tally, name = Tally(), f"{type(of.model).__name__}.{method}"
     if sampler is None:
         return ReturnedTokens(of.backend, tally, name), tally
     return Sampled(sampler, of.tables.of(kind_of_ids(codebooks_of(of.model))), tally, name), tally

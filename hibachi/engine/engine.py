@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,7 +37,7 @@ from hibachi.engine.runners.runner import (
 )
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Sent, StepPlan
+from hibachi.engine.scheduler.step import Move, Sent, StepPlan
 from hibachi.engine.scheduler.timeshares import TimeShares
 from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.speculation.howmany import Waits
@@ -172,16 +172,23 @@ class Engine:
         self._wakeups.post()  # perhaps no step comes that would
 
     def add(self, job: Job) -> None:
-        job.seq.owner, now = job, time.monotonic()
-        job.seq.held = job.grammar is not None and job.guided is None
-        self._live.add(job)
+        """Queue a request, with those that it is linked with."""
+        now, jobs, ticket = time.monotonic(), _linked(job), job.seq if job.linked is None else job.linked.ticket
+        for each in jobs:
+            each.seq.owner = each
+            each.seq.held = ticket.held = job.grammar is not None and each.guided is None
+            if not each.silent:
+                self._live.add(each)
         self._pausing |= job.channel.pause_after is not None
         try:
-            self.scheduler.add(job.seq, now)
-        except BaseException:
-            job.seq.finish = Finish.ERROR  # the scheduler has not taken it
+            self.scheduler.add(ticket, now)
+        except BaseException as e:
+            for each in jobs:
+                each.seq.finish = Finish.ERROR  # the scheduler has not taken it
+                if each is not job:
+                    self._give_up(each, e)
             raise
-        if job.seq.held:
+        if ticket.held:
             self._compiling.begin(job)
 
     def _made(self, job: Job, made: Guided | BaseException, seconds: float) -> None:
@@ -191,25 +198,36 @@ class Engine:
     def _guide(self, job: Job, made: Guided | BaseException, seconds: float) -> None:
         """The grammar of a held job is ready, or failed."""
         self._meters.grammars.add(seconds)
-        if job not in self._live:
+        jobs = _linked(job)
+        if not self._live.intersection(jobs):
             return
         if isinstance(made, BaseException):
             self._give_up(job, stuck(made) if isinstance(made, GuideFailed) else made)
         elif made.guide.complete:
             self.scheduler.cancel(job.seq, Finish.STOP)
-            self._ended(job, Finish.STOP)
+            for each in jobs:
+                self._ended(each, Finish.STOP)
         else:
-            job.guided = made
-            if made.form.slow:
-                self._in_turns.add(job)
-                self._turns.some = True
-            else:
-                self.scheduler.free(job.seq)
+            for each in jobs:
+                each.guided = made if each is job else made.fork()
+                if made.form.slow:
+                    self._in_turns.add(each)
+                    self._turns.some = True
+                else:
+                    self.scheduler.free(each.seq)
 
     def cancel(self, job: Job) -> None:
-        if job in self._live:
-            self.scheduler.cancel(job.seq)
+        if job not in self._live:
+            return
+        link = job.seq.link
+        if link is not None and link.parts and not link.forked:  # what it computes is for the others too
             self._ended(job, Finish.CANCELLED)
+            job.seq.owner = job
+            if not self._live.intersection(_linked(job)):
+                self.scheduler.cancel(job.seq)
+            return
+        self.scheduler.cancel(job.seq)
+        self._ended(job, Finish.CANCELLED)
 
     def drop_prefixes(self, job: Job) -> None:
         """Later requests find nothing of what was computed so far. job: not a request; its channel ends when this is
@@ -344,6 +362,8 @@ class Engine:
         try:
             self._prepare(plan)
             outcome = self.runner.run(plan)
+            if plan.linked:
+                outcome += self.runner.draw_linked(plan)
         except StepFailed as e:
             self._recover(e, plan)
             self.moved = time.monotonic()
@@ -359,7 +379,7 @@ class Engine:
         # Counted before it is delivered, so a consumer that has seen the end of its stream finds it in `stats` too.
         counts = self._counts
         counts.steps += 1
-        counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
+        counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len and not s.vacant)
         if self.drafting is not None:
             self.drafting.judge(plan, outcome)
         self._settle(plan, outcome, began)
@@ -413,7 +433,7 @@ class Engine:
         if runner is None or self._calm:
             return None, None
         self._alone = not runner.can_launch(plan)
-        if self._alone or self._waiting or plan.draft is not None:
+        if self._alone or self._waiting or plan.draft is not None or plan.linked:
             return None, None
         try:
             self._prepare(plan)
@@ -600,7 +620,10 @@ class Engine:
                 counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
         counts = None if counts is None else counts[plan.emit]
-        committed = self.scheduler.commit(plan, stopped, counts, began=began)
+        parents = [pair for part in outcome.parts for pair in part.parents]
+        committed = self.scheduler.commit(plan, stopped, counts, parents, began)
+        if committed.moves:
+            self._fork(committed.moves)
         alive = plan.emit
         if committed.alive is not None:
             alive = alive.copy()
@@ -615,6 +638,19 @@ class Engine:
                 self._ended(seq.owner, seq.finish)
         self._wakeups.post()
 
+    def _fork(self, moves: Sequence[Move]) -> None:
+        """Rows go on from others."""
+        try:
+            self.runner.fork(moves)
+        except Exception as e:
+            failed = StepFailed("device" if self.runner.backend.fatal(e) else "cache", cache_lost=True)
+            failed.__cause__ = e
+            self._recover(failed)
+        for seq in {id(seq): seq for m in moves if m.seq.link for seq in list(m.seq.link.seqs)}.values():
+            if seq.owner is not None and not seq.owner.silent and seq.owner not in self._live:
+                self.scheduler.cancel(seq)  # as its caller wanted before they had forked
+                seq.owner = None
+
     def _keep(self, seq: Seq, plan: StepPlan) -> None:
         """Copy the keys and values of a request that finished in this step, before its blocks get another owner."""
         i, job = plan.seqs.index(seq), seq.owner
@@ -627,6 +663,11 @@ class Engine:
         keep = np.flatnonzero(alive[part.idx])
         if not len(keep):
             return
+        if part.heads is not None:
+            silent, keep = keep[keep >= part.heads], keep[keep < part.heads]
+            if part.tokens is not None and len(silent):
+                idx = part.idx[silent]
+                self.runner.written(plan.rows[idx], plan.end[idx], part.tokens[silent])
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
         places, idx, last = keep, part.idx[keep], part.stopped[keep]
         positions = plan.end[idx]
@@ -672,8 +713,10 @@ class Engine:
     def _fail(self, seq: Seq, fault: HibachiError) -> None:
         if seq.finish is None:
             log.info("a request failed: %s", "\n".join([str(fault), *getattr(fault, "__notes__", ())]))
+            jobs = [each.owner for each in seq.bound]
             self._suspend(self.scheduler.fail(seq, type(fault).__name__))
-            self._ended(seq.owner, Finish.ERROR, fault)
+            for job in jobs:
+                self._ended(job, Finish.ERROR, fault if job is jobs[0] else copy.copy(fault))
 
     def _give_up(self, job: Job, error: BaseException) -> None:
         """End one request that could not be handled, without touching others."""
@@ -689,6 +732,9 @@ class Engine:
         self._wakeups.post()
 
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
+        if job not in self._live:  # nobody reads it, or its reader has left before the fork
+            job.seq.owner = None
+            return
         self._live.discard(job)
         self._paused.discard(job)
         if self.drafting is not None:
@@ -736,6 +782,10 @@ class Engine:
             self.drafting.close()
         self.runner.close()
         self.recorder.close()
+
+
+def _linked(job: Job) -> list[Job]:
+    return [job] if job.linked is None else job.linked.jobs
 
 
 def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:

@@ -211,7 +211,7 @@ class _Probe:
         tables, real = Tables(self._limits.rows, kind), own.main.head
         assert isinstance(real, Sampled)
         told = _Told(real.sampler, self._drawn, texts)
-        head = Sampled(told, real.table, tally, type(own.model).__name__)
+        head = Sampled(told, real.table, tally, f"{type(own.model).__name__}.step")
         of = ModelRows(own.model, own.backend, tables, ExtraInputs(declared_by(own.model), self._limits.rows))
         runner = CachedRunner(of, scheduler, head, "", tally, self._memory)
         runner.inputs.shapes = own.inputs.shapes

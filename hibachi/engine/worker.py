@@ -76,7 +76,8 @@ class Worker:
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
-            self.check_room(job.seq.tenant, 1)
+            jobs = [each for each in ([job] if job.linked is None else job.linked.jobs) if not each.silent]
+            self.check_room(job.seq.tenant, len(jobs))
             here = self._accepted - self.engine.finished
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name="hibachi-engine", daemon=True)
@@ -89,10 +90,11 @@ class Worker:
                 self._woke = time.monotonic()
             if self._watchdog is not None:
                 self._watchdog.work()
-            self._accepted += 1
-            job.channel.thread, job.channel.tenant = self._thread.ident, job.seq.tenant
+            self._accepted += len(jobs)
+            for each in jobs:
+                each.channel.thread, each.channel.tenant = self._thread.ident, each.seq.tenant
             if self._max_waiting is not None:
-                self._comers.append(job.channel)
+                self._comers += [each.channel for each in jobs]
                 if len(self._comers) > 2 * (here + 32):
                     self._comers = [c for c in self._comers if c.finish is None]
             self._inbox.put((self.engine.add, job))

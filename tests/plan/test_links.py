@@ -278,7 +278,9 @@ def drive(seed, policy):
     s = engine.scheduler
     assert s.running == s.waiting == s.together == s.paused_rows == 0 and s.policy.peek() is None
     assert s.pool.free == s.pool.usable, "a block is lost"
-    assert replay(s.recorder.dump(), policy()) == sum(e["event"] == "plan" and bool(e["plan"]) for e in s.recorder.dump()["events"])
+    assert replay(s.recorder.dump(), policy()) == sum(
+        e["event"] == "plan" and bool(e["plan"]) for e in s.recorder.dump()["events"]
+    )
     return engine.tally
 
 

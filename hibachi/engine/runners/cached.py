@@ -4,7 +4,7 @@ failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
@@ -35,7 +35,7 @@ from hibachi.engine.runners.runner import (
 from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Limits, StepPlan
+from hibachi.engine.scheduler.step import Limits, Move, StepPlan
 from hibachi.engine.speculation.proposals import Ahead, OneCall, Outs, ProposedPiece, ahead_of
 
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
@@ -131,7 +131,8 @@ class CachedRunner(Runner):
     def run(self, plan: StepPlan) -> Outcome:
         if plan.draft is not None and self.memory.states and self.inputs.shapes.compiled:
             plan = replace(plan, draft=None)  # its calls have one output a row
-        groups = self._groups(plan, writers_first(plan))
+        idx = writers_first(plan)
+        groups = self._groups(plan, idx[plan.q[idx] > 0] if plan.linked else idx)
         if len(groups) == 1:
             return self._run(plan, *groups[0])
         outcome, advanced = Outcome([], {}), False
@@ -144,6 +145,19 @@ class CachedRunner(Runner):
                 raise
             advanced |= self.advanced
         return outcome
+
+    @property
+    @override
+    def forks(self) -> bool:
+        return isinstance(self.main.head, Sampled)
+
+    @override
+    def draw_linked(self, plan: StepPlan) -> Outcome:
+        head = self.main.head
+        if not isinstance(head, Sampled):
+            return super().draw_linked(plan)
+        with self.backend.guard():
+            return head.waiting.draw(head.sampler, plan, self.backend, self.theirs)
 
     def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, ModelCall]]:
         """The rows `idx` apart: requests that want vectors, and each kind of token; where some have proposals, those
@@ -194,6 +208,12 @@ class CachedRunner(Runner):
     @override
     def save(self, pairs: list[tuple[int, int]]) -> None:
         self.memory.save(pairs)
+
+    @override
+    def fork(self, moves: Sequence[Move]) -> None:
+        super().fork(moves)
+        with self.tally:
+            self.memory.fork([m.block for m in moves if m.block is not None], [(m.source, m.to) for m in moves])
 
     # ---- calls -------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ class Grouping:
 
     def calls(self, plan: StepPlan, *, kinds: bool) -> list[Call]:
         """The calls of a step. kinds: tokens may be of several kinds."""
-        wanted = np.flatnonzero(plan.emit)  # the others have no new token yet, and no cache to fill
+        # (The others have no new token yet, and no cache to fill; or go on from another.)
+        wanted = np.flatnonzero(plan.emit & (plan.q > 0) if plan.linked else plan.emit)
         if not len(wanted):
             return []
         lengths = plan.end

@@ -49,6 +49,12 @@ class Guided:
             self.guide.advance(read(self.seen, n).tolist())
         self.seen = n
 
+    def fork(self) -> Guided:
+        """A guide of its own for another request, which has seen the same tokens."""
+        new = Guided(self.guides, self.guide.fork(), self.guides.eos_ids, self.form)
+        new.closed, new.seen = self.closed, self.seen
+        return new
+
     def came(self, token: int) -> bool:
         """A token has come; returns whether the output is complete with it. Raises GuideFailed."""
         self.guide.advance([token])

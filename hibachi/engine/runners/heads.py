@@ -17,10 +17,12 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.job import Job
+from hibachi.engine.runners.linked import Waiting, forked
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import TokenTable, within
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.engine.speculation.proposals import Along, OneCall, Outs
 from hibachi.errors import HibachiError, NonFiniteOutput
@@ -76,9 +78,11 @@ class Sampled:
     sampler: RowSampler | FrameSampler
     name: str
     table: TokenTable
+    tally: Tally
 
     def __init__(self, sampler: RowSampler | FrameSampler, table: TokenTable, tally: Tally, name: str) -> None:
-        self.sampler, self.table, self._tally, self.name = sampler, table, tally, f"{name}.step"
+        self.sampler, self.table, self.tally, self.name = sampler, table, tally, name
+        self.waiting: Waiting = Waiting()
 
     def step(self, model: Any) -> Callable[..., Any]:
         call: Callable[..., Any] = model.step
@@ -100,12 +104,30 @@ class Sampled:
             out, faults = self._score(sampler, plan, out, of)
         if not len(idx):
             return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
+        parents = list[tuple[Seq, Seq]]()
+        if plan.linked:
+            idx, out, parents = self._linked(plan, idx, out)
+            if not len(idx):
+                return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
         jobs, positions = jobs_of(plan, idx), plan.end[idx]
-        with self._tally:
+        with self.tally:
             drawn = sampler.draw(out, jobs, plan.rows[idx], positions)
         part = drawn_part(idx, drawn, jobs, positions, backend)
         part.faults |= faults
+        part.parents = parents
         return part
+
+    def _linked(self, plan: StepPlan, idx: Any, out: Array) -> tuple[Any, Array, list[tuple[Seq, Seq]]]:
+        """`idx` and the outputs, without the rows that wait for others, and with those that go on from one of them."""
+        together = self.waiting.take(self.sampler, plan, idx, out)
+        mine, at, parents = forked(plan, idx)
+        drawn = np.array([job.linked is None or job.linked.draws is None for job in jobs_of(plan, mine)], bool)
+        if at is None and drawn.all():
+            return idx, out, parents
+        at = np.arange(len(idx)) if at is None else at
+        if not drawn.any():
+            return mine[drawn], out, []
+        return mine[drawn], self.sampler.rows(out, at[drawn]), [] if together.all() else parents
 
     def checked(self, out: Array, wanted: int) -> Array:
         """The outputs [wanted, ...] of a call. Raises InvalidModelOutput."""
@@ -116,7 +138,7 @@ class Sampled:
         of each proposal that is not sure.
         """
         assert isinstance(self.sampler, RowSampler)
-        with self._tally:
+        with self.tally:
             return Along(self.sampler, self.table, plan, idx, outs).run()
 
     def _score(
@@ -133,7 +155,7 @@ class Sampled:
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
         tokens[places] = self.table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
-        with self._tally:
+        with self.tally:
             found = sampler.logprobs(out, tokens, wanted.tolist())
         faults: dict[int, HibachiError] = {}
         for i, place, at in zip(row.tolist(), places.tolist(), position.tolist(), strict=True):
@@ -151,7 +173,7 @@ class ReturnedTokens:
     name: str
 
     def __init__(self, backend: ArrayBackend, tally: Tally, name: str) -> None:
-        self._backend, self._tally, self.name = backend, tally, f"{name}.step"
+        self._backend, self._tally, self.name = backend, tally, name
 
     def step(self, model: Any) -> Callable[..., Any]:
         call: Callable[..., Any] = model.step

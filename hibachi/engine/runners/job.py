@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from hibachi.engine.guide.protocol import Grammar, Guides
 from hibachi.engine.runners.guiding import Guided
 from hibachi.engine.runners.stops import Stopper
 from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
+from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.streams.channel import Channel
 from hibachi.errors import InvalidRequest, text_of
@@ -41,7 +42,25 @@ class Job:
     sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
     grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
     guided: Guided | None = None
+    linked: Linked | None = None
+    silent: bool = False  # nobody reads its tokens: it is there for others that it is linked with
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
+
+    def copy(self, channel: Channel[Any], i: int) -> Job:
+        """The same request for another channel, as the i-th of several, with a seed derived from its own."""
+        seq = self.seq
+        keys = None if seq.keys is None else list(seq.keys)
+        known = None if self.known is None else TokenHistory(self.history.read(0, self.history.length))
+        prediction = None if self.prediction is None else type(self.prediction)(self.request.prediction)
+        return replace(
+            self,
+            seq=replace(seq, keys=keys, blocks=[]),
+            channel=channel,
+            seed=fork(self.seed, i),
+            known=known,
+            scores=None,
+            prediction=prediction,
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -61,6 +80,19 @@ class Job:
     def unscored(self) -> int:
         """Number of first tokens whose output must be looked at: all but the last of the prompt."""
         return 0 if self.scores is None else self.seq.prompt_len - 1
+
+
+@dataclass(slots=True, eq=False)
+class Linked:
+    """Requests whose sequences are linked.
+
+    ticket: of the sequences. jobs: those of a caller first. draws: what draws their tokens together; None means that
+    each is drawn by itself.
+    """
+
+    ticket: Seq
+    jobs: list[Job]
+    draws: Any = None
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend, positions: Any = None) -> Any:

@@ -51,6 +51,7 @@ class Memory:
         self.scatter: Callable[..., Any] = self.backend.compile(self._scatter)
         self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
         self._fill = self.backend.compile(self._fill_blocks, donate=(0,) if donate else ())
+        self._fork = self.backend.compile(self._forked, donate=(0,) if donate else ())
 
     def make(self) -> None:
         b, lim = self.backend, self.limits
@@ -89,6 +90,20 @@ class Memory:
                 self._copy(kept, slots, self.cache[i], rows) for i, kept in zip(self.states, self.kept, strict=True)
             ]
             self.backend.settle(self.kept)
+
+    def fork(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
+        """Copy the contents of blocks to others, and the states of rows, for each (from, to)."""
+        places = [_few(blocks, 0), _few(rows if self.states else (), self.limits.rows)]
+        with self.backend.guard():
+            self.cache = self._fork(self.cache, *self.backend.put_all([at for pair in places for at in pair]))
+            self.backend.settle(self.cache)
+
+    def _forked(self, cache: list[Any], block: Array, to: Array, row: Array, into: Array) -> list[Any]:
+        b = self.backend
+        return [
+            b.copy_blocks(c, block, to) if isinstance(s, Paged) else b.copy_rows(c, row, into)
+            for c, s in zip(cache, self.spec, strict=True)
+        ]
 
     def _places(self, pairs: list[tuple[int, int]]) -> tuple[Array, Array]:
         """Rows and checkpoints on the device, in few shapes."""
@@ -210,6 +225,13 @@ class RecurrentStep:
             for old, n, s in zip(cache, new, self.spec, strict=True)
         ]
         return out, joined
+
+
+def _few(pairs: Sequence[tuple[int, int]], nothing: int) -> HostArray:
+    """Places from which and to which is copied, int32 [2, n], in few shapes. nothing: a place of no meaning."""
+    at = np.full((2, 1 << max(len(pairs) - 1, 0).bit_length()), nothing, np.int32)
+    at[:, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2).T
+    return at
 
 
 def _positions(half: HostArray, start: int, count: int) -> HostArray:

@@ -20,10 +20,10 @@ from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
 from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.sampler import Drawn
-from hibachi.engine.runners.tokentable import Tables, misfits
+from hibachi.engine.runners.tokentable import Tables, TokenHistory, misfits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.scheduler.step import Move, StepPlan
 from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -52,6 +52,8 @@ class Part:
     counts: Any = None  # [n] tokens of each row, 0 only where it ends; None means one
     whole: Any = None  # bool [n]: ends as its output is complete, with a token that is part of it; None means none does
     items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
+    parents: list[tuple[Seq, Seq]] = field(default_factory=list)  # see `Scheduler.commit`
+    heads: int | None = None  # only the first so many rows have readers; None means all have
 
     def each(self, rows: Sequence[int], most: Sequence[int], stopped: Sequence[bool]) -> tuple[Any, Any, Any, Any]:
         """The tokens of these rows [k] of the n, each row's at most `most` first ones; stopped: it ends with its last.
@@ -117,6 +119,10 @@ class Sampler(Protocol):
         """One token for each job. logits [m, *shape], m >= n (rows beyond n are padding); rows, positions [n]."""
         ...
 
+    def rows(self, logits: Array, at: Any) -> Array:
+        """Copies of rows `at` of the logits; padded with more rows if the backend wants few shapes."""
+        ...
+
 
 class Runner:
     """Turns plans into tokens, for one kind of model. What is here is right for most.
@@ -173,6 +179,15 @@ class Runner:
             outcome += isolate(call, idx, self.backend, self.theirs)
         return outcome
 
+    def draw_linked(self, plan: StepPlan) -> Outcome:
+        """Draw for the rows of a step that `run` has computed and that draw together with others."""
+        return Outcome([], {})
+
+    @property
+    def forks(self) -> bool:
+        """Whether rows can go on from others."""
+        return False
+
     def adopt(self, scheduler: Scheduler) -> None:
         """Go on with another scheduler of the same limits, under which nothing has run yet."""
 
@@ -208,6 +223,19 @@ class Runner:
         """The sequence has lost its row; keep its first `seq.length` tokens until it gets another."""
         if self.tables is not None:
             self.tables.of(seq.owner.kind).leave(row, seq.owner.history, seq.length)
+
+    def fork(self, moves: Sequence[Move]) -> None:
+        """Rows go on from others. Called between two steps."""
+        together = [m for m in moves if m.seq.link is not None and m.seq.link.together]  # others have one prompt
+        if self.tables is None or not together:
+            return
+        tokens = [self.tokens_of(m.source, m.tokens).copy() for m in together]
+        for move, known in zip(together, tokens, strict=True):
+            job: Job = move.seq.owner
+            job.known = TokenHistory(known)
+            self.tables.fill(move.to, move.seq.owner.kind, job.history)
+            if job.changes is not None and self.sampler is not None:
+                self.sampler.admit(job)
 
     def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
         """Copies of the keys and values of each layer, for the first tokens of a row: float32 [kv_heads, tokens,
@@ -353,7 +381,8 @@ def writers_first(plan: StepPlan) -> Any:
     place = {row: i for i, row in enumerate(plan.rows.tolist())}
     order = np.zeros(len(plan.rows), np.int64)
     for n, seq in enumerate(plan.fresh, 1):
-        order[place[seq.row]] = n
+        if seq.row in place:  # else it computes nothing yet
+            order[place[seq.row]] = n
     return np.argsort(order, kind="stable")
 
 

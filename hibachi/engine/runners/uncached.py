@@ -18,8 +18,8 @@ from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.calls import drop_frames, is_signal
 from hibachi.engine.runners.extra_inputs import Arguments, ExtraInputs
-from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Call, Grouping, Trials, telling
+from hibachi.engine.runners.heads import Sampled
 from hibachi.engine.runners.kept_inputs import WORTH, Grown, Rooms
 from hibachi.engine.runners.runner import (
     AwaitingRunner,
@@ -27,7 +27,6 @@ from hibachi.engine.runners.runner import (
     Outcome,
     Part,
     check_output,
-    drawn_part,
     isolate,
     jobs_of,
     token_part,
@@ -93,7 +92,7 @@ class WholeRunner(AwaitingRunner):
     def __init__(
         self,
         of: ModelRows,
-        sampler: RowSampler | FrameSampler | None,
+        head: Sampled | None,
         grouping: Grouping,
         deterministic: bool | None,
     ) -> None:
@@ -102,7 +101,9 @@ class WholeRunner(AwaitingRunner):
         """
         model, backend, tables, beside = of
         super().__init__(backend, tables)
-        self._rows, self.sampler, self.grouping = tables.rows, sampler, grouping
+        self._rows, self._head, self.grouping = tables.rows, head, grouping
+        self.sampler = sampler = None if head is None else head.sampler
+        self.tally = self.tally if head is None else head.tally
         self._asked, self._tried = bool(deterministic), deterministic is False
         kind = ModelKind.LOGITS if sampler else ModelKind.FORWARD
         wait = self.wait
@@ -239,12 +240,8 @@ class WholeRunner(AwaitingRunner):
                 # A copy where it is kept for the next step, as the model may write into what it is shown.
                 tokens = self.backend.copy(shown) if self._grown.useful else shown
                 out = self._answer(tokens, shown_rows, shown_lengths)
-            if self.sampler:
-                expected: tuple[int, ...] = (len(shown_rows), *self.sampler.shape)
-                logits = check_output(out, self.backend, expected, self.name, kind="logits")
-                with self.tally:
-                    drawn = self.sampler.draw(logits, jobs, rows, lengths)
-                return drawn_part(idx, drawn, jobs, lengths, self.backend)
+            if self._head is not None:
+                return self._head.part(plan, idx, out, len(shown_rows))
             check_output(out, self.backend, (len(shown_rows), *kind.shape), self.name, kind=kind.dtype.kind)
             if self._grown.useful:
                 self._grown.keep(seqs, shown, out, shown_lengths)
@@ -252,6 +249,18 @@ class WholeRunner(AwaitingRunner):
             if kept:
                 self.rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
             return part
+
+    @property
+    @override
+    def forks(self) -> bool:
+        return self._head is not None
+
+    @override
+    def draw_linked(self, plan: StepPlan) -> Outcome:
+        if self._head is None:
+            return super().draw_linked(plan)
+        with self.backend.guard():
+            return self._head.waiting.draw(self._head.sampler, plan, self.backend, self.theirs)
 
     def _run_longer(self, plan: StepPlan, sampler: RowSampler) -> Outcome:
         """`run` where rows have proposals."""

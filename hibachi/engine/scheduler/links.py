@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hibachi.engine.scheduler.sequence import Link, Seq
-from hibachi.engine.scheduler.step import Bools, Ints, Limits
+from hibachi.engine.scheduler.step import Ints, Limits
 from hibachi.errors import InvalidRequest
 
 
@@ -59,16 +59,18 @@ def fits(limits: Limits, link: Link) -> None:
         )
 
 
-def waited(seqs: Sequence[Seq], q: Ints, ready: Bools) -> Ints:
-    """What rows compute where some wait for others that they draw together with: all but their last token.
+def waited(seqs: Sequence[Seq], q: Ints, left: Ints) -> Ints:
+    """What rows compute, where some draw together with others: their last tokens only when all of them can.
 
-    q [n]: what they would compute. ready [n]: with that they come to the end of their tokens.
+    q [n]: what they would compute, of `left` [n] tokens.
     """
-    late = {id(seqs[i].link) for i in np.flatnonzero(~ready).tolist()}
-    for i in np.flatnonzero(ready).tolist():
-        link = seqs[i].link
-        if link is not None and link.together and id(link) in late:
-            q[i] -= 1
+    links: dict[int, list[int]] = {}
+    for i, seq in enumerate(seqs):
+        if seq.link is not None and seq.link.together:
+            links.setdefault(id(seq.link), []).append(i)
+    for group in links.values():
+        if not (q[group] == left[group]).all() or left[group].max() > 1:
+            q[group] = np.minimum(q[group], left[group] - 1)
     return q
 
 

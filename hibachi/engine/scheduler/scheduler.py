@@ -401,6 +401,8 @@ class Scheduler:
                 q = self._to_marks(seqs, rows, start, q)
             if self._slow:
                 q = np.minimum(q, np.fromiter((s.most or NEVER for s in seqs), np.int32, len(seqs)))
+            if self.together and np.count_nonzero((left := table.known[rows] - start) != 1):
+                q = waited(seqs, q, left)
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
             tokens_left = self.budget - (len(q) if decode else int(q.sum()))
             if tokens_left < 0 or not decode:
@@ -408,11 +410,9 @@ class Scheduler:
                 q, tokens_left = self._share(q, seqs)
             elif self.limits.prefill is not None:
                 tokens_left = min(tokens_left, self.limits.prefill)
+            if self.together and np.count_nonzero(q != left):
+                q = waited(seqs, q, left)
             end = start + q
-            if self.together and np.count_nonzero(end < table.known[rows]):
-                decode = False
-                q = waited(seqs, q, end == table.known[rows])
-                end = start + q
             if not self.pool or not np.count_nonzero(end > table.capacity[rows]):
                 break
             sent = self._grow(seqs, rows, end, table.capacity[rows])
@@ -454,11 +454,15 @@ class Scheduler:
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
         emit = end == table.known[rows]
-        if (fresh or not decode) and (parting := [s for i in np.flatnonzero(emit).tolist() for s in others_of(seqs[i])]):
+        if (fresh or not decode) and (
+            parting := [s for i in np.flatnonzero(emit).tolist() for s in others_of(seqs[i])]
+        ):
             seqs, more = seqs + parting, [s.row for s in parting]
             rows, q = np.concatenate([rows, np.array(more, np.intp)]), np.pad(q, (0, len(more)))
             start = np.concatenate([start, table.computed[more]])
             end, emit = start + q, np.pad(emit, (0, len(more)), constant_values=True)
+        else:
+            parting = []
         tokens = len(q) if decode and not fresh else int(q.sum())
         draft = self._draft(drafts, seqs, end, emit, self.budget - tokens) if drafts else None
         table.advance(rows, end, emit)
@@ -477,6 +481,7 @@ class Scheduler:
             saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
             copies=copied,
             draft=draft,
+            linked=bool(self.together or parting),
         )
 
     def refresh(self) -> None:
@@ -683,7 +688,9 @@ class Scheduler:
             return seq.length
         return seq.prompt_len if seq.begun else seq.reused  # of one begun elsewhere, its runner writes them
 
-    def _shares_of(self, group: Sequence[Seq], hits: Sequence[int], tokens_left: int, *, alone: bool) -> list[int] | None:
+    def _shares_of(
+        self, group: Sequence[Seq], hits: Sequence[int], tokens_left: int, *, alone: bool
+    ) -> list[int] | None:
         """Tokens that starting sequences compute now; None means that those which draw together get none yet.
 
         alone: nobody else runs.

@@ -138,7 +138,7 @@ class StepPlan:
     fresh: list[Seq]  # sequences that just got their row
     rows: Index  # the row of each
     start: Ints  # tokens computed before this step
-    q: Ints  # tokens to compute now, >= 1
+    q: Ints  # tokens to compute now, >= 1; but see `linked`
     emit: Bools  # reaches the end of the known tokens, so a new token is sampled
     generation: Ints
     tokens: int  # the sum of q
@@ -149,6 +149,8 @@ class StepPlan:
     saves: list[tuple[Seq, int, int]] = field(default_factory=list)
     copies: list[Copied] = field(default_factory=list)  # of what its blocks were found in; see `Copies`
     draft: Ints | None = None  # proposed tokens to compute behind the q tokens; None means no row has any
+    # Some of its sequences may be linked. Those with q = 0 go on from another, with its first new token.
+    linked: bool = False
     end: Ints = field(init=False)
 
     def __post_init__(self) -> None:

@@ -269,6 +269,8 @@ class Drafting:
             at = seq.row
             if at < 0 or seq.paused or not table.emitted.item(at):
                 continue
+            if seq.link is not None and not seq.link.parted:
+                continue
             known, job = table.known.item(at), seq.owner
             if known - table.computed.item(at) != 1:
                 continue

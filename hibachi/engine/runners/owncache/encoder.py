@@ -52,6 +52,10 @@ class Encoded:
     def forget(self, rows: Sequence[int]) -> None:
         self._rows.forget(rows)
 
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Rows get what others have: for each (from, to)."""
+        self._rows.fork(pairs)
+
     def clear(self) -> None:
         self._rows.of.clear()
 

@@ -20,6 +20,24 @@ class RowPasts:
         for row in rows:
             self.of.pop(row, None)
 
+    def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Rows go on from others: for each (from, to), where the first is in a past. They get into the same past, in
+        the place that they had, so that the next call finds its rows in it.
+        """
+        source = {to: row for row, to in pairs if row in self.of}
+        self.forget([to for _, to in pairs if to not in source])
+        pasts = {id(past): past for pair in source.items() for row in pair if (past := self.of.get(row)) is not None}
+        groups = []
+        for past in pasts.values():
+            rows = [row for row in past.rows if self.of.get(row) is past]
+            rows += [to for to, row in source.items() if to not in self.of and self.of[row] is past]
+            picks = [(of := self.of[source.get(row, row)], of.place(source.get(row, row))) for row in rows]
+            counts = [of.counts[place] for of, place in picks]
+            groups.append(Group(picks, rows, counts, self._width(max(counts))))
+        self.forget([row for past in pasts.values() for row in past.rows if self.of.get(row) is past])
+        for made in self._layout.arranged(groups):
+            self.of |= dict.fromkeys(made.rows, made)
+
     def gathered(self, rows: list[int], counts: list[int], size: int) -> Past:
         """One past of just these rows, in this order, and filler. Rows that stay behind get pasts of their own.
 

@@ -31,7 +31,7 @@ from hibachi.engine.runners.runner import ModelRows, Outcome, Part, Runner
 from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.scheduler.step import Move, StepPlan
 from hibachi.engine.speculation.proposals import Ahead, Outs, ahead_of
 from hibachi.errors import ConfigError, NotDeterministic, text_of
 
@@ -257,6 +257,28 @@ class OwnCacheRunner(Runner):
         self.idle()
         return self.isolated((idx, self._tried(plan)) for idx in self._calls(plan))
 
+    @property
+    @override
+    def forks(self) -> bool:
+        return isinstance(self.head, Sampled)
+
+    @override
+    def draw_linked(self, plan: StepPlan) -> Outcome:
+        head = self.head
+        if not isinstance(head, Sampled):
+            return super().draw_linked(plan)
+        with self.backend.guard():
+            return head.waiting.draw(head.sampler, plan, self.backend, self.theirs)
+
+    @override
+    def fork(self, moves: Sequence[Move]) -> None:
+        super().fork(moves)
+        pairs = [(move.source, move.to) for move in moves if move.seq.finish is None]
+        with self.backend.guard():
+            self.pasts.fork(pairs)
+            if self._encoded is not None:
+                self._encoded.fork(pairs)
+
     def _tried(self, plan: StepPlan) -> Callable[[Any], Part]:
         """A call for `isolate`: a row that fails is tried again without proposals, once it is alone. None fails for
         them.
@@ -268,12 +290,14 @@ class OwnCacheRunner(Runner):
     def _calls(self, plan: StepPlan) -> Iterator[Any]:
         """Which rows of a step share a call: [n] places in the plan each."""
         if self.apart:
-            for i in np.flatnonzero(plan.emit).tolist():
+            for i in np.flatnonzero(plan.emit & (plan.q > 0)).tolist():
                 yield np.array([i])
             return
         groups: dict[tuple[int, ...], list[int]] = {}
         tokens = plan.q if plan.draft is None else plan.q + plan.draft
         for i, (start, q) in enumerate(zip(plan.start.tolist(), tokens.tolist(), strict=True)):
+            if not q:  # it goes on from another
+                continue
             if self._trial.whole and q > 1:
                 if not plan.emit[i]:
                     continue  # a prompt waits for its last chunk
