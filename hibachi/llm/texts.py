@@ -377,25 +377,25 @@ class Texts(Holding):
                 [
                     TextChoice(
                         i,
-                        self.engine.submit(one),
+                        tokens,
                         partial(_text, self.tokenizer, p, after=own, reader=told),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),
                         each=isinstance(self.tokenizer, NoTokenizer),
                     )
-                    for i, one in enumerate(some)
+                    for i, tokens in enumerate(self.engine.submit_many(one, p.runs))
                 ],
                 p.n,
             )
-            for prompt, own, p, told, some in zip(prompts, ids, each, readers, ready, strict=True)
+            for prompt, own, p, told, one in zip(prompts, ids, each, readers, ready, strict=True)
         ]
         return streams
 
     def _ready(
         self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms, prediction: Any = None
-    ) -> list[Any]:
-        """The checked requests for one prompt: one for each continuation."""
+    ) -> Any:
+        """The checked request for one prompt."""
         if (p.stop or p.bad_words) and isinstance(self.tokenizer, NoTokenizer):
             name = "stop" if p.stop else "bad_words"
             raise InvalidRequest.at(
@@ -414,23 +414,17 @@ class Texts(Holding):
         words = (*(seq for word in p.bad_words for seq in self.prompts.spellings(word)), *banned)
         embeds = prompt["prompt_embeds"] if isinstance(prompt, Mapping) else None
         host = np.asarray(ids) if embeds is None else None
-        ready = []
-        for i in range(p.runs):
-            if i and (i == 1 or p.seed is not None):
-                seed = None if p.seed is None else fork(p.seed, i)
-                run = run.with_(seed=seed, prompt_logprobs=None)
-            request = Request(
-                host,
-                run,
-                include_stop=bool(p.include_stop),
-                bad_words=words,
-                banned_first=first,
-                embeds=embeds,
-                terms=terms,
-                prediction=prediction,
-            )
-            ready.append(self.engine.check(request))
-        return ready
+        request = Request(
+            host,
+            run,
+            include_stop=bool(p.include_stop),
+            bad_words=words,
+            banned_first=first,
+            embeds=embeds,
+            terms=terms,
+            prediction=prediction,
+        )
+        return self.engine.check(request)
 
 
 def _text(tokenizer: Any, p: SamplingParams, *, after: list[int], reader: AnswerReader | None) -> Detokenizer:

@@ -109,11 +109,11 @@ class Outbox:
 class OutChannel(Channel[Any]):
     """The engine's end of a stream whose consumer is in the parent."""
 
-    __slots__ = ("_began", "_forget", "_held", "_number", "_outbox", "read")
+    __slots__ = ("_began", "_forget", "_held", "number", "_outbox", "read")
 
     def __init__(self, number: int, outbox: Outbox, forget: Callable[[int], object]) -> None:
         super().__init__(pause_after=1)  # so that the engine asks whether we are `full`
-        self._number, self._outbox, self._forget = number, outbox, forget
+        self.number, self._outbox, self._forget = number, outbox, forget
         self._held = self._began = False
         self.read: Callable[[Any], Any] | None = int  # None means its items are rows of native batches
 
@@ -127,31 +127,31 @@ class OutChannel(Channel[Any]):
             read = _outputs
         if read is None:
             if scores is not None:
-                self._outbox.tokens.append((self._number, None, scores))
-            self._outbox.rows.add(self._number, *item)
+                self._outbox.tokens.append((self.number, None, scores))
+            self._outbox.rows.add(self.number, *item)
             return
         try:
             token = read(item)
         except Exception as e:  # an array of the model's own; no other request's step may fail for it
-            self._outbox.drop(self._number)
+            self._outbox.drop(self.number)
             self.end(Finish.ERROR, no_array(e), wakeups)
         else:
-            self._outbox.tokens.append((self._number, token, scores))
+            self._outbox.tokens.append((self.number, token, scores))
 
     def predicted(self, accepted: int, rejected: int) -> None:
         super().predicted(accepted, rejected)
-        self._outbox.guesses[self._number] = self.accepted, self.rejected
+        self._outbox.guesses[self.number] = self.accepted, self.rejected
 
     def _opening(self) -> list[tuple[int, float | None, int, Any]]:
         """What the parent must hear before the first token or the end; [] if it has."""
         began, self._began = self._began, True
-        return [] if began else [(self._number, self.started, self.reused, self.prompt_logprobs)]
+        return [] if began else [(self.number, self.started, self.reused, self.prompt_logprobs)]
 
     def end(self, reason: Finish, error: BaseException | None = None, wakeups: Wakeups | None = None) -> bool:
         if not super().end(reason, error, wakeups):
             return False
-        self._forget(self._number)
-        end = (self._number, reason, _portable(error), (self.stop_token, self.stop_logprobs))
+        self._forget(self.number)
+        end = (self.number, reason, _portable(error), (self.stop_token, self.stop_logprobs))
         if wakeups is None:  # not of a step, so perhaps in another thread than the engine's
             self._outbox.send("step", self._opening(), [], {}, [end])
         else:
@@ -282,20 +282,23 @@ class Child:
                 return
             getattr(self, f"_{command}")(*rest)
 
-    def _run(self, number: int, contents: bytes) -> None:
-        channel = OutChannel(number, self._outbox, self._forget)
+    def _run(self, number: int, others: Sequence[int], contents: bytes) -> None:
+        """others: numbers of further continuations of the request."""
+        channels = [OutChannel(each, self._outbox, self._forget) for each in (number, *others)]
         try:
-            job = self._engine.check(_unpacked(contents), channel)
-            if (read := self._engine.reader(job)) in (native_row, output_row):
-                channel.read = None
-            elif job.request.pooling is not None:
-                channel.read = read
-            elif self._engine.facts.arrays:
-                channel.read = sendable
-            self._jobs[number] = job, channel  # before the engine can end it
-            self._engine.enqueue(job)
+            job = self._engine.check(_unpacked(contents), channels[0])
+            for each, channel in zip(jobs := self._engine.copies(job, channels), channels, strict=True):
+                if (read := self._engine.reader(job)) in (native_row, output_row):
+                    channel.read = None
+                elif job.request.pooling is not None:
+                    channel.read = read
+                elif self._engine.facts.arrays:
+                    channel.read = sendable
+                self._jobs[channel.number] = each, channel  # before the engine can end it
+            self._engine.enqueue_many(jobs)
         except Exception as e:
-            channel.end(Finish.ERROR, e)
+            for channel in channels:
+                channel.end(Finish.ERROR, e)
 
     def _forget(self, number: int) -> None:
         self._jobs.pop(number, None)

@@ -325,18 +325,36 @@ class RemoteEngine(Closing):
 
     def submit(self, ready: PackedRequest) -> ItemStream[Any]:
         """See `BatchEngine`."""
-        channel: Channel[Any] = Channel(self._pause_after)
-        channel.tenant = ready.tenant
+        return self.submit_many(ready, 1)[0]
+
+    def submit_many(self, ready: PackedRequest, n: int) -> list[ItemStream[Any]]:
+        """See `BatchEngine`."""
+        first, *others = channels = [Channel[Any](self._pause_after) for _ in range(n)]
+        for channel in channels:
+            channel.tenant = ready.tenant
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
-            self.check_room(ready.tenant, 1)
-            number = self._post(self._channels, channel, ready.contents, "run")
-        return ItemStream(channel, partial(self._cancel, number), as_it_is if ready.arrays else int)
+            self.check_room(ready.tenant, n)
+            numbers = [next(self._numbers) for _ in others]
+            self._channels |= dict(zip(numbers, others, strict=True))  # before an answer can come
+            try:
+                numbers.insert(0, self._post(self._channels, first, ready.contents, "run", tuple(numbers)))
+            except BaseException:
+                for number in numbers:
+                    del self._channels[number]
+                raise
+        read, cancel = as_it_is if ready.arrays else int, self._cancel if n == 1 else self._cancel_one
+        return [ItemStream(c, partial(cancel, number), read) for c, number in zip(channels, numbers, strict=True)]
 
     def _cancel(self, number: int) -> None:
         """Takes no lock, as a destructor may call it in any thread, at any time."""
         if self._channels.pop(number, None) is not None and not self._sender.withdraw(number):
+            self._tell("cancel", number)
+
+    def _cancel_one(self, number: int) -> None:
+        """`_cancel` for one of several that were sent at once."""
+        if self._channels.pop(number, None) is not None:
             self._tell("cancel", number)
 
     # ---- how it is ---------------------------------------------------------------------------------------------
