@@ -92,7 +92,9 @@ if _TYPE_CHECKING:
     from hibachi.llm.textstream import Piece as Piece
     from hibachi.llm.textstream import Stopped as Stopped
     from hibachi.llm.textstream import TextStream as TextStream
+    from hibachi.request import Beams as Beams
     from hibachi.request import Finish as Finish
+    from hibachi.request import Guidance as Guidance
     from hibachi.request import SamplingParams as SamplingParams
     from hibachi.request import StopRule as StopRule
     from hibachi.request import Terms as Terms
@@ -130,7 +132,7 @@ _PLACES = {
         "llm.model.registry": "load_model register_model",
         "llm.scores": "Embedding Score",
         "llm.textstream": "Choice Completion Piece Stopped TextStream",
-        "request": "Finish SamplingParams StopRule Terms",
+        "request": "Beams Finish Guidance SamplingParams StopRule Terms",
         "structured": "StructuredOutputs",
     }.items()
     for name in names.split()

@@ -91,6 +91,8 @@ MOST_INT = 2**31 - 1
 MOST_FLOAT = 1e30  # its inverse is the least; logits times or over either are finite in float32
 MOST_SECONDS = 100 * 365.25 * 24 * 3600.0  # a century
 MOST_RUNS = 2**14  # sequences of one request
+MOST_BEAMS = 512
+MOST_PENALTY = 100  # for the length of a beam
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,21 @@ def _structured(p: SamplingParams) -> None:
     object.__setattr__(p, "structured_outputs", as_structured(p.structured_outputs))
 
 
+def _beams(p: SamplingParams) -> None:
+    given = p.beams
+    if isinstance(given, Mapping):
+        check_options("Beams", given, (f.name for f in fields(Beams)), InvalidRequest)
+        object.__setattr__(p, "beams", Beams(**given))
+    beams = p.beams
+    _check(beams is None or isinstance(beams, Beams), "beams", "a hibachi.Beams, or its fields by name", given)
+    if not isinstance(beams, Beams):
+        return
+    width = p.n if beams.width is None else beams.width
+    _check(p.n <= width <= MOST_BEAMS, "n", f"from 1 to the width of the beams, {min(width, MOST_BEAMS)}", p.n)
+    for name in ("best_of", "logprobs"):
+        _check(getattr(p, name) is None, name, "None where beams are searched", getattr(p, name))
+
+
 def _clip_ints(p: SamplingParams, *names: str) -> None:
     for name in names:
         if (n := getattr(p, name)) is not None and n > MOST_INT:
@@ -265,6 +282,7 @@ _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _codebooks: ("codebooks",),
     _structured: ("structured_outputs",),
     _speculation: ("num_speculative_tokens",),
+    _beams: ("beams",),
 }
 SAMPLED.update(name for names in _CHECKS.values() for name in names)
 _CHECK_OF = {name: check for check, names in _CHECKS.items() for name in names}
@@ -322,6 +340,10 @@ class SamplingParams:
     token only where it may end. A form that is complete ends the request, whatever min_tokens and ignore_eos say. At
     max_tokens the output is cut in the midst of it.
 
+    beams: search beams in place of draws, a `Beams` or its fields by name; n is how many of them are returned, best
+    first. Temperature, filters and seed are of no effect. Masks, biases, penalties and logits_processors act on
+    log-probabilities then; a processor of one's own may so add scores of one's own.
+
     num_speculative_tokens: the most tokens that are proposed for this request in a step, where its engine does so; 0
     means none, None and larger numbers mean as many as for others. It decides about time only.
 
@@ -356,6 +378,7 @@ class SamplingParams:
     codebooks: Sequence[Mapping[str, float]] = ()
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = None
+    beams: Beams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -368,6 +391,13 @@ class SamplingParams:
     def of_codebook(self, i: int) -> SamplingParams:
         """The parameters of one codebook."""
         return self.with_(**dict(self.codebooks[i])) if self.codebooks else self
+
+    def for_one(self, n: int) -> SamplingParams:
+        """The parameters of each of n continuations."""
+        beams = self.beams
+        if isinstance(beams, Beams):
+            beams = replace(beams, width=n if beams.width is None else beams.width)
+        return self.with_(n=1, best_of=None, beams=beams)
 
     @property
     def runs(self) -> int:
@@ -505,6 +535,60 @@ class Begun:
     kv: Any
     token: int
     known: bool = False
+
+
+@spelled_fields
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """How beams are searched: the likeliest sequences, in place of draws. Definitions are those of transformers.
+
+    width: sequences that are kept at a time, 1 to 512; None means `SamplingParams.n`, of which the best are returned.
+    length_penalty: a sequence of k new tokens has the sum of its log-probabilities over k ** length_penalty as its
+    score.
+    early_stopping: True ends as soon as `width` sequences are complete; False when no other is likely to become better;
+    "never" when none can.
+
+    Of equal scores the lower token id comes first. Raises InvalidRequest for a value out of its range.
+    """
+
+    width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        fine = self.width is None or (_is_int(self.width) and 1 <= self.width <= MOST_BEAMS)
+        _check(fine, "width", f"an integer from 1 to {MOST_BEAMS} (or None: n)", self.width)
+        fine = _is_real(self.length_penalty) and abs(self.length_penalty) <= MOST_PENALTY
+        _check(fine, "length_penalty", f"a number from -{MOST_PENALTY} to {MOST_PENALTY}", self.length_penalty)
+        fine = self.early_stopping in (True, False, "never") and isinstance(self.early_stopping, (bool, str))
+        _check(fine, "early_stopping", "True, False or 'never'", self.early_stopping)
+
+
+@spelled_fields
+@dataclass(frozen=True, slots=True, eq=False)
+class Guidance:
+    """A second row, whose logits are mixed into those of a request before each draw; both get the token that is drawn.
+
+    scale: the mixed logits are other + scale * (own - other), which is classifier-free guidance (Ho and Salimans 2022;
+    of language models, Sanchez et al. 2023). Between 0 and 1 it draws towards the other row, above 1 away from it.
+    prompt, prompt_embeds: of the second row; None in both means those of the request. inputs: what the model declares as
+    its `inputs`, for the second row; None means those of the request.
+    mix: a function of one's own in place of the formula: of the rows' raw logits, native float32 [1, V] each (or
+    [1, codebooks, V]), the request's own first, to logits of this shape. Only with it there may be several rows.
+
+    Masks, penalties, temperature and filters act on the mixed logits, and log-probabilities are of these. Raises
+    InvalidRequest for a value out of its range.
+    """
+
+    scale: float = 1.0
+    prompt: Any = None
+    prompt_embeds: Any = None
+    inputs: Mapping[str, Any] | None = None
+    mix: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        _check(_is_real(self.scale) and abs(self.scale) <= MOST_FLOAT, "scale", "a finite number", self.scale)
+        _check(self.mix is None or callable(self.mix), "mix", "a function (or None)", self.mix)
 
 
 @_soon_pickled

@@ -15,9 +15,11 @@ from hibachi.engine.conversions import to_host
 from hibachi.engine.external_kv import check_paged, checked_begun
 from hibachi.engine.forms import Forms
 from hibachi.engine.runners.extra_inputs import fits
+from hibachi.engine.scheduler.links import check_fits
+from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
-from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
+from hibachi.request import Beams, Pooling, Request, SamplingParams, as_params, as_terms
 
 MOST_NAMES = 20  # in an error
 _PLAIN = SamplingParams()
@@ -82,6 +84,8 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
     given = _inputs(request, facts)
     limit = _covered(given, facts, n, limit)
     end = facts.limits.fit(n, limit)
+    if params is not None and params.beams is not None:
+        _check_beams(params, limit, n, facts)
     terms, begun = as_terms(request.terms), request.begun
     if request.kept is not None:
         check_paged(facts, "Keys and values cannot be returned")
@@ -171,6 +175,21 @@ def _check_codebooks(params: SamplingParams, codebooks: int | None) -> None:
                 f" is for tokens that are single ids; got {shown(got)} for a model whose tokens have "
                 f"{codebooks} codebooks. {mend}",
             )
+
+
+def _check_beams(params: SamplingParams, limit: int | None, n: int, facts: Facts) -> None:
+    """Check that beams can be searched. n: tokens of the prompt. Raises InvalidRequest."""
+    if facts.codebooks is not None:
+        raise InvalidRequest.at(
+            ("beams",), f" are of tokens that are single ids; those of this model have {facts.codebooks}. Leave it out."
+        )
+    assert isinstance(params.beams, Beams)
+    seqs = [Seq(n, limit) for _ in range(params.beams.width or params.n)]
+    for seq in seqs:
+        seq.end = facts.limits.fit(n, limit)
+    ticket = linked(seqs, alike=True, parts=False)
+    assert ticket.link is not None
+    check_fits(facts.limits, ticket.link)
 
 
 def _inputs(request: Request, facts: Facts) -> dict[str, HostArray] | None:

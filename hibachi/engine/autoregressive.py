@@ -22,6 +22,7 @@ from hibachi.engine import ladder
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
+from hibachi.engine.beams import search, searched
 from hibachi.engine.build import (
     NO_LIMIT,
     UNSTATED,
@@ -36,13 +37,14 @@ from hibachi.engine.build import (
 from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
 from hibachi.engine.forms import own_vocabulary
+from hibachi.engine.guidance import as_guidance, beside, link
 from hibachi.engine.guide.protocol import Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
 from hibachi.engine.runners.job import Job, Linked
-from hibachi.engine.scheduler.policies import policy_of
 from hibachi.engine.scheduler.links import most_alike
+from hibachi.engine.scheduler.policies import policy_of
 from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.speculation import choose as speculation
 from hibachi.engine.speculation.config import as_config
@@ -51,7 +53,7 @@ from hibachi.engine.speculation.ngram import ExpectedTokens
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
-from hibachi.request import MOST_RUNS, Pooling, Request, SamplingParams, Terms
+from hibachi.request import MOST_RUNS, Guidance, Pooling, Request, SamplingParams, Terms
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
@@ -246,6 +248,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
         prediction: Sequence[int] | None = None,
+        guidance: Guidance | Sequence[Guidance] | None = None,
         terms: Terms | None = None,
     ) -> ItemStream[Token]:
         """Queue a prompt (seq, *tok) and return its stream at once.
@@ -263,18 +266,20 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stop_rule: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's stop_token.
         include_stop: deliver the token that ends the stream as its last item. It takes precedence over
         params.include_stop; None in both means True.
+        guidance: a second row beside the request, of whose logits its own are drawn away; or several, with a function
+        that mixes them. Of models that return logits.
         terms: priority, tenant, deadlines, cache salt.
 
         Level 0 streams yield native arrays (*tok); with sampling they yield ints. Raises InvalidRequest, PromptTooLong,
         QueueFull, EngineClosed or EngineFailed; after any of them, nothing was queued.
         """
-        return self.submit(
-            self.check(
-                self._request(
-                    prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
-                )
-            )
+        request = self._request(
+            prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
         )
+        job = self.check(request)
+        if guidance is not None:
+            self._guide(job, request, as_guidance(guidance))
+        return self.submit(job)
 
     @spelled
     def run_many(
@@ -293,23 +298,38 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     ) -> list[ItemStream[Token]]:
         """Queue a prompt for n continuations, and return their streams at once. n: None means params.n.
 
-        The first has the request's seed, the others have seeds derived from it. A model that returns logits computes the
-        prompt, and what its `encode` makes of the inputs, once; then the continuations go their own ways, and each can
-        be closed by itself. If they are more than rows or memory can hold at once, the prompt is computed once for each
-        part of them. The other parameters are those of `run`, and so is what it raises.
+        The first has the request's seed, the others have seeds derived from it. A model that returns logits computes
+        the prompt, and what its `encode` makes of the inputs, once; then the continuations go their own ways, and each
+        can be closed by itself. If they are more than rows or memory can hold at once, the prompt is computed once for
+        each part of them. With params.beams they are the best beams, which come when the search ends; each stream has
+        its score. The other parameters are those of `run`, and so is what it raises.
         """
         params = self._params if params is None else params
         if isinstance(params, SamplingParams):
             n = params.n if n is None else n
             if params.best_of is not None:
                 raise InvalidRequest(f"best_of takes hibachi.LLM; got {params.best_of}. Choose among n streams.")
-            params = params.with_(n=1)
+            params = params.for_one(n)
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RUNS:
             raise InvalidRequest(f"n must be an integer from 1 to {MOST_RUNS}; got {shown(n)}.")
         request = self._request(
             prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
         )
         return self.submit_many(self.check(request), n)
+
+    def _guide(self, job: Job, request: Request, guidance: tuple[Guidance, ...]) -> None:
+        """Link a request with rows that guide it. Raises InvalidRequest."""
+        built, backend = self._built, self._backend
+        assert built is not None
+        if not built.runner.forks or not isinstance(backend, ArrayBackend):
+            raise InvalidRequest(
+                f"guidance mixes logits, and {type(self.model).__name__} returns tokens: expected a model with "
+                f"`logits`, or with a `step` that returns logits."
+            )
+        others = [self.check(beside(request, each)) for each in guidance]
+        link(job, others, guidance, backend)
+        assert job.linked is not None
+        job.linked.check(built.facts.limits)
 
     def _request(
         self,
@@ -335,6 +355,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                     f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
                     f"Use run_many, or hibachi.LLM."
                 )
+            params = params.for_one(1) if params.beams is not None else params
         return Request(
             prompt,
             params,
@@ -427,10 +448,23 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self._read
 
     @override
+    def enqueue(self, job: Job) -> None:
+        """See `BatchInference`."""
+        if searched(job) is not None:
+            self.enqueue_many([job])
+        else:
+            super().enqueue(job)
+
+    @override
     def enqueue_many(self, jobs: Sequence[Job]) -> None:
         """See `BatchInference`. Where rows can go on from others, the prompt is computed once."""
         first, built, worker = jobs[0], self._built, self._worker
         assert built is not None and worker is not None
+        if (beams := searched(first)) is not None:
+            silent = [first.copy(Channel(), 0) for _ in range(beams.width - len(jobs))]
+            search([*jobs], silent, beams, built.runner.backend)
+            worker.add(first)
+            return
         if not built.runner.forks or first.request.pooling is not None or first.seq.begun:
             super().enqueue_many(jobs)
             return

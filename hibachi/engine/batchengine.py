@@ -119,8 +119,9 @@ class BatchEngine(Protocol[R]):
         ...
 
     def submit_many(self, ready: R, n: int) -> list[ItemStream[Any]]:
-        """Queue what `check` returned n times: the first with its seed, the others with seeds derived from it. Where the
-        model returns logits, the prompt is computed once. Raises what `submit` raises.
+        """Queue what `check` returned n times: the first with its seed, the others with seeds derived from it.
+
+        Where the model returns logits, the prompt is computed once. Raises what `submit` raises.
         """
         ...
 

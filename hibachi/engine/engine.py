@@ -634,8 +634,12 @@ class Engine:
             self._keep(seq, plan)
         for seq in committed.finished:
             if seq.owner is not None:  # else its keys and values could not be copied
-                assert seq.finish is not None
-                self._ended(seq.owner, seq.finish)
+                job, reason = seq.owner, seq.finish
+                assert reason is not None
+                if job in self._live and job.linked is not None and job.linked.draws is not None:
+                    reason = job.linked.draws.tell(job, reason, self._wakeups)
+                    self._counts.new_tokens += len(job.channel.buffer)
+                self._ended(job, reason)
         self._wakeups.post()
 
     def _fork(self, moves: Sequence[Move]) -> None:

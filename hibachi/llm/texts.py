@@ -13,7 +13,6 @@ from hibachi.backend.array_backend import HostArray
 from hibachi.common.options import check_variables, spelled
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.forms import vocabulary_of
-from hibachi.engine.sampling.uniforms import fork
 from hibachi.engine.streams.channel import give_way
 from hibachi.engine.streams.merge import amerge, merge
 from hibachi.engine.streams.stream import Item
@@ -392,9 +391,7 @@ class Texts(Holding):
         ]
         return streams
 
-    def _ready(
-        self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms, prediction: Any = None
-    ) -> Any:
+    def _ready(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms, prediction: Any = None) -> Any:
         """The checked request for one prompt."""
         if (p.stop or p.bad_words) and isinstance(self.tokenizer, NoTokenizer):
             name = "stop" if p.stop else "bad_words"
@@ -405,7 +402,7 @@ class Texts(Holding):
             )
         run = p
         if p.stop or p.bad_words or p.runs > 1:
-            run = run.with_(stop=(), bad_words=(), n=1, best_of=None)
+            run = run.with_(stop=(), bad_words=()).for_one(p.n)
         if self.eos_ids and not p.ignore_eos:
             run = run.with_(stop_token_ids=(*p.stop_token_ids, *self.eos_ids), ignore_eos=True)
         if p.runs > p.n and p.logprobs is None:

@@ -145,9 +145,9 @@ class Preempting(RecordedScheduler):
         if running and self.steps % 3 == 2:
             seq = running[self.steps % len(running)]
             self.times[seq] += 1
-            seq, row = self._preempt(seq)
             tables = self._key_of.args[0]
-            tables.at(row).leave(row, seq.owner.history, seq.length)  # as the engine does with those it is told of
+            for seq, row in self._preempt([seq]):
+                tables.at(row).leave(row, seq.owner.history, seq.length)  # as the engine does with those it is told of
         return super().schedule(now)
 
 

@@ -14,7 +14,9 @@ from hibachi.engine.runners.guiding import Guided
 from hibachi.engine.runners.stops import Stopper
 from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
 from hibachi.engine.sampling.uniforms import fork
+from hibachi.engine.scheduler.links import check_fits
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.streams.channel import Channel
 from hibachi.errors import InvalidRequest, text_of
 from hibachi.request import Request, SamplingParams
@@ -93,6 +95,13 @@ class Linked:
     ticket: Seq
     jobs: list[Job]
     draws: Any = None
+
+    def check(self, limits: Limits) -> None:
+        """Check that all of them fit at once. Raises InvalidRequest and PromptTooLong."""
+        for seq in (self.ticket, *(job.seq for job in self.jobs)):
+            seq.end = limits.fit(seq.prompt_len, seq.max_new)
+        assert self.ticket.link is not None
+        check_fits(limits, self.ticket.link)
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend, positions: Any = None) -> Any:

@@ -15,6 +15,8 @@ from hibachi.engine.runners.job import Job, Linked
 from hibachi.engine.runners.runner import Outcome, Part, Sampler, isolate, jobs_of
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.streams.channel import Wakeups
+from hibachi.request import Finish
 
 
 class LinkRows(NamedTuple):
@@ -36,6 +38,10 @@ class Draws(Protocol):
     def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:
         """The new tokens of all rows of these links, whose outputs are rows of `out`."""
         ...
+
+    def tell(self, job: Job, reason: Finish, wakeups: Wakeups) -> Finish:
+        """A job ends: give it what it gets at its end only. Returns why it ends."""
+        return reason
 
 
 def forked(plan: StepPlan, idx: Any) -> tuple[Any, Any, list[tuple[Seq, Seq]]]:

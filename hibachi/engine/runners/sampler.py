@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.sampling import draw as sampling
 from hibachi.engine.sampling.draw import CANDIDATES, FAR, NEAR, PLAIN, WORTH, path_of
 from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named
+from hibachi.engine.sampling.rows import top_of_row, total
 from hibachi.engine.sampling.uniforms import uniforms
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import FILTERS, SamplingParams
@@ -39,6 +40,16 @@ class Drawn:
     bad: Any  # bool [n]: the model's logits were not finite; None means all were
     logprobs: dict[int, Any]  # log-probabilities by place, where asked for: {id: number}, or one for each codebook
     faults: dict[int, HibachiError] = field(default_factory=dict)  # other errors of requests, by place
+
+
+class Ranked(NamedTuple):
+    """The most likely tokens of n rows: log-probabilities, float32 [n, k], falling, and ids, int [n, k]; errors of
+    requests by place.
+    """
+
+    values: HostArray
+    ids: HostArray
+    faults: dict[int, HibachiError]
 
 
 class RowSampler:
@@ -178,6 +189,26 @@ class RowSampler:
             out.append(logprobs(get(logits[i, ...]), token, w) if names is None else names)
         return out
 
+    def ranked(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any, k: int) -> Ranked:
+        """The k most likely tokens of each of n rows, after their changes. logits [m, vocab], m >= n; rows, positions
+        [n].
+        """
+        n, k = len(rows), min(k, self.vocab_size)
+        special = self._edits.wanted(rows, positions) if self._edits.some else np.zeros(n, bool)
+        x, faults = logits, dict[int, HibachiError]()
+        _, mass = self.backend.fetch(self.backend.program(_mass)(logits))()
+        if special.any():
+            x = self.backend.program(_log)(logits)
+            at = np.flatnonzero(special)
+            some = [jobs[i] for i in at.tolist()]
+            padded = self._padded(at)
+            changed, _, failed = self._edits.apply(x, padded, some, _longer(rows[at], len(padded)), positions[at])
+            x = self.backend.scatter_rows(x, self.backend.put(padded.astype(np.int32)), changed)
+            faults = {int(at[i]): fault for i, fault in failed.items()}
+            mass = np.zeros_like(mass)
+        values, ids = self.backend.fetch(self.backend.program(_top, k)(x))()
+        return Ranked(values[:n] - mass[:n, None], ids[:n], faults)
+
     def _list_size(self, wanted: int) -> int:
         """Length of the list of most likely tokens for a row that asks for this many; 0 means none."""
         return min(next((s for s in LIKELY if wanted < s), LIKELY[-1]), self.vocab_size) if wanted else 0
@@ -294,6 +325,26 @@ def _drawn(backend: ArrayBackend, logits: Array, how: sampling.How) -> tuple[Arr
 
 def _likely(backend: ArrayBackend, k: int, logits: Array, of: Array) -> Likely:
     return likely(backend, logits, of, k=k)
+
+
+def _mass(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
+    """The largest logit of each row, and the logarithm of the sum of all probabilities, [n]."""
+    x = backend.float32(logits)
+    if backend.draws:
+        top, mass = backend.mass(x)
+    else:
+        top = backend.xp.max(x, axis=-1)
+        mass = total(backend, backend.xp.exp(x - top[:, None]))
+    return top, top + backend.xp.log(mass)
+
+
+def _log(backend: ArrayBackend, logits: Array) -> Array:
+    """The log-probabilities [n, V]."""
+    return backend.float32(logits) - _mass(backend, logits)[1][:, None]
+
+
+def _top(backend: ArrayBackend, k: int, x: Array) -> tuple[Array, Array]:
+    return top_of_row(backend, backend.float32(x), k)
 
 
 def probabilities(rows: HostArray) -> int:

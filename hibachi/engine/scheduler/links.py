@@ -36,7 +36,7 @@ def most_alike(limits: Limits, prompt_len: int, max_new: int | None) -> int:
     return max(1, min(limits.rows, 1 + (limits.blocks - 1 - first) // each))
 
 
-def fits(limits: Limits, link: Link) -> None:
+def check_fits(limits: Limits, link: Link) -> None:
     """Check that the sequences of a link can run at once. Raises InvalidRequest."""
     n = len(link.seqs)
     if n > limits.rows:

@@ -21,7 +21,7 @@ import numpy as np
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.checkpoints import Checkpoints
 from hibachi.engine.scheduler.copies import Copied, Copies
-from hibachi.engine.scheduler.links import fits, others_of, tail, waited
+from hibachi.engine.scheduler.links import check_fits, others_of, tail, waited
 from hibachi.engine.scheduler.policy import Fcfs, Policy
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import (
@@ -129,7 +129,7 @@ class Scheduler:
         for each in (seq, *members):
             each.end = self.limits.fit(each.prompt_len, each.max_new)
         if seq.link is not None:
-            fits(self.limits, seq.link)
+            check_fits(self.limits, seq.link)
         if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
             raise QueueFull(
                 f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting "

@@ -198,6 +198,7 @@ class Channel(Generic[T]):
         "prompt_logprobs",
         "rejected",
         "reused",
+        "score",
         "started",
         "stop_logprobs",
         "stop_token",
@@ -210,6 +211,7 @@ class Channel(Generic[T]):
         self.pause_after: int | None = pause_after
         self.logprobs: list[Any] = []  # {id: number} of each token, or one for each of its codebooks, or None
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
+        self.score: float | None = None  # of a beam
         self.stop_logprobs: dict[int, float] | None = None  # as `logprobs`, of a stop token that was not delivered
         # the token that ended it, delivered or not, where tokens are drawn from logits
         self.stop_token: int | None = None

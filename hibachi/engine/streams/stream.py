@@ -75,6 +75,13 @@ class ItemStream(Closing, Generic[T]):
         return self.channel.stop_token
 
     @property
+    def score(self) -> float | None:
+        """The score of a beam, once it has ended: see `Beams`. Minus infinity: there were no more sequences than others
+        have.
+        """
+        return self.channel.score
+
+    @property
     def started(self) -> float | None:
         """When the request joined the batch, by time.monotonic(); None means it still waits."""
         return self.channel.started

@@ -103,13 +103,15 @@ class Outbox:
 
     def _no_row(self, number: int, error: BaseException) -> None:
         self.drop(number)
-        self.ends.insert(0, (number, Finish.ERROR, no_array(error), (None, None)))  # what it ended with comes too late
+        self.ends.insert(
+            0, (number, Finish.ERROR, no_array(error), (None, None, None))
+        )  # what it ended with comes too late
 
 
 class OutChannel(Channel[Any]):
     """The engine's end of a stream whose consumer is in the parent."""
 
-    __slots__ = ("_began", "_forget", "_held", "number", "_outbox", "read")
+    __slots__ = ("_began", "_forget", "_held", "_outbox", "number", "read")
 
     def __init__(self, number: int, outbox: Outbox, forget: Callable[[int], object]) -> None:
         super().__init__(pause_after=1)  # so that the engine asks whether we are `full`
@@ -151,7 +153,7 @@ class OutChannel(Channel[Any]):
         if not super().end(reason, error, wakeups):
             return False
         self._forget(self.number)
-        end = (self.number, reason, _portable(error), (self.stop_token, self.stop_logprobs))
+        end = (self.number, reason, _portable(error), (self.stop_token, self.stop_logprobs, self.score))
         if wakeups is None:  # not of a step, so perhaps in another thread than the engine's
             self._outbox.send("step", self._opening(), [], {}, [end])
         else:

@@ -165,9 +165,9 @@ class RemoteEngine(Closing):
         for number, row in each(rows):
             if (channel := channels.get(number)) is not None:
                 self._push(number, channel, row, wakeups)
-        for number, reason, error, (token, scores) in ends:
+        for number, reason, error, told in ends:
             if (channel := channels.pop(number, None)) is not None:
-                channel.stop_token, channel.stop_logprobs = token, scores
+                channel.stop_token, channel.stop_logprobs, channel.score = told
                 channel.end(reason, error, wakeups)
         if ends:
             with self._changed:

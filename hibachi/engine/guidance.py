@@ -1,0 +1,107 @@
+"""Several rows, one token: the logits of a request are mixed with those of rows beside it before each draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from hibachi.backend.array_backend import Array, ArrayBackend
+from hibachi.engine.runners.job import Job, Linked
+from hibachi.engine.runners.linked import Draws, LinkRows, firsts, for_all
+from hibachi.engine.runners.runner import Part, Sampler, check_output, drawn_part
+from hibachi.engine.scheduler.sequence import linked
+from hibachi.engine.scheduler.step import StepPlan
+from hibachi.errors import InvalidRequest, shown, text_of
+from hibachi.request import Guidance, Request, SamplingParams
+
+
+def as_guidance(given: Any) -> tuple[Guidance, ...]:
+    """What `run(guidance=)` takes. Raises InvalidRequest."""
+    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not found or not all(isinstance(each, Guidance) for each in found):
+        raise InvalidRequest(f"guidance must be a hibachi.Guidance, or several; got {shown(given)}.")
+    if len(found) > 1 and found[0].mix is None:
+        raise InvalidRequest(
+            f"Several rows are mixed by a function of yours: expected guidance[0].mix; got None for {len(found)} rows."
+        )
+    return found
+
+
+def beside(request: Request, guidance: Guidance) -> Request:
+    """The request for the row that guides another."""
+    own = guidance.prompt is None and guidance.prompt_embeds is None
+    params = None if request.params is None else SamplingParams(max_tokens=request.params.max_tokens)
+    return replace(
+        request,
+        prompt=request.prompt if own else guidance.prompt,
+        embeds=request.embeds if own else guidance.prompt_embeds,
+        inputs=request.inputs if guidance.inputs is None else guidance.inputs,
+        params=params,
+        stop_rule=None,
+        prediction=None,
+        grammar=None,
+    )
+
+
+def link(job: Job, others: Sequence[Job], guidance: Sequence[Guidance], backend: ArrayBackend) -> None:
+    """Link a request with the rows that guide it."""
+    for other in others:
+        other.silent = True
+    jobs = [job, *others]
+    ticket = linked([each.seq for each in jobs], alike=False, parts=False)
+    mixed = Mixed(guidance[0].mix, guidance[0].scale, backend)
+    for each in jobs:
+        each.linked = Linked(ticket, jobs, mixed)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed(Draws):
+    """mix: see `Guidance`; None means classifier-free guidance by `scale`."""
+
+    mix: Callable[..., Any] | None
+    scale: float
+    backend: ArrayBackend
+
+    @property
+    @override
+    def kind(self) -> Hashable:  # type: ignore[override]  # read-only
+        return Mixed, self.mix
+
+    @override
+    def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:
+        jobs, idx = firsts(links)
+        if self.mix is None:
+            own, other = (sampler.rows(out, np.array([link.at[k] for link in links])) for k in range(2))
+            scale = np.ones(own.shape[0], np.float32)
+            scale[: len(links)] = [link.linked.draws.scale for link in links]
+            shape = (-1, *(1,) * (own.ndim - 1))
+            mixed = self.backend.program(_guided)(own, other, self.backend.put(scale.reshape(shape)))
+        else:  # one by one: what others ask for changes no bit
+            each = [self._asked(self.mix, [sampler.rows(out, np.array([i])) for i in link.at]) for link in links]
+            mixed = each[0] if len(each) == 1 else self.backend.xp.concat(each, axis=0)
+        positions = plan.end[idx]
+        drawn = sampler.draw(mixed, jobs, plan.rows[idx], positions)
+        return for_all(drawn_part(idx, drawn, jobs, positions, self.backend), links, drawn.tokens)
+
+    def _asked(self, mix: Callable[..., Any], rows: Sequence[Array]) -> Array:
+        rows = [self.backend.float32(row[:1, ...]) for row in rows]
+        try:
+            found = mix(*rows)
+        except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
+            raise InvalidRequest(f"The function `mix` of the request's guidance raised {text_of(e)}") from e
+        shape = tuple(rows[0].shape)
+        return check_output(found, self.backend, shape, "Guidance.mix", kind="logits")
+
+
+def _guided(backend: ArrayBackend, own: Array, other: Array, scale: Array) -> Array:
+    """Where one of the two forbids a token, the request's own logits say what is."""
+    xp = backend.xp
+    own, other = backend.float32(own), backend.float32(other)
+    never = (own == -xp.inf) | (other == -xp.inf)
+    zero = xp.zeros_like(own)
+    a, b = xp.where(never, zero, own), xp.where(never, zero, other)
+    return xp.where(never, own, b + scale * (a - b))
