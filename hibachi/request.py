@@ -571,8 +571,8 @@ class Guidance:
 
     scale: the mixed logits are other + scale * (own - other), which is classifier-free guidance (Ho and Salimans 2022;
     of language models, Sanchez et al. 2023). Between 0 and 1 it draws towards the other row, above 1 away from it.
-    prompt, prompt_embeds: of the second row; None in both means those of the request. inputs: what the model declares as
-    its `inputs`, for the second row; None means those of the request.
+    prompt, prompt_embeds: of the second row; None in both means those of the request. inputs: what the model declares
+    as its `inputs`, for the second row; None means those of the request.
     mix: a function of one's own in place of the formula: of the rows' raw logits, native float32 [1, V] each (or
     [1, codebooks, V]), the request's own first, to logits of this shape. Only with it there may be several rows.
 

@@ -461,7 +461,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         first, built, worker = jobs[0], self._built, self._worker
         assert built is not None and worker is not None
         if (beams := searched(first)) is not None:
-            silent = [first.copy(Channel(), 0) for _ in range(beams.width - len(jobs))]
+            silent = [first.copy(Channel(), 0) for _ in range((beams.width or 1) - len(jobs))]
             search([*jobs], silent, beams, built.runner.backend)
             worker.add(first)
             return

@@ -99,12 +99,8 @@ class Search(Draws):
         wide = max(link.linked.draws.candidates(sampler.vocab_size) for link in links)
         ranked = sampler.ranked(sampler.rows(out, at), jobs, plan.rows[real], plan.end[real], wide)
         fine = np.isfinite(ranked.values[:, 0]) | (ranked.values[:, 0] == -np.inf)
-        tokens, over, faults, parents = (
-            np.zeros(len(idx), np.int32),
-            np.zeros(len(idx), bool),
-            {},
-            list[tuple[Seq, Seq]](),
-        )
+        tokens, over = np.zeros(len(idx), np.int32), np.zeros(len(idx), bool)
+        faults, parents = dict[int, HibachiError](), list[tuple[Seq, Seq]]()
         first = place = 0
         for link in links:
             search, n, width = link.linked.draws, len(link.at), len(link.places)
@@ -152,8 +148,10 @@ class Search(Draws):
         return State(scores, [job.guided for job in self._jobs])
 
     def advance(self, values: HostArray, ids: HostArray, position: int) -> tuple[HostArray, HostArray, bool]:
-        """Take the next tokens. values, ids [rows, k]: of the rows that were computed. Returns for each row the one that
-        it goes on from, and its token, [width]; and whether the search is over. Raises InvalidRequest.
+        """Take the next tokens. values, ids [rows, k]: of the rows that were computed.
+
+        Returns for each row the one that it goes on from, and its token, [width]; and whether the search is over.
+        Raises InvalidRequest.
         """
         job, width = self._jobs[0], len(self._jobs)
         n = position - job.seq.prompt_len
@@ -238,7 +236,7 @@ class Search(Draws):
         length = n
         if beams.early_stopping == "never" and beams.length_penalty > 0:
             length = self._jobs[0].seq.end - self._jobs[0].seq.prompt_len
-        return best / length**beams.length_penalty <= results[-1].score
+        return bool(best / length**beams.length_penalty <= results[-1].score)
 
     @override
     def tell(self, job: Job, reason: Finish, wakeups: Wakeups) -> Finish:

@@ -20,7 +20,7 @@ from hibachi.request import Finish
 
 
 class LinkRows(NamedTuple):
-    """A link in a step. places: of its rows in the plan. at: which of the outputs is whose, as far as they have some."""
+    """A link in a step. places: of its rows in the plan. at: which outputs are theirs, as far as they have some."""
 
     linked: Linked
     places: list[int]
@@ -120,7 +120,8 @@ def _drawn(
 
     def part(idx: Any) -> Part:
         some = [by_place[i] for i in idx.tolist()]
-        return some[0].linked.draws.draw(sampler, plan, some, out)
+        draws: Draws = some[0].linked.draws
+        return draws.draw(sampler, plan, some, out)
 
     return isolate(part, np.array(list(by_place)), backend, theirs)
 

@@ -643,7 +643,7 @@ class Scheduler:
         at_work: sequences that have more of their prompt to compute after this step.
         """
         started: list[tuple[Seq, int, int]] = []
-        policy, pool, limits = self.policy, self.pool, self.limits
+        policy = self.policy
         if not policy.opens(self.waiting - len(self._parked), self.running - self.paused_rows, self.steps):
             return started
         self._held_back = None

@@ -158,8 +158,8 @@ class StepPlan:
 
 
 class Move(NamedTuple):
-    """What row `to` goes on from: the first `tokens` tokens of row `source`. block: (from, to), whose contents are to be
-    copied, as the last of them is not full; None means there is none.
+    """What row `to` goes on from: the first `tokens` tokens of row `source`. block: (from, to), of which the contents
+    are to be copied, as the last block is not full; None means there is none.
     """
 
     seq: Seq

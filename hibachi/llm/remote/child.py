@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 from hibachi.backend.array_backend import HostArray
 from hibachi.backend.infer import mapped
@@ -44,6 +44,9 @@ from hibachi.request import Finish, SamplingParams
 
 MOST_LOGGED = 20_000  # characters of a message or a traceback
 BEAT = 0.25  # seconds from one sign of life to the next
+Told: TypeAlias = (
+    "tuple[int | None, dict[int, float] | None, float | None]"  # with an end: stop token, its scores; score
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Outbox:
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
         self.guesses: dict[int, tuple[int, int]] = {}  # of predictions, by request: all so far, right and wrong
-        self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, dict[int, float] | None]]] = []
+        self.ends: list[tuple[int, Finish, BaseException | None, Told]] = []
         self.rows = Gathered(sendable, self._no_row)
         self.beat: Callable[[], None] = lambda: None  # tells how the engine is
         self.drop: Callable[[int], object] = lambda number: None  # ends a request
