@@ -22,8 +22,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "stop_strings": ("stop", ""),
     "num_return_sequences": ("n", ""),
     "do_sample": ("temperature", "0 is greedy, and all others sample."),
-    "num_beams": ("best_of", "There is no beam search: best_of keeps the likeliest of several samples."),
-    "guidance_scale": ("", "a model may compute both rows and mix their logits itself."),
+    "num_beams": ("beams", "Write beams=Beams(width=...)."),
+    "length_penalty": ("beams", "Write beams=Beams(length_penalty=...)."),
+    "early_stopping": ("beams", "Write beams=Beams(early_stopping=...)."),
+    "guidance_scale": ("", "Write engine.run(prompt, params, guidance=Guidance(scale, ...))."),
     "gpu_memory_utilization": ("kv_cache_memory_bytes", "It takes the bytes of the cache, not a share of the memory."),
 }
 

@@ -11,7 +11,7 @@ from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai import parse as asking
 from hibachi.llm.dialects.openai.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, read
 from hibachi.llm.dialects.openai.parse import ParsedRequest
-from hibachi.request import FILTERS, SamplingParams, Terms
+from hibachi.request import FILTERS, Beams, SamplingParams, Terms
 
 from ..lib.filters import TRIED
 
@@ -504,8 +504,6 @@ def test_reasoning():
 
 # field: what it may say, and what it may not.
 EITHER = {
-    "use_beam_search": (False, True),
-    "length_penalty": (1, 0.5),
     "thinking_token_budget": (-1, 0),
     "stream_interval": (1, 2),
     "watermarking": (False, True),
@@ -533,6 +531,16 @@ def test_what_may_say_its_default_only(ask, field):
     assert message.startswith(f"{field} is not supported: ") and (param, code) == (field, "unsupported_parameter")
     assert message.endswith(f", so only {json.dumps(default)} is.")
     assert asking.DEFAULTS.keys() == (EITHER | CHATS).keys()
+
+
+@BOTH
+def test_beams_as_vllm_spells_them(ask):
+    assert ask(use_beam_search=False, length_penalty=1) == ask() and ask().params.beams is None
+    assert ask(use_beam_search=True, n=4).params.beams == Beams()
+    assert ask(use_beam_search=True, length_penalty=0.5, n=2).params.beams == Beams(length_penalty=0.5)
+    assert refused(ask, length_penalty=0.5)[1] == "length_penalty"
+    assert refused(ask, use_beam_search=True, length_penalty=1e9)[0].startswith("length_penalty must be")
+    assert refused(ask, use_beam_search=True, best_of=3)[1] == "best_of"
 
 
 @BOTH

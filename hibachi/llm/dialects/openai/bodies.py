@@ -159,9 +159,9 @@ class CompletionFields(Sampling, kw_only=True, forbid_unknown_fields=True):
     json_schema: Schema | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: Backend | None = None  # it has no effect
-    # As their default only: see `asking.DEFAULTS`.
-    use_beam_search: bool | None = None
+    use_beam_search: bool | None = None  # n beams
     length_penalty: float | None = None
+    # As their default only: see `parse.DEFAULTS`.
     thinking_token_budget: int | None = None
     stream_interval: int | None = None
     watermarking: bool | None = None

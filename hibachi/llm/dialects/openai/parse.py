@@ -43,8 +43,6 @@ REFUSED = {
 }
 """Fields that may only be null, and why."""
 DEFAULTS: dict[str, tuple[Any, str]] = {
-    "use_beam_search": (False, "Beams are not searched; best_of keeps the best of several texts"),
-    "length_penalty": (1, "It is of beam search, which is not served"),
     "thinking_token_budget": (-1, "max_tokens limits reasoning and text together"),
     "stream_interval": (1, "A chunk has what came since the one before it"),
     "watermarking": (False, "Texts are not marked"),
@@ -295,6 +293,10 @@ def _params(body: Any, defaults: SamplingParams, more: dict[str, Any]) -> Sampli
         changes["include_stop"] = body.include_stop_str_in_output
     if body.seed is not None:
         changes["seed"] = body.seed % 2**64  # OpenAI's may be negative
+    if body.use_beam_search:
+        changes["beams"] = {} if body.length_penalty is None else {"length_penalty": body.length_penalty}
+    elif body.length_penalty not in (None, 1):
+        raise Refused.at("length_penalty", " is of beam search: set use_beam_search, or leave it out.")
     if body.logit_bias is not None:
         changes["logit_bias"] = _bias(body.logit_bias)
     try:
