@@ -609,6 +609,7 @@ class Request:
     grammar: a `hibachi.engine.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
+    allowed: a `hibachi.Trie`, one of whose paths the output must be.
     prediction: token ids of what the output may be, in a list or an array [m]: proposed where the engine speculates,
     and where the output follows them. Those beyond the context are left out.
     """
@@ -628,4 +629,5 @@ class Request:
     kept: list[Any] | None = None
     inputs: Mapping[str, Any] | None = None
     grammar: Any = None
+    allowed: Any = None
     prediction: Any = None

@@ -44,6 +44,7 @@ def beside(request: Request, guidance: Guidance) -> Request:
         stop_rule=None,
         prediction=None,
         grammar=None,
+        allowed=None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
-from hibachi.engine.guide.protocol import Grammar, Guides
+from hibachi.engine.guide.protocol import Grammar, GuideMaker
 from hibachi.engine.runners.guiding import Guided
 from hibachi.engine.runners.stops import Stopper
 from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
@@ -42,7 +42,7 @@ class Job:
     prediction: Any = None  # of its output, a `hibachi.engine.speculation.ngram.Prediction`
     draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
     sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
-    grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
+    grammar: tuple[GuideMaker, Grammar] | None = None  # of its output; it waits until `guided` is made of it
     guided: Guided | None = None
     linked: Linked | None = None
     silent: bool = False  # nobody reads its tokens: it is there for others that it is linked with

@@ -314,6 +314,10 @@ class RemoteEngine(Closing):
             raise InvalidRequest.at(
                 ("inputs",), f" must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
             )
+        if sent.allowed is not None and sent.allowed.nbytes > MOST_UNSENT:
+            raise InvalidRequest.at(
+                ("allowed",), f" must take at most {MOST_UNSENT} bytes; got {sent.allowed.nbytes}. Give fewer paths."
+            )
         return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.arrays or bool(sent.pooling))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
