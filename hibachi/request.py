@@ -610,6 +610,7 @@ class Request:
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
     allowed: a `hibachi.Trie`, one of whose paths the output must be.
+    fed: it waits for its caller after each token, see `AutoregressiveBatchInference.run`.
     prediction: token ids of what the output may be, in a list or an array [m]: proposed where the engine speculates,
     and where the output follows them. Those beyond the context are left out.
     """
@@ -630,4 +631,5 @@ class Request:
     inputs: Mapping[str, Any] | None = None
     grammar: Any = None
     allowed: Any = None
+    fed: bool = False
     prediction: Any = None

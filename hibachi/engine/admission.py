@@ -71,6 +71,10 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
                 ("prompt_logprobs",), " needs a prompt of tokens; got prompt_embeds. Leave one of them out."
             )
         limit = params.max_tokens if limit is None else limit
+    if not isinstance(request.fed, bool):
+        raise InvalidRequest.at(("fed",), f" must be True or False; got {shown(request.fed)}.")
+    if request.fed and vocab is not None and params is not None:  # what comes next, nobody can guess
+        params = params.with_(num_speculative_tokens=0)
     if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
         raise InvalidRequest.at(("max_tokens",), f" must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
     shows = request.include_stop

@@ -36,6 +36,7 @@ from hibachi.engine.build import (
 )
 from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
+from hibachi.engine.feeding import TokenFeed
 from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guidance import as_guidance, beside, link
 from hibachi.engine.guide.protocol import Grammar, Vocabulary
@@ -249,6 +250,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
         allowed: Trie | None = None,
+        fed: bool = False,
         prediction: Sequence[int] | None = None,
         guidance: Guidance | Sequence[Guidance] | None = None,
         terms: Terms | None = None,
@@ -261,6 +263,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         allowed: a catalogue: the output is one of its paths, and the stream ends, with the reason "stop", where no path
         goes on. Where one path is the beginning of another, stop_token_ids and the model's end token may come as well.
         Takes logits of single ids.
+        fed: after each item the request waits for `stream.feed(token)`, and gives way to others meanwhile. Stop rules
+        judge what the model gives; limits count all tokens.
         prediction: token ids of what the output may be. They save time where the engine speculates and the output
         follows them, and change nothing else.
         params: how to sample (levels 1 and 2); None means the model's `default_params`, else SamplingParams(). Fields
@@ -281,7 +285,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         request = self._request(
             prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
         )
-        request = replace(request, allowed=allowed)
+        request = replace(request, allowed=allowed, fed=fed)
         job = self.check(request)
         if guidance is not None:
             self._guide(job, request, as_guidance(guidance))
@@ -436,6 +440,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             padding=fitted.padding,
             prediction=None if request.prediction is None else ExpectedTokens(request.prediction),
         )
+        job.channel.fed = request.fed
         if begun is not None:
             job.history.append(np.array([begun.token], kind.dtype))
         if request.grammar is not None:
@@ -488,6 +493,17 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 for job in part:
                     job.linked = together
             worker.add(part[0])
+
+    @override
+    def submit(self, ready: Job) -> ItemStream[Any]:
+        """See `BatchEngine`."""
+        if not ready.request.fed:
+            return super().submit(ready)
+        assert self._built is not None and self._worker is not None
+        feeding = TokenFeed(ready, self._built.prompts, self.reader(ready), self._worker.feed)
+        stream = self._stream(ready, feeding.read)
+        stream.feeder = feeding.feed
+        return stream
 
     # ---- building ----------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ def beside(request: Request, guidance: Guidance) -> Request:
         prediction=None,
         grammar=None,
         allowed=None,
+        fed=False,
     )
 
 

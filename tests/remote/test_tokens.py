@@ -519,3 +519,5 @@ def test_a_catalogue_crosses_the_pipe_up_to_a_size(there, monkeypatch):
     monkeypatch.setattr("hibachi.llm.remote.engine.MOST_UNSENT", 39)
     with pytest.raises(InvalidRequest, match="allowed must take at most 39 bytes; got 40"):
         ask(0)
+    with pytest.raises(UnsupportedOperation, match="needs the engine in this process"):
+        engine.check(Request([1, 2], inputs={"shift": 0}, fed=True))
