@@ -304,6 +304,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
         allowed: Trie | None = None,
+        fed: bool = False,
         prediction: Sequence[int] | None = None,
         terms: Terms | None = None,
     ) -> list[ItemStream[Token]]:
@@ -326,7 +327,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         request = self._request(
             prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
         )
-        return self.submit_many(self.check(replace(request, allowed=allowed)), n)
+        return self.submit_many(self.check(replace(request, allowed=allowed, fed=fed)), n)
 
     def _guide(self, job: Job, request: Request, guidance: tuple[Guidance, ...]) -> None:
         """Link a request with rows that guide it. Raises InvalidRequest."""
@@ -495,14 +496,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             worker.add(part[0])
 
     @override
-    def submit(self, ready: Job) -> ItemStream[Any]:
-        """See `BatchEngine`."""
-        if not ready.request.fed:
-            return super().submit(ready)
-        assert self._built is not None and self._worker is not None
-        feeding = TokenFeed(ready, self._built.prompts, self.reader(ready), self._worker.feed)
-        stream = self._stream(ready, feeding.read)
-        stream.feeder = feeding.feed
+    def opened(self, job: Job) -> ItemStream[Any]:
+        """See `BatchInference`."""
+        stream = super().opened(job)
+        if job.request.fed:
+            assert self._built is not None and self._worker is not None
+            turns = TokenFeed(job, self._built.prompts, stream.read, self._worker.feed)
+            stream.read, stream.feeder = turns.read, turns.feed
         return stream
 
     # ---- building ----------------------------------------------------------------------------------------------

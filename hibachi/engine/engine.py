@@ -251,12 +251,12 @@ class Engine:
         """The caller gives what stands from the newest token on, [m, *tok]; None means that this stays."""
         if job not in self._live:
             return
-        if tokens is not None:
-            at = self.scheduler.known(job.seq) - 1
-            self.runner.feed(job.seq, at, tokens)
-            if job.guided is not None:  # it was told what was drawn
-                job.guided.bring_to(min(job.guided.seen, at - job.seq.prompt_len), lambda start, end: tokens[:0])
-            self.scheduler.feed(job.seq, len(tokens) - 1)
+        for seq in () if tokens is None else job.seq.bound:
+            at, guided = self.scheduler.known(seq) - 1, seq.owner.guided
+            self.runner.feed(seq, at, tokens)
+            if guided is not None:  # it was told what was drawn
+                guided.bring_to(min(guided.seen, at - seq.prompt_len), lambda start, end: tokens[:0])
+            self.scheduler.feed(seq, len(tokens) - 1)
         self.resume(job)
 
     def _take_turns(self) -> None:

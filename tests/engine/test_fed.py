@@ -168,6 +168,20 @@ def test_nobody_waits_for_who_waits(model, serve):
     assert {"feed", "room"} <= {event["event"] for event in dump["events"]} and replay(dump)
 
 
+@pytest.mark.parametrize("model", [SumLogits, SumOwn, SumPaged, SumState])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_continuations_of_one_prompt_are_fed_apart(model, rows, serve):
+    engine = serve(model(NumpyBackend()), max_num_seqs=rows)
+    streams = engine.run_many([1, 2], GREEDY, 4, max_tokens=4, fed=True)
+    assert [next(stream) for stream in streams] == [4] * 4
+    for i, stream in enumerate(streams):
+        stream.feed([i, i])
+    assert [next(stream) for stream in streams] == [(4 + 2 * i) % 10 for i in range(4)]
+    for stream in streams:
+        stream.feed()
+    assert [stream.collect() for stream in streams] == [expected([1, 2, i, i], 2)[1:] for i in range(4)]
+
+
 def test_what_prefix_caching_keeps_is_found_again(serve):
     engine = serve(SumPaged(NumpyBackend()), max_num_seqs=1, block_size=4, max_num_batched_tokens=64)
     stream = engine.run([1] * 40, GREEDY, fed=True)

@@ -50,7 +50,7 @@ class Job:
 
     def copy(self, channel: Channel[Any], i: int) -> Job:
         """The same request for another channel, as the i-th of several, with a seed derived from its own."""
-        seq = self.seq
+        seq, channel.fed = self.seq, self.channel.fed
         keys = None if seq.keys is None else list(seq.keys)
         known = None if self.known is None else TokenHistory(self.history.read(0, self.history.length))
         prediction = None if self.prediction is None else type(self.prediction)(self.request.prediction)

@@ -43,8 +43,8 @@ class TokenHistory:
         self.length += len(piece)
 
     def give(self, position: int, tokens: HostArray) -> None:
-        """Put tokens in the place of the last one, which was at this position and is not the prompt's."""
-        assert position == self.length - 1 and len(self._pieces) > 1
+        """Put tokens in the place of the last one, which was at this position."""
+        assert position == self.length - 1
         self._pieces[-1:] = [self._pieces[-1][:-1], tokens]
         self.length = position + len(tokens)
 
