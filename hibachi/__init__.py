@@ -54,6 +54,7 @@ if _TYPE_CHECKING:
     from hibachi.engine.streams.batcher import FeedforwardBatcher as FeedforwardBatcher
     from hibachi.engine.streams.stream import Item as Item
     from hibachi.engine.streams.stream import ItemStream as ItemStream
+    from hibachi.engine.trie import Trie as Trie
     from hibachi.errors import BackendError as BackendError
     from hibachi.errors import BackendNotFound as BackendNotFound
     from hibachi.errors import BackendNotInstalled as BackendNotInstalled
@@ -113,6 +114,7 @@ _PLACES = {
         "backend.protocol": "Backend Unsqueezable",
         "engine.autoregressive": "AutoregressiveBatchInference",
         "engine.feedforward": "FeedforwardBatchInference",
+        "engine.trie": "Trie",
         "engine.health": "Health",
         "engine.ladder": "Autoregressive CachedModel Feedforward LanguageModel LogitsModel OwnCacheModel "
         "PaddedAutoregressive",

@@ -609,6 +609,8 @@ class Request:
     grammar: a `hibachi.engine.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
+    allowed: a `hibachi.Trie`, one of whose paths the output must be.
+    fed: it waits for its caller after each token, see `AutoregressiveBatchInference.run`.
     prediction: token ids of what the output may be, in a list or an array [m]: proposed where the engine speculates,
     and where the output follows them. Those beyond the context are left out.
     """
@@ -628,4 +630,6 @@ class Request:
     kept: list[Any] | None = None
     inputs: Mapping[str, Any] | None = None
     grammar: Any = None
+    allowed: Any = None
+    fed: bool = False
     prediction: Any = None

@@ -18,8 +18,9 @@ from hibachi.engine.runners.extra_inputs import fits
 from hibachi.engine.scheduler.links import check_fits
 from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits
+from hibachi.engine.trie import Trie
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
-from hibachi.request import Beams, Pooling, Request, SamplingParams, as_params, as_terms
+from hibachi.request import MOST_INT, Beams, Pooling, Request, SamplingParams, as_params, as_terms
 
 MOST_NAMES = 20  # in an error
 _PLAIN = SamplingParams()
@@ -70,6 +71,10 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
                 ("prompt_logprobs",), " needs a prompt of tokens; got prompt_embeds. Leave one of them out."
             )
         limit = params.max_tokens if limit is None else limit
+    if not isinstance(request.fed, bool):
+        raise InvalidRequest.at(("fed",), f" must be True or False; got {shown(request.fed)}.")
+    if request.fed and vocab is not None and params is not None:  # what comes next, nobody can guess
+        params = params.with_(num_speculative_tokens=0)
     if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
         raise InvalidRequest.at(("max_tokens",), f" must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
     shows = request.include_stop
@@ -81,6 +86,9 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
         _check_codebooks(params, facts.codebooks)
     limit = None if limit is None else int(limit)
+    if request.allowed is not None:
+        _check_allowed(request.allowed, params, facts)
+        limit = min(request.allowed.depth, limit or MOST_INT)
     given = _inputs(request, facts)
     limit = _covered(given, facts, n, limit)
     end = facts.limits.fit(n, limit)
@@ -106,6 +114,24 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
         grammar=grammar,
         prediction=None if request.prediction is None else _predicted(request.prediction, facts),
     )
+
+
+def _check_allowed(given: Any, params: SamplingParams | None, facts: Facts) -> None:
+    """Raise InvalidRequest for what is no catalogue of this model's ids, UnsupportedOperation without single ids."""
+    if not isinstance(given, Trie):
+        raise InvalidRequest.at(("allowed",), f" must be a hibachi.Trie (or None); got {shown(given)}. Make one.")
+    if facts.vocab_size is None or facts.codebooks is not None:
+        raise UnsupportedOperation(
+            "allowed needs a model that returns logits of single ids; this one returns something else. Leave it out."
+        )
+    if given.most >= facts.vocab_size:
+        raise InvalidRequest.at(
+            ("allowed",),
+            f" must have token ids from 0 to {facts.vocab_size - 1} (the model's vocabulary); got {given.most}. Is it "
+            f"a catalogue for this model?",
+        )
+    if params is not None and params.structured_outputs is not None:
+        raise InvalidRequest.at(("allowed",), " is a form of its own; got structured_outputs too. Leave one out.")
 
 
 def _predicted(given: Any, facts: Facts) -> HostArray | None:

@@ -36,9 +36,10 @@ from hibachi.engine.build import (
 )
 from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
+from hibachi.engine.feeding import TokenFeed
 from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guidance import as_guidance, beside, link
-from hibachi.engine.guide.protocol import Vocabulary
+from hibachi.engine.guide.protocol import Grammar, Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
@@ -52,6 +53,7 @@ from hibachi.engine.speculation.howmany import Waits
 from hibachi.engine.speculation.ngram import ExpectedTokens
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
+from hibachi.engine.trie import Trie, TrieGuides
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.request import MOST_RUNS, Guidance, Pooling, Request, SamplingParams, Terms
 
@@ -247,6 +249,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         include_stop: bool | None = None,
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
+        allowed: Trie | None = None,
+        fed: bool = False,
         prediction: Sequence[int] | None = None,
         guidance: Guidance | Sequence[Guidance] | None = None,
         terms: Terms | None = None,
@@ -256,6 +260,11 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: (seq, hidden) floats in place of the prompt, which is None then: they replace the embeddings of
         tokens at the model's first layer. For models with an attribute `embed_size`, as our decoder has.
         inputs: {name: array}, what the model declares in its attribute `inputs`; the arrays stay with the request.
+        allowed: a catalogue: the output is one of its paths, and the stream ends, with the reason "stop", where no path
+        goes on. Where one path is the beginning of another, stop_token_ids and the model's end token may come as well.
+        Takes logits of single ids.
+        fed: after each item the request waits for `stream.feed(token)`, and gives way to others meanwhile. Stop rules
+        judge what the model gives; limits count all tokens.
         prediction: token ids of what the output may be. They save time where the engine speculates and the output
         follows them, and change nothing else.
         params: how to sample (levels 1 and 2); None means the model's `default_params`, else SamplingParams(). Fields
@@ -276,6 +285,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         request = self._request(
             prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
         )
+        request = replace(request, allowed=allowed, fed=fed)
         job = self.check(request)
         if guidance is not None:
             self._guide(job, request, as_guidance(guidance))
@@ -293,6 +303,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         include_stop: bool | None = None,
         prompt_embeds: Any = None,
         inputs: Mapping[str, Any] | None = None,
+        allowed: Trie | None = None,
+        fed: bool = False,
         prediction: Sequence[int] | None = None,
         terms: Terms | None = None,
     ) -> list[ItemStream[Token]]:
@@ -315,7 +327,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         request = self._request(
             prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
         )
-        return self.submit_many(self.check(request), n)
+        return self.submit_many(self.check(replace(request, allowed=allowed, fed=fed)), n)
 
     def _guide(self, job: Job, request: Request, guidance: tuple[Guidance, ...]) -> None:
         """Link a request with rows that guide it. Raises InvalidRequest."""
@@ -429,12 +441,17 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             padding=fitted.padding,
             prediction=None if request.prediction is None else ExpectedTokens(request.prediction),
         )
+        job.channel.fed = request.fed
         if begun is not None:
             job.history.append(np.array([begun.token], kind.dtype))
         if request.grammar is not None:
             guides = self.forms.guides
             assert guides is not None
             job.grammar = guides, request.grammar
+        if request.allowed is not None:
+            vocab = built.facts.vocab_size or 0
+            ends = tuple(i for i in params.stop_token_ids if i < vocab) if params else ()
+            job.grammar = TrieGuides(request.allowed, ends), Grammar(f"trie {id(request.allowed)}")
         if scored:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job
@@ -477,6 +494,16 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 for job in part:
                     job.linked = together
             worker.add(part[0])
+
+    @override
+    def opened(self, job: Job) -> ItemStream[Any]:
+        """See `BatchInference`."""
+        stream = super().opened(job)
+        if job.request.fed:
+            assert self._built is not None and self._worker is not None
+            turns = TokenFeed(job, self._built.prompts, stream.read, self._worker.feed)
+            stream.read, stream.feeder = turns.read, turns.feed
+        return stream
 
     # ---- building ----------------------------------------------------------------------------------------------
 

@@ -67,13 +67,18 @@ class BatchInference(Closing):
 
     def submit(self, ready: Job) -> ItemStream[Any]:
         """See `BatchEngine`."""
-        return self._stream(ready, self.reader(ready))
+        self.enqueue(ready)
+        return self.opened(ready)
 
     def submit_many(self, ready: Job, n: int) -> list[ItemStream[Any]]:
         """See `BatchEngine`."""
         jobs = self.copies(ready, [ready.channel, *(Channel(ready.channel.pause_after) for _ in range(n - 1))])
         self.enqueue_many(jobs)
-        return [ItemStream(job.channel, partial(self.cancel, job), self.reader(job)) for job in jobs]
+        return [self.opened(job) for job in jobs]
+
+    def opened(self, job: Job) -> ItemStream[Any]:
+        """The stream of a request that was queued."""
+        return ItemStream(job.channel, partial(self.cancel, job), self.reader(job))
 
     def copies(self, job: Job, channels: Sequence[Channel[Any]]) -> list[Job]:
         """A checked request once for each channel: the first as it is, the others with seeds of their own."""

@@ -179,7 +179,7 @@ class Engine:
             each.seq.held = ticket.held = job.grammar is not None and each.guided is None
             if not each.silent:
                 self._live.add(each)
-        self._pausing |= job.channel.pause_after is not None
+        self._pausing |= job.channel.pause_after is not None or job.channel.fed
         try:
             self.scheduler.add(ticket, now)
         except BaseException as e:
@@ -246,6 +246,18 @@ class Engine:
             self._paused.remove(job)
             if job not in self._in_turns:
                 self.scheduler.unpause(job.seq)
+
+    def feed(self, job: Job, tokens: Any) -> None:
+        """The caller gives what stands from the newest token on, [m, *tok]; None means that this stays."""
+        if job not in self._live:
+            return
+        for seq in () if tokens is None else job.seq.bound:
+            at, guided = self.scheduler.known(seq) - 1, seq.owner.guided
+            self.runner.feed(seq, at, tokens)
+            if guided is not None:  # it was told what was drawn
+                guided.bring_to(min(guided.seen, at - seq.prompt_len), lambda start, end: tokens[:0])
+            self.scheduler.feed(seq, len(tokens) - 1)
+        self.resume(job)
 
     def _take_turns(self) -> None:
         """Rows of slow forms wait until it is their turn."""

@@ -44,6 +44,8 @@ def beside(request: Request, guidance: Guidance) -> Request:
         stop_rule=None,
         prediction=None,
         grammar=None,
+        allowed=None,
+        fed=False,
     )
 
 

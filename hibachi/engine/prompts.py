@@ -46,6 +46,12 @@ class Prompts(Protocol):
         """A copy of a prompt [n, *tok], n >= 1, where its runner wants it, its kind, and n. Raises InvalidRequest."""
         ...
 
+    def more(self, given: Any, kind: TokenKind) -> tuple[Any, int]:
+        """Tokens [m, *tok] of a request of this kind, m >= 1, made of one or several, where its runner wants them; and
+        m. Raises InvalidRequest.
+        """
+        ...
+
     def fitted(self, kind: TokenKind) -> Fitted:
         """The engine's own tokens for this kind. Raises InvalidRequest if they do not fit it."""
         ...
@@ -142,17 +148,29 @@ class HostPrompts:
         own = self.kind
         if own is None:
             own = TokenKind(host.shape[1:], self._kept(dtype_of(prompt, host, self._backend)))
+        return self._cast(host, own), own, len(host)
+
+    def more(self, given: Any, kind: TokenKind) -> tuple[HostArray, int]:
+        host = self.host(given)
+        host = host[None] if host.ndim == len(kind.shape) else host
+        try:
+            check_tokens(host, kind, self._vocab)
+            return self._cast(host, kind), len(host)
+        except InvalidRequest as e:
+            raise InvalidRequest(f"feed takes one token {kind.shape} or several, as a prompt has them. {e}") from None
+
+    def _cast(self, host: HostArray, kind: TokenKind) -> HostArray:
+        """A copy, as the caller's may change, in a kind's dtype. Raises InvalidRequest for what that cannot hold."""
         if self._vocab is not None:
-            tokens = host.astype(own.dtype)  # a copy: the caller's may change
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):
-                tokens = host.astype(own.dtype)
-            for i, value in misfits(host, tokens):
-                raise InvalidRequest(
-                    f"The tokens are {own.dtype} here, which cannot hold {value}, token {i} of the prompt. Send "
-                    f"smaller numbers, or take a token= or a backend of a wider dtype."
-                )
-        return tokens, own, len(tokens)
+            return host.astype(kind.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            tokens = host.astype(kind.dtype)
+        for i, value in misfits(host, tokens):
+            raise InvalidRequest(
+                f"The tokens are {kind.dtype} here, which cannot hold {value}, token {i} of the prompt. Send "
+                f"smaller numbers, or take a token= or a backend of a wider dtype."
+            )
+        return tokens
 
     def _kept(self, dtype: Any) -> Any:
         """The dtype that the library makes of this one; some have no 64-bit integers."""
@@ -261,6 +279,16 @@ class NinePrompts:
             return self._ops.repeat(prompt, BATCH_DIM, 1), kind, shape[0]  # a copy: the caller's may change
         except Exception as e:
             raise InvalidRequest(f"A prompt must be an array of {self._name}; its copy failed: {text_of(e)}.") from e
+
+    def more(self, given: Any, kind: TokenKind) -> tuple[Any, int]:
+        shape = self._shape(given, "token")
+        tokens = self._ops.unsqueeze(given, BATCH_DIM) if shape == kind.shape else given
+        tokens, got, n = self.taken(tokens)
+        if got != kind:
+            raise InvalidRequest(
+                f"feed takes one token {kind.shape} of {kind.dtype}, or several; got shape {shape} of {got.dtype}."
+            )
+        return tokens, n
 
     def given(self, item: Any) -> tuple[Any, TokenKind]:
         """A copy of an input of a feed-forward model, of any shape, and its kind. Raises InvalidRequest."""

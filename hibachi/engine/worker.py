@@ -110,6 +110,10 @@ class Worker:
     def cancel(self, job: Job) -> None:
         self._inbox.put((self.engine.cancel, job))
 
+    def feed(self, job: Job, tokens: Any) -> None:
+        """See `Engine.feed`."""
+        self._inbox.put((partial(self.engine.feed, tokens=tokens), job))
+
     def reset_cache(self) -> None:
         """See `BatchEngine`."""
         with self._changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_OF_ONE = ("cancel", "fail", "slow", "pause", "unpause")
+_OF_ONE = ("cancel", "fail", "slow", "pause", "unpause", "feed")
 _LISTS = ("seqs", "start", "q")  # of a plan, an entry for each request
 
 

@@ -37,6 +37,22 @@ def test_a_paused_row_is_skipped_and_goes_on_in_its_row():
     assert step(s) == [a, b] and a.row == row and not s.counts.preemptions
 
 
+def test_its_blocks_go_to_one_that_waits_for_them_while_others_go_on():
+    """Rows are free, blocks are not: 8 of 4 positions, 4 of them held by the paused one and 2 by another."""
+    s = Scheduler(Limits(4, 64, 64, 64, 9, 4))
+    a, b, c = Seq(13, 8), Seq(4, 8), Seq(12, 4)
+    s.add(a)
+    s.add(b)
+    step(s)
+    s.pause(a)
+    s.add(c)
+    assert c in step(s) + step(s) and a.row < 0 <= b.row
+    s.unpause(a)
+    while s.running or s.waiting:
+        step(s)
+    assert {seq.finish for seq in (a, b, c)} == {Finish.LENGTH}
+
+
 @pytest.mark.parametrize("policy", [Fcfs, lambda: WaitingServed(ratio=10, patience=10**6)], ids=["fcfs", "waves"])
 @pytest.mark.parametrize("reserve_all", [False, True])
 @pytest.mark.parametrize("blocks", [0, 9, 14])

@@ -39,6 +39,17 @@ def test_every_stream_equals_its_solo_run_whatever_is_proposed(seed, n, unlucky)
 
 
 @settings(max_examples=200, **QUIET)
+@given(seed=st.integers(0, 2**32), n=st.integers(1, 16), unlucky=st.booleans(), proposals=st.booleans())
+def test_every_stream_equals_its_solo_run_whatever_callers_feed(seed, n, unlucky, proposals):
+    rng = random.Random(seed)
+    world = random_world(rng, copies=rng.random() < 0.3, proposals=random.Random(seed) if proposals else None)
+    requests = [random_request(i, rng, world.limits) for i in range(n)]
+    for request in requests:
+        request.feeds = rng if rng.random() < 0.6 else None
+    drive(world, requests, rng, unlucky=unlucky)
+
+
+@settings(max_examples=200, **QUIET)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 16), unlucky=st.booleans())
 def test_every_stream_equals_its_solo_run_where_prefixes_are_copied(seed, n, unlucky):
     rng = random.Random(seed)

@@ -31,13 +31,15 @@ def following(context):
     return zlib.crc32(np.asarray(context, np.int32).tobytes()) % VOCAB
 
 
-def solo(prompt, end, stop):
-    """What a sequence draws when it is alone, and why it ends."""
+def solo(prompt, end, stop, fed=()):
+    """What a sequence draws when it is alone, and why it ends. fed: {its length: what stands from its last token on}"""
     tokens = list(prompt)
     while len(tokens) < end:
         tokens.append(following(tokens))
         if tokens[-1] in stop:
             return tokens[len(prompt) :], Finish.STOP
+        if len(tokens) in fed:
+            tokens[-1:] = fed[len(tokens)]
     return tokens[len(prompt) :], Finish.LENGTH
 
 
@@ -80,13 +82,16 @@ class Device:
 
 
 class Request:
-    """name: in order of arrival. prompt: tokens; stop: tokens that end it."""
+    """name: in order of arrival. prompt: tokens; stop: tokens that end it. feeds: a source of random numbers, if it
+    waits for its caller after each token; fed: see `solo`.
+    """
 
     def __init__(self, name, prompt, max_new=None, stop=(), **terms):
         self.name, self.prompt, self.stop = name, list(prompt), set(stop)
         self.shares = terms.pop("shares", True)
         self.seq = Seq(len(self.prompt), max_new, owner=self, **terms)
         self.got, self.ends = [], []
+        self.feeds, self.fed, self.waits = None, {}, False
         self.guess = []  # what somebody proposes to come next
         self.sampled = 0  # tokens drawn, those in flight included
         self.decoding = False
@@ -103,6 +108,7 @@ class Flight:
 
     def __init__(self, plan, out, slots):
         self.plan, self.out, self.slots = plan, out, slots
+        self.waits = any(s.owner.feeds and emits for s, emits in zip(plan.seqs, plan.emit.tolist(), strict=True))
 
 
 class World:
@@ -192,8 +198,27 @@ class World:
         self.check()
 
     def unpause(self, request):
+        if request.waits:
+            self.feed(request)
         self.scheduler.unpause(request.seq)
         self.check()
+
+    def feed(self, request):
+        """Its caller gives a token or several, or leaves the one that was drawn."""
+        seq, rng, request.waits = request.seq, request.feeds, False
+        n, at = len(request.prompt) + len(request.got), self.scheduler.known(seq)
+        assert n == at, "tokens are miscounted"
+        tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, min(6, seq.end - n)))]
+        if rng.random() < 0.3:
+            return
+        request.fed[n] = tokens
+        request.got[-1:] = tokens
+        request.sampled = len(request.got)
+        if seq.row >= 0:
+            self.host[seq.row, n - 1 : n - 1 + len(tokens)] = tokens
+        self.scheduler.feed(seq, len(tokens) - 1)
+        request.decoding &= len(tokens) == 1
+        self.tally["fed"] += len(tokens)
 
     def limit(self, budget):
         self.scheduler.limit(budget)
@@ -207,7 +232,9 @@ class World:
             self.check()
         for seq in self.scheduler.order:
             if seq.row >= 0:
-                seq.owner.sampled, seq.owner.decoding = len(seq.owner.got), not self.scheduler.prefilling(seq)
+                ahead = self.scheduler.table.known[seq.row] - self.scheduler.table.computed[seq.row]
+                seq.owner.sampled = len(seq.owner.got)
+                seq.owner.decoding = not self.scheduler.prefilling(seq) and ahead == 1
 
     def send_back(self, sent):
         for seq, _ in sent:
@@ -229,7 +256,7 @@ class World:
     def tick(self):
         """One step further; False if there is nothing to do."""
         # Nothing is planned behind a step of which nobody knows how many tokens it brings.
-        ahead = not any(flight.plan.draft is not None for flight in self.flying)
+        ahead = not any(flight.plan.draft is not None or flight.waits for flight in self.flying)
         if len(self.flying) < self.depth and ahead and self.launch():
             return True
         if self.flying:
@@ -429,6 +456,10 @@ class World:
                 self.tally["accepted"] += len(drawn) - 1
         for seq in committed.finished:
             self.ended(seq.owner, seq.finish)
+        for i, seq, ok in zip(at.tolist(), seqs, alive.tolist(), strict=True):
+            if ok and seq.owner.feeds and seq.finish is None and seq.row == plan.rows[i]:
+                seq.owner.waits = True
+                s.pause(seq)
         self.check()
 
     def fail(self, plan, places):
@@ -479,7 +510,7 @@ class World:
         if request.ends == [REFUSED]:
             assert not request.got
             return
-        want, why = solo(request.prompt, request.seq.end, request.stop)
+        want, why = solo(request.prompt, request.seq.end, request.stop, request.fed)
         if request.ends[0] in (Finish.STOP, Finish.LENGTH):
             assert (request.got, request.ends) == (want, [why]), "not its solo stream"
         else:

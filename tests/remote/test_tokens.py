@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from hibachi import SamplingParams, StopRule
+from hibachi import SamplingParams, StopRule, Trie
 from hibachi.engine import conversions
 from hibachi.errors import (
     ConfigError,
@@ -506,3 +506,18 @@ def test_only_equal_inputs_share_a_prefix(there):
     first, other, again = ask(0), ask(1), ask(0)
     assert (first[1], other[1]) == (0, 0) and again[1] >= 16
     assert first[0] == again[0] != other[0]
+
+
+def test_a_catalogue_crosses_the_pipe_up_to_a_size(there, monkeypatch):
+    engine, trie = there("Shifted").engine, Trie([[1, 2, 3], [1, 2, 4], [5]])
+
+    def ask(shift):
+        request = Request([1, 2], SamplingParams(temperature=0), inputs={"shift": shift}, allowed=trie)
+        return engine.submit(engine.check(request)).collect()
+
+    assert [ask(shift) in ([1, 2, 3], [1, 2, 4], [5]) for shift in range(4)] == [True] * 4
+    monkeypatch.setattr("hibachi.llm.remote.engine.MOST_UNSENT", 39)
+    with pytest.raises(InvalidRequest, match="allowed must take at most 39 bytes; got 40"):
+        ask(0)
+    with pytest.raises(UnsupportedOperation, match="needs the engine in this process"):
+        engine.check(Request([1, 2], inputs={"shift": 0}, fed=True))

@@ -103,22 +103,12 @@ class Guide(Protocol):
         ...
 
 
-class Guides(Protocol):
-    """Makes guides for one vocabulary. Callable from any thread.
+class GuideMaker(Protocol):
+    """Makes guides, and the masks of several in one call. Callable from any thread."""
 
-    eos_ids: the tokens of the vocabulary that end a text. An attribute `counted`, if there is one, is a `Counted`.
-    """
-
-    eos_ids: tuple[int, ...]
-
-    def check(self, form: StructuredOutputs) -> Grammar:
-        """Check a form, within bounds of time and memory. Raises InvalidRequest, which
-        names what it cannot do, and has the path ("structured_outputs", KIND) (see `InvalidRequest.at`).
-        """
-        ...
-
-    def knows(self, form: StructuredOutputs) -> bool:
-        """Whether `check` answers at once."""
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, as far as they are among the masks: those that do not end a request may not come."""
         ...
 
     def compile(self, grammar: Grammar) -> Guide:
@@ -129,6 +119,20 @@ class Guides(Protocol):
         """Fill bits, uint32 [n, ceil(vocab_size / 32)], for n guides: bit t % 32 of word t // 32 says whether token t
         may come. End tokens are among them where the grammar may end. Returns what failed, by place.
         """
+        ...
+
+
+class Guides(GuideMaker, Protocol):
+    """Makes guides for one vocabulary. An attribute `counted`, if there is one, is a `Counted`."""
+
+    def check(self, form: StructuredOutputs) -> Grammar:
+        """Check a form, within bounds of time and memory. Raises InvalidRequest, which
+        names what it cannot do, and has the path ("structured_outputs", KIND) (see `InvalidRequest.at`).
+        """
+        ...
+
+    def knows(self, form: StructuredOutputs) -> bool:
+        """Whether `check` answers at once."""
         ...
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ class Recorder:
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
                 words |= {"seq": seq.number, "sent": sent_words(sent), "error": error}
-            case "slow", (seq, tokens):
+            case (("slow" | "feed"), (seq, tokens)):
                 words |= {"seq": seq.number, "tokens": tokens}
             case "room", (sent,):
                 words |= {"sent": sent_words(sent)}
@@ -248,6 +248,11 @@ class RecordedScheduler(Scheduler):
     def free(self, seq: Seq) -> None:
         self._note("free", seq)
         super().free(seq)
+
+    @override
+    def feed(self, seq: Seq, more: int) -> None:
+        self._note("feed", seq, more)
+        super().feed(seq, more)
 
     @override
     def make_room(self) -> Sent:

@@ -111,6 +111,8 @@ class _Player:
                 s.rest(frozenset(event["tenants"]))
             case "slow":
                 s.slow(self._seqs[event["seq"]], event["tokens"])
+            case "feed":
+                s.feed(self._seqs[event["seq"]], event["tokens"])
             case "again":
                 self.scheduler = s.fresh(copy.deepcopy(self._policy))
             case "pause":

@@ -15,7 +15,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import HostArray
 from hibachi.backend.masks import ALL, forbid, words
-from hibachi.engine.guide.protocol import Guide, GuideFailed, Guides
+from hibachi.engine.guide.protocol import Guide, GuideFailed, GuideMaker
 from hibachi.engine.guide.turns import BURST, FREE, LONG, MOST, SUDDEN, FormTime
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest
@@ -35,7 +35,7 @@ class Guided:
 
     __slots__ = ("closed", "form", "guide", "guides", "latest", "seen", "took")
 
-    def __init__(self, guides: Guides, guide: Guide, ends: Collection[int], form: FormTime) -> None:
+    def __init__(self, guides: GuideMaker, guide: Guide, ends: Collection[int], form: FormTime) -> None:
         """ends: the request's stop tokens."""
         self.guides, self.guide, self.seen, self.form = guides, guide, 0, form
         self.took = self.latest = 0.0
@@ -104,7 +104,7 @@ def allowed(
 def masks(some: Sequence[Guided], bits: HostArray) -> list[GuideFailed | None]:
     """Fill bits, uint32 [n, words], with the masks of n rows, and note what they take. Returns failures by place."""
     failed: list[GuideFailed | None] = [None] * len(some)
-    guides, began = some[0].guides, perf_counter()
+    began = perf_counter()
     for part in _parts(some):
         form, now = some[part[0]].form, perf_counter()
         if form.hopeless or (form.seconds > LONG and now - began > MOST):
@@ -113,7 +113,7 @@ def masks(some: Sequence[Guided], bits: HostArray) -> list[GuideFailed | None]:
             continue
         whole = len(part) == len(some)
         into = bits if whole else np.empty((len(part), bits.shape[1]), np.uint32)
-        found = guides.masks([some[i].guide for i in part], into)
+        found = some[part[0]].guides.masks([some[i].guide for i in part], into)
         note([some[i] for i in part], now)
         if whole:
             return found
@@ -124,12 +124,14 @@ def masks(some: Sequence[Guided], bits: HostArray) -> list[GuideFailed | None]:
 
 
 def _parts(some: Sequence[Guided]) -> Iterator[list[int]]:
-    """Places of rows whose masks are computed together: ordinary ones, then each form that is slow by itself."""
+    """Places of rows whose masks are computed together: ordinary ones of one maker, then each form that is slow."""
     left = list(range(len(some)))
     while ordinary := [i for i in left if not some[i].form.slow]:  # one may turn slow with each call
         had = Counter[FormTime]()
         part = []
         for i in ordinary:
+            if some[i].guides != some[ordinary[0]].guides:
+                continue
             had[some[i].form] += 1
             if had[some[i].form] <= AT_ONCE:
                 part.append(i)
@@ -193,6 +195,6 @@ def completed(jobs: Sequence[Any], tokens: HostArray, stopped: Any, skip: Any) -
 def stuck(error: GuideFailed) -> InvalidRequest:
     why = str(error).rstrip(".")
     return InvalidRequest(
-        f"The output cannot go on in the form that structured_outputs asks for: {why}. Make the form simpler, or "
-        f"loosen what else limits tokens."
+        f"The output cannot go on in the form that structured_outputs or allowed asks for: {why}. Make the form "
+        f"simpler, or loosen what else limits tokens."
     )

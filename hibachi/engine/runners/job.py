@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
-from hibachi.engine.guide.protocol import Grammar, Guides
+from hibachi.engine.guide.protocol import Grammar, GuideMaker
 from hibachi.engine.runners.guiding import Guided
 from hibachi.engine.runners.stops import Stopper
 from hibachi.engine.runners.tokentable import TokenHistory, TokenKind
@@ -42,7 +42,7 @@ class Job:
     prediction: Any = None  # of its output, a `hibachi.engine.speculation.ngram.Prediction`
     draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
     sure: int = 0  # of these, how many at the beginning must come, as the form of the output allows nothing else
-    grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
+    grammar: tuple[GuideMaker, Grammar] | None = None  # of its output; it waits until `guided` is made of it
     guided: Guided | None = None
     linked: Linked | None = None
     silent: bool = False  # nobody reads its tokens: it is there for others that it is linked with
@@ -50,7 +50,7 @@ class Job:
 
     def copy(self, channel: Channel[Any], i: int) -> Job:
         """The same request for another channel, as the i-th of several, with a seed derived from its own."""
-        seq = self.seq
+        seq, channel.fed = self.seq, self.channel.fed
         keys = None if seq.keys is None else list(seq.keys)
         known = None if self.known is None else TokenHistory(self.history.read(0, self.history.length))
         prediction = None if self.prediction is None else type(self.prediction)(self.request.prediction)

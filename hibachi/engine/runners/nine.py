@@ -92,6 +92,14 @@ class NineRunner(AwaitingRunner):
             job.known = KeptTokens(one, [job], [seq.prompt_len]), 0
 
     @override
+    def feed(self, seq: Seq, position: int, tokens: Array) -> None:
+        ops, (kept, place) = self._ops, seq.owner.known
+        row = taken(ops, kept.array, [place], len(kept.jobs))
+        row = ops.slice(row, SEQ_DIM, ops.shape(row)[SEQ_DIM] - position, position)  # without padding
+        longer = ops.cat([row, ops.unsqueeze(tokens, BATCH_DIM)], SEQ_DIM)
+        seq.owner.known = KeptTokens(longer, [seq.owner], [ops.shape(longer)[SEQ_DIM]]), 0
+
+    @override
     def run(self, plan: StepPlan) -> Outcome:
         calls = self.grouping.calls(plan, kinds=len(self._kinds) > 1)
         return self.isolated((call.idx, blaming(self, partial(self._call, plan, call))) for call in calls)
@@ -168,7 +176,11 @@ class NineRunner(AwaitingRunner):
             if len(places) == n:
                 continue
             left = set(places)
-            stay = [i for i, job in enumerate(kept.jobs) if i not in left and job.seq.finish is None]
+            stay = [
+                i
+                for i, job in enumerate(kept.jobs)
+                if i not in left and job.known[0] is kept and job.seq.finish is None
+            ]
             if not stay:
                 continue
             following = None if kept.next is None else taken(self._ops, kept.next, stay, n)

@@ -237,6 +237,13 @@ class Runner:
             if job.changes is not None and self.sampler is not None:
                 self.sampler.admit(job)
 
+    def feed(self, seq: Seq, position: int, tokens: Any) -> None:
+        """From this position on, that of its newest token, the sequence has these tokens [m, *tok], of its kind."""
+        if self.tables is not None and seq.row >= 0:
+            self.tables.at(seq.row).give(seq.row, position, tokens)
+        elif self.tables is not None:
+            seq.owner.history.give(position, tokens)
+
     def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
         """Copies of the keys and values of each layer, for the first tokens of a row: float32 [kv_heads, tokens,
         dim].

@@ -304,9 +304,9 @@ def _longer(a: HostArray, size: int) -> HostArray:
 
 
 _NOTHING_LEFT = (
-    "The request leaves no token that can come: its structured_outputs, allowed_token_ids, bad_words, min_tokens, "
-    "logit_bias, penalties and logits_processors, with what the model's files forbid, together gave every token -inf, "
-    "or one of them infinity or NaN. Loosen them."
+    "The request leaves no token that can come: its structured_outputs, allowed, allowed_token_ids, bad_words, "
+    "min_tokens, logit_bias, penalties and logits_processors, with what the model's files forbid, together gave every "
+    "token -inf, or one of them infinity or NaN. Loosen them."
 )
 
 

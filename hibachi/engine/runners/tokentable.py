@@ -42,6 +42,12 @@ class TokenHistory:
         self._pieces.append(piece)
         self.length += len(piece)
 
+    def give(self, position: int, tokens: HostArray) -> None:
+        """Put tokens in the place of the last one, which was at this position."""
+        assert position == self.length - 1
+        self._pieces[-1:] = [self._pieces[-1][:-1], tokens]
+        self.length = position + len(tokens)
+
     def read(self, start: int, end: int) -> HostArray:
         """Tokens `start` to `end` - 1, read-only."""
         if end <= len(self._pieces[0]):
@@ -225,6 +231,12 @@ class TokenTable:
                 self._shift(int(rows[i]))
                 at[i] = 0
         self.values[rows, at] = tokens
+
+    def give(self, row: int, position: int, tokens: HostArray) -> None:
+        """Write the tokens [m, *tok] of a row from a position on, that of its newest one at the earliest."""
+        for i in range(0, len(tokens), SIDE_BY_SIDE[0]):
+            part = tokens[i : i + SIDE_BY_SIDE[0]]
+            self.write(np.full(len(part), row), position + i + np.arange(len(part)), part)
 
     def write_ahead(self, rows: Any, positions: Any, tokens: HostArray) -> None:
         """Write ids [m] that may come, behind the last ones: at most `MOST` of a row. They are read until `write` gives

@@ -141,6 +141,11 @@ class WholeRunner(AwaitingRunner):
         if self.sampler:
             self.sampler.admit(seq.owner)
 
+    @override
+    def feed(self, seq: Seq, position: int, tokens: HostArray) -> None:
+        super().feed(seq, position, tokens)
+        self._grown.clear()  # it holds what the model returned
+
     @property
     @override
     def deterministic(self) -> bool:

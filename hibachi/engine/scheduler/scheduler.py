@@ -214,6 +214,14 @@ class Scheduler:
             seq.ticket.held = any(each.held for each in seq.bound)
             self._unpark(seq.ticket)
 
+    def feed(self, seq: Seq, more: int) -> None:
+        """The last token of a sequence, which nothing has computed yet, is another one, and so many more follow it."""
+        if seq.row >= 0:
+            for counter in (self.table.known, self.table.done, self.table.gained):
+                counter[seq.row] += more
+        else:
+            seq.length += more
+
     def _unpark(self, seq: Seq) -> None:
         if seq in self._parked and not (seq.paused or seq.held):
             self._parked.remove(seq)
@@ -234,7 +242,7 @@ class Scheduler:
         if self.paused_rows:
             paused = [seq for seq in self.order if seq.row >= 0 and seq.paused]
             others_run = len(paused) < self.running
-            if not (len(self.free_rows) >= len(next_.bound) and others_run):
+            if not (len(self.free_rows) >= len(next_.bound) and others_run) or self.short(next_):
                 # One row is enough while others go on; where none does, blocks may be what is missing.
                 return self._preempt(paused[-1:] if others_run else paused)
         if self.displaced is None or (len(self.free_rows) >= len(next_.bound) and not self.short(next_)):

@@ -356,8 +356,9 @@ def _force(rows: Sequence[DraftingRow]) -> None:
         if now - began > MOST:
             return
         some = [each for _, each in part]
-        if (prepare := getattr(some[0].guides, "prepare", None)) is not None:
-            prepare([each.guide for each in some])
+        for guides in {each.guides for each in some}:
+            if (prepare := getattr(guides, "prepare", None)) is not None:
+                prepare([each.guide for each in some if each.guides == guides])
         for row, each in part:
             with suppress(GuideFailed):  # the draw will find out
                 found, row.sure = each.guide.forced(row.most)

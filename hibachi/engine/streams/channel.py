@@ -181,7 +181,7 @@ class Channel(Generic[T]):
     """The engine's end of a stream: a buffer, and how it ended. Any number of threads and tasks may wait on it.
 
     pause_after: how many items may lie unread; None means any number. The thread that pushes asks `full`, and then
-    calls `pause`.
+    calls `pause`. fed: it is paused with each item, until the caller has given the next token.
     """
 
     __slots__ = (
@@ -192,6 +192,7 @@ class Channel(Generic[T]):
         "buffer",
         "drained",
         "error",
+        "fed",
         "finish",
         "logprobs",
         "pause_after",
@@ -209,6 +210,7 @@ class Channel(Generic[T]):
     def __init__(self, pause_after: int | None = None) -> None:
         self.buffer: deque[T] = deque()
         self.pause_after: int | None = pause_after
+        self.fed: bool = False
         self.logprobs: list[Any] = []  # {id: number} of each token, or one for each of its codebooks, or None
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
         self.score: float | None = None  # of a beam
@@ -264,11 +266,13 @@ class Channel(Generic[T]):
     @property
     def full(self) -> bool:
         """Whether as many items lie unread as may, and it is not paused yet."""
+        if self.fed:
+            return True
         return self.pause_after is not None and len(self.buffer) >= self.pause_after and not self.drained
 
     def takes(self, n: int) -> bool:
         """Whether n more items may come before the engine must ask `full`."""
-        return self.pause_after is None or len(self.buffer) + n <= self.pause_after
+        return not self.fed and (self.pause_after is None or len(self.buffer) + n <= self.pause_after)
 
     @property
     def paused(self) -> bool:
@@ -280,6 +284,8 @@ class Channel(Generic[T]):
         False means that the reader was faster: go on, `drained` is not called. Nor is it called when the stream ends
         first. It may come late: after the end, from a reader that was about to call it.
         """
+        if self.fed:
+            return True
         self.drained.append(drained)
         # The other half of `eased`: a reader that came before it could not see that we paused.
         return not (self._low and self._take() is not None)

@@ -32,6 +32,7 @@ class ItemStream(Closing, Generic[T]):
     channel: Channel[Any]
     read: Callable[[Any], T]
     left: bool = False  # a loop over it ended before all was read
+    feeder: Callable[[Any], None] | None = None  # of `run(fed=True)`
     _read_out: bool = False  # a reader was told of its end
 
     def __init__(self, channel: Channel[Any], cancel: Callable[[], None], read: Callable[[Any], T]) -> None:
@@ -251,6 +252,21 @@ class ItemStream(Closing, Generic[T]):
         except BaseException:
             self.leave()
             raise
+
+    def feed(self, tokens: Any = None) -> None:
+        """Go on, with the token that the caller gives; for streams of `run(fed=True)`, and once for each item.
+
+        tokens: what stands in the place of the last item, one token or several, [m, *tok]; the next item comes after
+        all of them. None means the item itself. Behind the last item it does nothing. It never waits, and may be called
+        in any thread.
+
+        Raises InvalidRequest for tokens of another kind, ids beyond the vocabulary, more than there is room for, and
+        where no item was read since the last time: then nothing has happened. Raises RequestError once the stream has
+        ended, and InvalidCall for other streams.
+        """
+        if self.feeder is None:
+            raise InvalidCall("feed is for streams that wait for their caller: make this one with run(..., fed=True).")
+        self.feeder(tokens)
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""

@@ -31,7 +31,7 @@ from hibachi.engine.stats import Stats
 from hibachi.engine.streams.channel import Channel, Wakeups
 from hibachi.engine.streams.closeable import Closing, waited
 from hibachi.engine.streams.stream import ItemStream, as_it_is
-from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
+from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, UnsupportedOperation, text_of
 from hibachi.llm.options import TextOptions
 from hibachi.llm.remote.child import EngineReady
 from hibachi.llm.remote.process import CLOSING, EngineProcess, relog
@@ -299,6 +299,11 @@ class RemoteEngine(Closing):
         """See `BatchEngine`. What cannot cross the pipe is refused here; what only the model's library can tell is
         found there, and is the stream's error."""
         facts = self.facts
+        if request.fed:
+            raise UnsupportedOperation(
+                "A request that waits for its caller (fed=True) needs the engine in this process; this one is in "
+                "another. Make an AutoregressiveBatchInference here, or leave fed out."
+            )
         if facts.feedforward:
             terms = checked_plain(request, facts.model)
             sent = replace(request, prompt=fitting(asked(request.prompt, MOST_UNSENT), kind_of(facts)), terms=terms)
@@ -313,6 +318,10 @@ class RemoteEngine(Closing):
         if (size := sum(array.nbytes for array in (sent.inputs or {}).values())) > MOST_UNSENT:
             raise InvalidRequest.at(
                 ("inputs",), f" must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
+            )
+        if sent.allowed is not None and sent.allowed.nbytes > MOST_UNSENT:
+            raise InvalidRequest.at(
+                ("allowed",), f" must take at most {MOST_UNSENT} bytes; got {sent.allowed.nbytes}. Give fewer paths."
             )
         return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.arrays or bool(sent.pooling))
 
