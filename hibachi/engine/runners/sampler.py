@@ -48,6 +48,7 @@ class RowSampler:
     vocab_size: int
     shape: tuple[int, ...]
     """Of the logits of one token."""
+    depth: Any = None  # see `hibachi.engine.runners.runner.Sampler`
 
     def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable, model: str = "") -> None:
         """model: its name, to be told if what it returns are no logits; "" means it is known to return these."""
@@ -62,13 +63,15 @@ class RowSampler:
         self._asks = False  # does a row?
         self._greedy = backend.program(_greedy)
 
-    def admit(self, job: Job) -> None:
-        self.set(job.seq.row, job.sampling, job.seed)
-        self._asked[job.seq.row] = job.sampling.logprobs is not None
+    def admit(self, job: Job, at: int | slice | None = None, seed: Any = None) -> None:
+        """at, seed: of its codebooks; None means that it is drawn in the row of its sequence, by its own seed."""
+        row = job.seq.row if at is None else at
+        self.set(row, job.sampling, job.seed if seed is None else seed)
+        self._asked[row] = job.sampling.logprobs is not None
         self._asks = bool(self._asked.any())
-        self._edits.admit(job)
+        self._edits.admit(job, row)
 
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+    def set(self, row: int | slice, params: SamplingParams, seed: Any) -> None:
         """How a row is drawn from now on, without changes to its logits."""
         self._path[row] = path_of(params, self.vocab_size)
         self._seed[row] = seed
@@ -114,7 +117,7 @@ class RowSampler:
         return (
             (self.backend.draws or not (self._path[rows] != PLAIN).any())
             and not self._edits.wanted_at_once(rows, np.asarray(positions)).any()
-            and not any(job.sampling.logprobs is not None for job in jobs)
+            and not (self._asks and self._asked[rows].any())
             and self.backend.draw_rows is None
         )
 
