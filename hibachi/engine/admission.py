@@ -176,7 +176,7 @@ def _check_codebooks(params: SamplingParams, facts: Facts) -> None:
         )
     for k in range(len(params.codebooks)):
         try:
-            _check_ids_of(params.of_codebook(k), facts.vocab_sizes[k], "the ids of this codebook).")
+            _check_ids_of(params.of_codebook(k), facts.vocab_sizes[k], "the codebook's ids", "")
         except InvalidRequest as e:
             raise InvalidRequest.at(("codebooks",), f" number {k}: ", *e.words) from None
     for name in _OF_ONE_ID:
@@ -278,7 +278,7 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
     """Check sampling parameters against the model. limit: of new tokens, or None. cached: the model is of level 2.
     Raises InvalidRequest.
     """
-    _check_ids_of(params, vocab, "the model's vocabulary). Is this the tokenizer of this model?")
+    _check_ids_of(params, vocab, "the model's vocabulary", " Is this the tokenizer of this model?")
     if limit is not None and params.min_tokens > limit:
         raise InvalidRequest.at(("min_tokens",), f" must be at most max_tokens, {limit}; got {params.min_tokens}.")
     if params.prompt_logprobs is not None and not cached:
@@ -290,11 +290,13 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
         )
 
 
-def _check_ids_of(params: SamplingParams, size: int, why: str) -> None:
-    """Raise InvalidRequest for parameters that name ids which are not there. why: the end of its message."""
+def _check_ids_of(params: SamplingParams, size: int, what: str, mend: str) -> None:
+    """Raise InvalidRequest for parameters that name ids beyond `size`."""
     for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", dict(params.logit_bias))):
         if ids and max(ids) >= size:
-            raise InvalidRequest.at((name,), f" must name token ids from 0 to {size - 1}; got {max(ids)} ({why}")
+            raise InvalidRequest.at(
+                (name,), f" must name token ids from 0 to {size - 1} ({what}); got {max(ids)}.{mend}"
+            )
 
 
 MOST_TIMES = 4  # all tenants together may hold this many times what a single tenant may

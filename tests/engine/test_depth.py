@@ -149,7 +149,7 @@ def test_codebooks_have_biases_and_allowed_ids_of_their_own(models, library, ser
             continue
         assert {*got[:, 0].tolist()} == {2, 5} and (got[:, 1] == 4).all() and len({*got[:, 2].tolist()}) > 1
     for entry, message in (
-        ({"logit_bias": {V: 1}}, "codebooks number 1: logit_bias must name token ids from 0 to 6; got 7"),
+        ({"logit_bias": {V: 1}}, "codebooks number 1: logit_bias must name token ids from 0 to 6 .*; got 7"),
         ({"allowed_token_ids": [9]}, "codebooks number 1: allowed_token_ids must name token ids"),
     ):
         with pytest.raises(InvalidRequest, match=message):

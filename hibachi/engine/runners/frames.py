@@ -99,13 +99,15 @@ class FrameSampler:
         backend, m = self.backend, leaves(out)[0].shape[0]
         self.depth.check(out, np.zeros((m, k), np.int32))
         if (backend.asynchronous or backend.shapes.compiled) and self._each.plain((), each, np.repeat(positions, k)):
-            yield places, self._on_device(self.depth, out, each.reshape(n, k), positions)
+            yield places, self._on_device(self.depth, out, each.reshape(n, k).T, positions)
             return
-        codes, past = np.zeros((m, k), np.int32), None
+        codes, past, by_book = np.zeros((m, k), np.int32), None, each.reshape(n, k).T
+        hows = self._each.hows(by_book, positions, m)
         for i in range(k):
             # A copy, as the model may keep it in its past.
             logits, past = self.depth.logits(i, out, backend.put(codes.copy()), past)
-            drawn = self._each.draw(self._wide(i, logits), [row[i] for row in books], each[i::k], positions)
+            jobs = [row[i] for row in books]
+            drawn = self._each.draw(self._wide(i, logits), jobs, by_book[i], positions, hows[i])
             if drawn.bad is not None:
                 drawn.tokens[drawn.bad] = 0  # any id that there is
             codes[:n, i] = drawn.tokens
@@ -113,15 +115,16 @@ class FrameSampler:
 
     def _on_device(self, depth: Depth, out: Any, each: HostArray, positions: Any) -> Drawn:
         """Draws of which the host sees no id before the frames [n, codebooks] are complete, as it would have to wait
-        for the device. each: their rows in the sampler.
+        for the device. each [codebooks, n]: their rows in the sampler.
         """
         backend, m, past = self.backend, leaves(out)[0].shape[0], None
+        hows = self._each.hows(each, positions, m)
         codes, fine = backend.put(np.zeros((m, self._n), np.int32)), backend.put(np.ones(m, bool))
         for i, k in enumerate(self._k):
             logits, past = depth.logits(i, out, codes, past)
-            ids, ok = self._each.begin(self._wide(i, logits), each[:, i], positions)
+            ids, ok = self._each.begin(self._wide(i, logits), each[i], positions, hows[i])
             codes, fine = backend.program(_noted)(codes, fine, k, ids, ok)
-        tokens, finite = (a[: len(each)] for a in backend.fetch([codes, fine])())
+        tokens, finite = (a[: each.shape[1]] for a in backend.fetch([codes, fine])())
         return Drawn(tokens.reshape(-1), np.repeat(~finite, self._n), {})
 
     def _wide(self, k: int, logits: Array) -> Array:
