@@ -31,6 +31,7 @@ from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import ModelRows
 from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind, within
+from hibachi.engine.sampling.draw import How
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
@@ -186,7 +187,7 @@ class _Told(RowSampler):
         return np.zeros(len(jobs), np.int32)
 
     @override
-    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+    def draw(self, logits: Any, jobs: Sequence[Job], rows: Any, positions: Any, how: How | None = None) -> Drawn:
         texts = [(number, self._texts[number][1]) for job in jobs if isinstance(number := job.seq.tenant, int)]
         tokens = np.stack([text[at] for (_, text), at in zip(texts, positions.tolist(), strict=True)])
         host = self.backend.get(self._drawn.compared(logits, tokens))
