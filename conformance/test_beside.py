@@ -105,7 +105,7 @@ def right_frames(prompt, seed, n, greedy=(), deep=False):
     frames = [list(frame) for frame in prompt]
     for _ in range(n):
         sums = np.sum(frames, axis=0).tolist()
-        seeds, new = codebook_seeds(seed, CODES), []
+        seeds, new = codebook_seeds(seed, CODES), list[int]()
         for k in range(CODES):
             ids = sorted((sums[k] + 1 + i + deep * sum(new)) % VOCAB for i in range(LIKELY))
             new.append(ids[0 if k in greedy else int(LIKELY * uniform(seeds[k], len(frames)))])
