@@ -21,7 +21,7 @@ from hibachi.common.phases import phase
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.runners.cached import CachedRunner
-from hibachi.engine.runners.depth import Depth
+from hibachi.engine.runners.depth import DepthCalls
 from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import telling
@@ -132,7 +132,7 @@ class _Sampled:
     kind: TokenKind
     logits: tuple[int, ...]
     sizes: Any
-    depth: Depth | None
+    depth: DepthCalls | None
 
     def tokens(self, random: np.random.Generator, n: int) -> HostArray:
         found: HostArray = random.integers(0, self.sizes, (n, *self.kind.shape)).astype(np.int32)

@@ -41,16 +41,16 @@ def sizes_of(model: Any) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-def depth_of(model: Any, backend: ArrayBackend) -> Depth | None:
+def depth_of(model: Any, backend: ArrayBackend) -> DepthCalls | None:
     """What calls the model's `depth`; None where it returns logits of whole frames, or of single ids. Raises
     ConfigError.
     """
     if getattr(model, "codebooks", None) is None or not callable(getattr(model, "depth", None)):
         return None
-    return Depth(model, backend)
+    return DepthCalls(model, backend)
 
 
-class Depth:
+class DepthCalls:
     """Calls `depth` of a model: see `hibachi.engine.ladder.DepthModel`.
 
     sizes: ids of each codebook. name: of the call, for errors. theirs: notes what the model raises.

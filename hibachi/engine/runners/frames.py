@@ -10,7 +10,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.infer import leaves, mapped
-from hibachi.engine.runners.depth import Depth, depth_of, sizes_of
+from hibachi.engine.runners.depth import DepthCalls, depth_of, sizes_of
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import TokenTable
@@ -29,7 +29,7 @@ class FrameSampler:
     vocab_size: int
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
-    depth: Depth | None
+    depth: DepthCalls | None
 
     def __init__(self, backend: ArrayBackend, rows: int, model: Any, table: TokenTable) -> None:
         """Raises ConfigError."""
@@ -113,7 +113,7 @@ class FrameSampler:
             codes[:n, i] = drawn.tokens
             yield places[i::k], drawn
 
-    def _on_device(self, depth: Depth, out: Any, each: HostArray, positions: Any) -> Drawn:
+    def _on_device(self, depth: DepthCalls, out: Any, each: HostArray, positions: Any) -> Drawn:
         """Draws of which the host sees no id before the frames [n, codebooks] are complete, as it would have to wait
         for the device. each [codebooks, n]: their rows in the sampler.
         """

@@ -15,7 +15,7 @@ from hibachi.backend.layout import Paged, StepInputs
 from hibachi.common.shapes import CallShapes, fixed
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.calls import Awaiter
-from hibachi.engine.runners.depth import Depth, depth_of
+from hibachi.engine.runners.depth import DepthCalls, depth_of
 from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.runners.runner import check_output
@@ -60,7 +60,7 @@ class Driver:
     backend: ArrayBackend
     name: str
     rows: int
-    depth: Depth | None
+    depth: DepthCalls | None
 
     def __init__(self, model: Any, backend: ArrayBackend, method: str, rows: int) -> None:
         self.model, self.backend, self.name, self.rows = model, backend, f"{type(model).__name__}.{method}", rows

@@ -10,7 +10,7 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
-from hibachi.engine.runners.depth import Depth, depth_of
+from hibachi.engine.runners.depth import DepthCalls, depth_of
 from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, ExtraInputs, parameters_of
 from hibachi.engine.runners.owncache.encoder import Encoded
 from hibachi.engine.runners.owncache.layout import Layout, layout_of
@@ -32,7 +32,7 @@ class OwnStep:
     keeps: bool
     layout: Layout
     encoded: Encoded | None
-    depth: Depth | None
+    depth: DepthCalls | None
 
     def __init__(
         self,
