@@ -104,8 +104,8 @@ class Flight:
 class Sampler(Protocol):
     """Draws tokens from logits: a `RowSampler`, or a `FrameSampler` for tokens of several codebooks.
 
-    shape: of the logits of one token, (vocab,) or (codebooks, vocab). depth: what makes these of
-    outputs, a `hibachi.engine.runners.depth.DepthCalls`; None means that they are logits.
+    shape: of the logits of one token, (vocab,) or (codebooks, vocab). depth: what makes these of outputs, a
+    `hibachi.engine.runners.depth.DepthCalls`; None means that they are logits.
     """
 
     backend: ArrayBackend
