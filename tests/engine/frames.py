@@ -93,6 +93,17 @@ class InDepth(Frames):
         return xp.sum(xp.where(here, every, every * 0), axis=1), past
 
 
+class SizedDepth(InDepth):
+    """Each codebook has a size of its own."""
+
+    vocab_sizes = V, 3, 1
+
+    def depth(self, k, given, codes, past):
+        assert isinstance(k, int)  # each has a program of its own, as shapes differ
+        logits, past = super().depth(k, given, codes, past)
+        return logits[:, : self.vocab_sizes[k]], past
+
+
 DEPTHS = {name: type(f"{rung.__name__}InDepth", (InDepth, rung), {}) for name, rung in RUNGS.items()}
 
 

@@ -10,7 +10,7 @@ from hibachi.engine import build
 from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
 
 from ..decode.reference import distribution
-from .frames import DEPTHS, EMBED, HEAD, RUNGS, InDepth, K, V
+from .frames import DEPTHS, EMBED, HEAD, RUNGS, InDepth, K, SizedDepth, V
 from .test_codebooks import LIBRARIES, PROMPTS, frames
 from .test_equality_matrix import Preempting
 
@@ -104,23 +104,14 @@ def test_log_probabilities_and_greedy_frames(library, serve):
         known = np.concatenate([known, frame[None]])
 
 
-SIZES = 7, 3, 1
-
-
-class Sized(InDepth):
-    vocab_sizes = SIZES
-
-    def depth(self, k, given, codes, past):
-        assert isinstance(k, int)  # each has a program of its own, as shapes differ
-        logits, past = super().depth(k, given, codes, past)
-        return logits[:, : SIZES[k]], past
+SIZES = SizedDepth.vocab_sizes
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("how", ["depth", "plain"])
 def test_codebooks_of_other_sizes(how, library, serve):
     """Ids that a codebook does not have are never drawn, and have no part in log-probabilities."""
-    bases = (Sized, RUNGS["state"]) if how == "depth" else (RUNGS["state"],)
+    bases = (SizedDepth, RUNGS["state"]) if how == "depth" else (RUNGS["state"],)
     model = type("Sizes", bases, {"vocab_sizes": SIZES})(library)
     engine = serve(model, backend=library, max_num_seqs=4)
     prompts = [prompt % SIZES for prompt in PROMPTS]

@@ -339,6 +339,14 @@ class Subject:
         self.base |= out
         return out
 
+    def logits(self) -> list[HostArray]:
+        """All that rows got alone, [n, ids]; where frames are drawn in depth, of each codebook."""
+        assert self.vocab is not None
+        every = np.stack([*self.base.values()])
+        if self.driver.depth is None:
+            return [every.reshape(-1, self.vocab)]
+        return np.split(every, np.cumsum(self.driver.depth.sizes)[:-1], axis=1)
+
     def compare(self, got: Outputs) -> tuple[float, Difference | None]:
         """The largest difference to what the rows got alone, and the first that is more than rounding, or else the
         first there is."""
