@@ -39,7 +39,10 @@ class FramesWhole(Toy):
         self.inner = SumTokens(backend)
 
     def logits(self, tokens: Any, lengths: Any) -> Any:
-        return self.backend.program(choices)(self.inner.forward(tokens, lengths))
+        return self.scored(self.inner.forward(tokens, lengths))
+
+    def scored(self, first: Any) -> Any:
+        return self.backend.program(choices)(first)
 
 
 class FramesOwn(FramesWhole):
@@ -60,27 +63,61 @@ class FramesPaged(SumFrames):
 
     def step(self, params: Any, cache: Any, x: Any) -> Any:
         sums, layer = self._sums(x.tok, cache[0], x)
-        return choices(self.backend, (sums + 1) % VOCAB), [layer]
+        return self.scored((sums + 1) % VOCAB), [layer]
+
+    def scored(self, first: Any) -> Any:
+        return choices(self.backend, first)
 
 
-def right_frames(prompt, seed, n, greedy=()):
-    """What a seed gives. greedy: codebooks of which the first of the likeliest ids is taken."""
+class InDepth:
+    """The same, drawn in depth: the ids of each codebook begin further on, by all ids before it in the frame."""
+
+    backend: Any
+
+    def scored(self, first: Any) -> Any:
+        return {"first": first}
+
+    def depth(self, k: Any, given: Any, codes: Any, past: Any) -> Any:
+        xp, books = self.backend.xp, self.backend.put(np.arange(CODES, dtype=np.int32))[None, :]
+        one = xp.astype(books == k - 1, codes.dtype)
+        drawn = xp.sum(codes * one, axis=1, keepdims=True)
+        past = drawn if past is None else past + drawn
+        first = xp.astype(given["first"], past.dtype) + past
+        every = choices(self.backend, first % VOCAB)
+        mine = xp.astype(books == k, every.dtype)[:, :, None]
+        return xp.sum(every * mine, axis=1), past
+
+
+class DeepWhole(InDepth, FramesWhole):
+    pass
+
+
+class DeepOwn(InDepth, FramesOwn):
+    pass
+
+
+class DeepPaged(InDepth, FramesPaged):
+    pass
+
+
+def right_frames(prompt, seed, n, greedy=(), deep=False):
+    """What a seed gives. greedy: codebooks of which the first of the likeliest ids is taken. deep: drawn in depth."""
     frames = [list(frame) for frame in prompt]
     for _ in range(n):
         sums = np.sum(frames, axis=0).tolist()
-        seeds, new = codebook_seeds(seed, CODES), []
+        seeds, new = codebook_seeds(seed, CODES), list[int]()
         for k in range(CODES):
-            ids = sorted((sums[k] + 1 + i) % VOCAB for i in range(LIKELY))
+            ids = sorted((sums[k] + 1 + i + deep * sum(new)) % VOCAB for i in range(LIKELY))
             new.append(ids[0 if k in greedy else int(LIKELY * uniform(seeds[k], len(frames)))])
         frames.append(new)
     return frames[len(prompt) :]
 
 
-def rungs(serve, **options):
+def rungs(serve, kinds=(FramesWhole, FramesOwn, FramesPaged), **options):
     """Engines for models of frames at each level that has logits."""
-    for kind in (FramesWhole, FramesOwn, FramesPaged):
-        more = options if kind is FramesWhole else {"enable_prefix_caching": False} | options
-        yield serve.cached(toy(FramesPaged, serve.backend) if kind is FramesPaged else kind(serve.backend), **more)
+    for i, kind in enumerate(kinds):
+        more = {"enable_prefix_caching": False} | options if i else options
+        yield serve.cached(toy(kind, serve.backend) if i == 2 else kind(serve.backend), **more)
 
 
 def asked(n, **params):
@@ -96,6 +133,15 @@ def test_frames_are_drawn_by_seed_position_and_codebook_at_each_level(serve):
         streams = serve.at_once(engine, asked(5))
         for frames, seed, stream in zip(FRAMES, SEEDS, streams, strict=True):
             serve.expect(stream, right_frames(frames, seed, 5))
+
+
+def test_frames_drawn_in_depth_see_the_ids_before_them_at_each_level(serve):
+    """Sampled and greedy, whoever shares the batch."""
+    for engine in rungs(serve, (DeepWhole, DeepOwn, DeepPaged)):
+        for each, greedy in (((), ()), ([{}, {"temperature": 0}, {"temperature": 2.0}], {1})):
+            streams = serve.at_once(engine, asked(3, codebooks=each))
+            for frames, seed, stream in zip(FRAMES, SEEDS, streams, strict=True):
+                serve.expect(stream, right_frames(frames, seed, 3, greedy, deep=True))
 
 
 def test_each_codebook_may_have_parameters_of_its_own(serve):

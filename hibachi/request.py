@@ -122,6 +122,8 @@ FILTERS: tuple[Filter, ...] = (
 )
 DRAWN: tuple[str, ...] = tuple(f.name for f in FILTERS if f.draws)
 """Parameters of the draw, in the order in which `hibachi.engine.sampling.draw.How` has them."""
+OF_CODEBOOKS: tuple[str, ...] = (*DRAWN, "logit_bias", "allowed_token_ids")
+"""Parameters in which codebooks may differ."""
 
 
 def _filters(p: SamplingParams) -> None:
@@ -217,8 +219,8 @@ def _codebooks(p: SamplingParams) -> None:
             changes = dict(each)
         except Exception:  # no mapping, or one of the caller's own class
             changes = None
-        fine = changes is not None and all(name in DRAWN for name in changes)
-        _check(fine, "codebooks", f"one mapping for each codebook, with some of {', '.join(DRAWN)}", given)
+        fine = changes is not None and all(name in OF_CODEBOOKS for name in changes)
+        _check(fine, "codebooks", f"one mapping for each codebook, with some of {', '.join(OF_CODEBOOKS)}", given)
         assert changes is not None
         try:
             bare = SamplingParams(**changes)
@@ -333,7 +335,8 @@ class SamplingParams:
     prompt_logprobs: the same for each token of the prompt but the first (models with a cache only).
 
     codebooks: for tokens of several codebooks, one mapping for each: those of temperature, top_k, top_p, min_p and
-    typical_p that differ there. () means all codebooks are drawn alike. Kept as a tuple of tuples of pairs.
+    typical_p that differ there, and its logit_bias and allowed_token_ids. () means all codebooks are drawn alike. Kept
+    as a tuple of tuples of pairs.
 
     structured_outputs: the form that the output must have, a `StructuredOutputs` or its fields by name: a JSON schema,
     any JSON object, a regular expression, a choice, a grammar. Only tokens that keep to it are drawn, and the end
@@ -375,7 +378,7 @@ class SamplingParams:
     best_of: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    codebooks: Sequence[Mapping[str, float]] = ()
+    codebooks: Sequence[Mapping[str, Any]] = ()
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = None
     beams: Beams | Mapping[str, Any] | None = None

@@ -20,7 +20,7 @@ from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.trie import Trie
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
-from hibachi.request import MOST_INT, Beams, Pooling, Request, SamplingParams, as_params, as_terms
+from hibachi.request import MOST_INT, OF_CODEBOOKS, Beams, Pooling, Request, SamplingParams, as_params, as_terms
 
 MOST_NAMES = 20  # in an error
 _PLAIN = SamplingParams()
@@ -84,7 +84,8 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
         raise InvalidRequest.at(("include_stop",), f" must be True, False or None; got {type(shows).__qualname__}.")
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
-        _check_codebooks(params, facts.codebooks)
+        _check_codebooks(params, facts)
+        _check_frames(prompt, facts)
     limit = None if limit is None else int(limit)
     if request.allowed is not None:
         _check_allowed(request.allowed, params, facts)
@@ -177,9 +178,19 @@ def _seeded(given: Any, seeded: bool) -> SamplingParams | None:
     return params
 
 
-def _check_codebooks(params: SamplingParams, codebooks: int | None) -> None:
+def _check_frames(prompt: Any, facts: Facts) -> None:
+    """Raise InvalidRequest for ids in frames [n, codebooks] that their codebooks do not have."""
+    if facts.vocab_sizes and (wrong := np.argwhere(prompt >= np.array(facts.vocab_sizes))).size:
+        at, k = wrong[0].tolist()
+        raise InvalidRequest(
+            f"Ids of codebook {k} must be from 0 to {facts.vocab_sizes[k] - 1} (the model's vocab_sizes); got "
+            f"{prompt[at, k]} in frame {at} of the prompt."
+        )
+
+
+def _check_codebooks(params: SamplingParams, facts: Facts) -> None:
     """Check parameters for tokens of several codebooks, or of one. Raises InvalidRequest."""
-    if codebooks is None:
+    if (codebooks := facts.codebooks) is None:
         if params.codebooks:
             raise InvalidRequest.at(
                 ("codebooks",),
@@ -193,9 +204,18 @@ def _check_codebooks(params: SamplingParams, codebooks: int | None) -> None:
             f" must be one mapping for each of {codebooks} codebooks; got {len(params.codebooks)}. {{}} is "
             f"one that changes nothing.",
         )
+    for k in range(len(params.codebooks)):
+        try:
+            _check_ids_of(params.of_codebook(k), facts.vocab_sizes[k], "the codebook's ids", "")
+        except InvalidRequest as e:
+            raise InvalidRequest.at(("codebooks",), f" number {k}: ", *e.words) from None
     for name in _OF_ONE_ID:
         if (got := getattr(params, name)) != getattr(_PLAIN, name):
-            mend = "Pass stop_rule=, which sees whole tokens." if name == "stop_token_ids" else "Leave it out."
+            mend = "Leave it out."
+            if name == "stop_token_ids":
+                mend = "Pass stop_rule=, which sees whole tokens."
+            elif name in OF_CODEBOOKS:
+                mend = "Give it to the codebooks that it is for: codebooks=."
             raise InvalidRequest.at(
                 (name,),
                 f" is for tokens that are single ids; got {shown(got)} for a model whose tokens have "
@@ -303,14 +323,7 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
     """Check sampling parameters against the model. limit: of new tokens, or None. cached: the model is of level 2.
     Raises InvalidRequest.
     """
-    bias = dict(params.logit_bias)
-    for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
-        if ids and max(ids) >= vocab:
-            raise InvalidRequest.at(
-                (name,),
-                f" must name token ids from 0 to {vocab - 1} (the model's vocabulary); got "
-                f"{max(ids)}. Is this the tokenizer of this model?",
-            )
+    _check_ids_of(params, vocab, "the model's vocabulary", " Is this the tokenizer of this model?")
     if limit is not None and params.min_tokens > limit:
         raise InvalidRequest.at(("min_tokens",), f" must be at most max_tokens, {limit}; got {params.min_tokens}.")
     if params.prompt_logprobs is not None and not cached:
@@ -320,6 +333,15 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
             f"prompt_logprobs={params.prompt_logprobs} for one without. Leave it out, or give the model `cache_spec` "
             f"and `step`.",
         )
+
+
+def _check_ids_of(params: SamplingParams, size: int, what: str, mend: str) -> None:
+    """Raise InvalidRequest for parameters that name ids beyond `size`."""
+    for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", dict(params.logit_bias))):
+        if ids and max(ids) >= size:
+            raise InvalidRequest.at(
+                (name,), f" must name token ids from 0 to {size - 1} ({what}); got {max(ids)}.{mend}"
+            )
 
 
 MOST_TIMES = 4  # all tenants together may hold this many times what a single tenant may

@@ -36,8 +36,8 @@ class Facts:
     reads, writes: the model has `read`, or `write`: see `BatchEngine`.
     quantization: of the matrices.
     eos_ids: for a model that returns logits, token ids that end a request, unless its parameters say ignore_eos.
-    codebooks: of a token that is sampled; None means it is one id. seeded: the model draws itself, from a request's
-    seed. inputs: arrays that come with each request.
+    codebooks: of a token that is sampled; None means it is one id. vocab_sizes: ids of each of them. seeded: the model
+    draws itself, from a request's seed. inputs: arrays that come with each request.
     speculates: tokens are proposed, so a prediction of the output is of use.
     remarks: what was found when the engine was made, or later, in words.
     """
@@ -62,6 +62,7 @@ class Facts:
     quantization: str = "none"
     eos_ids: tuple[int, ...] = ()
     codebooks: int | None = None
+    vocab_sizes: tuple[int, ...] = ()
     seeded: bool = False
     inputs: Mapping[str, Input] = field(default_factory=dict)
     speculates: bool = False

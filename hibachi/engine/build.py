@@ -27,6 +27,7 @@ from hibachi.engine.promise import same_bits
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
 from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.depth import sizes_of
 from hibachi.engine.runners.extra_inputs import ExtraInputs, check_taken, declared_by, kept_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import Alone, Grouping, bucket
@@ -172,6 +173,8 @@ def build(
             whole.try_calls(_examples(spec.model, prompts, vocab), prompts.fitted(kind).padding)
         deterministic = whole.deterministic
     facts = _facts(spec, scheduler, backend, bool(deterministic), prompts.kind)
+    if sampler is not None and sampler.depth is not None:
+        sampler.depth.theirs = runner.theirs
     facts = replace(facts, remarks=tuple(remarks), inputs=beside.declared.inputs)
     return Built(facts, scheduler, runner, prompts, size if spec.config.enable_prefix_caching else 0)
 
@@ -242,7 +245,8 @@ def _examples(model: Any, prompts: HostPrompts, vocab: int | None) -> list[HostA
     random, (shape, dtype) = np.random.default_rng(0), prompts.kind
     if vocab is None:
         return [random.normal(size=(128, *shape)).astype(dtype) for _ in range(4)]
-    return [random.integers(0, vocab, (128, *shape)).astype(np.int32) for _ in range(128)]
+    sizes = sizes_of(model) if shape else vocab
+    return [random.integers(0, sizes, (128, *shape)).astype(np.int32) for _ in range(128)]
 
 
 def _facts(
@@ -266,6 +270,7 @@ def _facts(
         quantization=getattr(spec.model, "quantization", getattr(backend, "quantization", "none")),
         eos_ids=eos_ids_of(spec.model, spec.vocab_size, spec.codebooks),
         codebooks=spec.codebooks,
+        vocab_sizes=() if spec.codebooks is None else sizes_of(spec.model),
         seeded=(declared := declared_by(spec.model)).seeded,
         inputs=declared.inputs,
         **said_by(spec.model),
@@ -291,7 +296,7 @@ def _sampler(backend: ArrayBackend, spec: EngineSpec, vocab: int, tables: Tables
     table, name = tables.of(kind_of_ids(spec.codebooks)), type(spec.model).__name__
     if spec.codebooks is None:
         return RowSampler(backend, spec.rows, vocab, table, name)
-    return FrameSampler(backend, spec.rows, vocab, spec.codebooks, table, name)
+    return FrameSampler(backend, spec.rows, spec.model, table)
 
 
 def eos_ids_of(model: Any, vocab: int | None, codebooks: int | None = None) -> tuple[int, ...]:

@@ -175,6 +175,36 @@ class LanguageModel(SampledModel[T], Protocol[T]):
 
 
 @runtime_checkable
+class DepthModel(Protocol[T]):
+    """Frames drawn in depth: what a model of any rung with logits may have besides, where tokens have codebooks.
+
+    Its `logits` or `step` then returns, in the place of logits, what frames are drawn from: an array of n rows, or
+    tuples, lists and dicts of such arrays. The engine calls `depth` for each codebook within the step, and draws its
+    ids.
+
+    vocab_sizes: ids of each codebook, at most `vocab_size`; left out, all have so many.
+    """
+
+    codebooks: int
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def depth(self, k: Any, given: Any, codes: T, past: Any, /) -> tuple[T, Any]:
+        """Codebook k, rows of what the step returned, int32 (n, codebooks), the past -> (logits (n, V_k), the past).
+
+        codes: the ids of the frame that are drawn, and 0 for those that are not: always of one shape. past: the model's
+        own, what the call for the codebook before returned; None for the first one. It is thrown away with the frame,
+        and a model keeps nothing else from call to call.
+
+        k is an int. Where a library compiles for each shape, at level 2, it is an int32 array () if all codebooks have
+        one size, so that one program serves those whose pasts have one shape. There `depth` may also have a parameter
+        `params`, the first one, which gets the weights as `step` does.
+        """
+        ...
+
+
+@runtime_checkable
 class Feedforward(Protocol[T]):
     """One input, one output, no sequence; may be `async def`."""
 

@@ -16,10 +16,12 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, HostArray
+from hibachi.backend.infer import leaves
 from hibachi.common.phases import phase
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.depth import DepthCalls
 from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.groups import telling
@@ -29,6 +31,7 @@ from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.runner import ModelRows
 from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import IDS, Tables, TokenHistory, TokenKind, within
+from hibachi.engine.sampling.draw import How
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
@@ -122,14 +125,25 @@ def _difference(alone: dict[tuple[int, int], HostArray], other: dict[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """What is known of tokens that the engine samples. logits: the shape of those of one token."""
+    """What is known of tokens that the engine samples. logits: the shape of those of one token. sizes: ids that there
+    are, or of each codebook. depth: of the sampler.
+    """
 
     kind: TokenKind
     logits: tuple[int, ...]
+    sizes: Any
+    depth: DepthCalls | None
 
     def tokens(self, random: np.random.Generator, n: int) -> HostArray:
-        found: HostArray = random.integers(0, self.logits[-1], (n, *self.kind.shape)).astype(np.int32)
+        found: HostArray = random.integers(0, self.sizes, (n, *self.kind.shape)).astype(np.int32)
         return found
+
+    def compared(self, out: Any, frames: HostArray) -> Array:
+        """Logits [m, ...] of outputs, for these tokens [n, *tok], n <= m."""
+        if self.depth is None:
+            return out
+        more = leaves(out)[0].shape[0] - len(frames)
+        return self.depth.forced(out, np.pad(frames, ((0, more), (0, 0)), mode="edge"))
 
 
 def _texts(
@@ -155,13 +169,13 @@ class _Told(RowSampler):
 
     def __init__(self, sampler: RowSampler | FrameSampler, drawn: _Sampled, texts: dict[int, tuple[int, HostArray]]):
         self.backend, self.vocab_size, self.shape = sampler.backend, sampler.vocab_size, sampler.shape
-        self._kind, self._texts = drawn.kind, texts
+        self.depth, self._drawn, self._texts = sampler.depth, drawn, texts
         self.proposed: dict[int, tuple[int, HostArray]] = {}
         self.kept: dict[tuple[int, int], HostArray] = {}
         """{(number, tokens before it): output}"""
 
     @override
-    def admit(self, job: Job) -> None:
+    def admit(self, job: Job, at: int | slice | None = None, seed: Any = None) -> None:
         pass
 
     @override
@@ -173,16 +187,14 @@ class _Told(RowSampler):
         return np.zeros(len(jobs), np.int32)
 
     @override
-    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
-        host, tokens = self.backend.get(logits), np.zeros((len(jobs), *self._kind.shape), np.int32)
-        for i, (job, at) in enumerate(zip(jobs, positions.tolist(), strict=True)):
-            number = job.seq.tenant
-            assert isinstance(number, int)
-            text = self._texts[number][1]
+    def draw(self, logits: Any, jobs: Sequence[Job], rows: Any, positions: Any, how: How | None = None) -> Drawn:
+        texts = [(number, self._texts[number][1]) for job in jobs if isinstance(number := job.seq.tenant, int)]
+        tokens = np.stack([text[at] for (_, text), at in zip(texts, positions.tolist(), strict=True)])
+        host = self.backend.get(self._drawn.compared(logits, tokens))
+        for i, ((number, text), at) in enumerate(zip(texts, positions.tolist(), strict=True)):
             first, draft = self.proposed.get(number, (at, text[:0]))
             if np.array_equal(draft[: at - first], text[first:at]):  # else what is before it is wrong
                 self.kept[number, at] = host[i].copy()
-            tokens[i] = text[at]
         return Drawn(tokens, None, {})
 
 
@@ -262,8 +274,9 @@ def _sampled(runner: CachedRunner) -> _Sampled | None:
     head = runner.main.head
     if not isinstance(head, Sampled):
         return None
-    shape = head.sampler.shape
-    return _Sampled(TokenKind(shape[:-1], IDS.dtype), shape)
+    sampler, shape = head.sampler, head.sampler.shape
+    sizes = sampler.sizes if isinstance(sampler, FrameSampler) else shape[-1]
+    return _Sampled(TokenKind(shape[:-1], IDS.dtype), shape, sizes, sampler.depth)
 
 
 # ---- sizes of calls --------------------------------------------------------------------------------------------------
@@ -331,7 +344,7 @@ def _results(runner: CachedRunner, drawn: _Sampled, n: int, size: int) -> list[H
             for start in range(0, n, size):
                 x = inputs.packed(row, row + start, row + size, np.ones(1, bool))
                 out, memory.cache = runner.main.step(runner.model.params, memory.cache, x)
-                outputs.append(backend.get(out))
+                outputs.append(backend.get(drawn.compared(out, tokens.read(start, start + 1))))
             at = backend.put(blocks)
             left = [backend.get(backend.take(half, at)) for layer in memory.cache for half in layer]
     finally:

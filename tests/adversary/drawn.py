@@ -346,6 +346,7 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "num_speculative_tokens": (None, *WHOLE),
         "codebooks": (
             *((), [{}], [{}, {"temperature": 0}], [{"temperature": 0.5}] * 3, [{"top_k": 5, "top_p": 0.5}, {}]),
+            *([{"allowed_token_ids": [1, 3]}, {"logit_bias": {2: 5}}], [{"logit_bias": {10**6: 1}}, {}]),
             *([{"seed": 1}, {}], [{"temperature": NAN}, {}], [{1: 2}, {}], [None, {}], "ab", {"temperature": 1}),
             *([[("min_p", 0.1)], []], [[("min_p",)], []], Unread(), [Unread(), {}], [Unreadable(), {}], [{}] * 1000),
         ),

@@ -114,6 +114,8 @@ ARRIVE = "arrive_bit_equal"
 BESIDE = [
     returned("frames_are_drawn_by_seed_position_and_codebook_at_each_level", "turns codebooks round",
              lambda out: [a[::-1] for a in out] if isinstance(out, (list, tuple)) else out[:, ::-1]),
+    called("frames_drawn_in_depth_see_the_ids_before_them_at_each_level", "shows those of others",
+           lambda method, k, given, codes, past: method(k, given, codes[::-1], past), ("depth",)),
     sampled("each_codebook_may_have_parameters_of_its_own", "takes one for all", lambda p: p.with_(codebooks=None)),
     got("log_probabilities_belong_to_the_ids_of_their_codebook", "gives them to the frame before", Shifted),
     returned("nan_in_one_codebook_fails_its_request_alone", "draws from it", without_nan),

@@ -74,6 +74,39 @@ class StateFrames(Frames):
 RUNGS = {"whole": WholeFrames, "own": OwnFrames, "state": StateFrames}
 
 
+class InDepth(Frames):
+    """The step returns a hidden state; logits of a codebook depend on all ids before it in the frame."""
+
+    def scored(self, h):
+        return {"hidden": (h, [h[:, :1]])}
+
+    def depth(self, k, given, codes, past):
+        (h, (first,)), place = given["hidden"], np.arange(K)
+        xp, flat = self.library.xp, self.library.put(EMBED.reshape(K * V, H))
+        if past is None:
+            past = first * 0 + h * 0
+        else:
+            drawn = xp.sum(xp.where(self.library.put(place)[None, :] == k - 1, codes, codes * 0), axis=1)
+            past = past + self.library.take(flat, drawn + (k - 1) * V)
+        every = super().scored(h + past)
+        here = self.library.put(place)[None, :, None] == k
+        return xp.sum(xp.where(here, every, every * 0), axis=1), past
+
+
+class SizedDepth(InDepth):
+    """Each codebook has a size of its own."""
+
+    vocab_sizes = V, 3, 1
+
+    def depth(self, k, given, codes, past):
+        assert isinstance(k, int)  # each has a program of its own, as shapes differ
+        logits, past = super().depth(k, given, codes, past)
+        return logits[:, : self.vocab_sizes[k]], past
+
+
+DEPTHS = {name: type(f"{rung.__name__}InDepth", (InDepth, rung), {}) for name, rung in RUNGS.items()}
+
+
 class Flat(WholeFrames):
     """Always the same logits [K, V]."""
 

@@ -31,6 +31,8 @@ OWN_CACHE = {
     "flax_gpt": 8,
     "bart": 15,
     "musicgen": 15,
+    "csm": 18,
+    "moshi": 16,
     "deepar": 20,
 }  # lines that a class may have
 LEVEL_2 = {"xtransformers_attend": 24, "musicgen_attend": 25, "equinox_gru": 10, "torch_lstm": 10, "g2p_gru": 32}

@@ -77,6 +77,16 @@ def test_parameters_for_each_codebook(sung):
     assert post(sung, packed, MSGPACK).json()["tokens"] == told["tokens"]
 
 
+def test_biases_and_allowed_ids_of_each_codebook(sung):
+    each = [{"logit_bias": {"5": 100}}, {"allowed_token_ids": [2, 4]}]
+    told = sung.post(PATH, {"prompt": SINGS, "max_tokens": 6, "seed": 5, "codebooks": each}).json()
+    assert told["tokens"] == direct(seed=5, max_tokens=6, codebooks=[{"logit_bias": {5: 100}}, each[1]])[0]
+    assert {first for first, _ in told["tokens"]} == {5} and {second for _, second in told["tokens"]} <= {2, 4}
+    for wrong in ({"logit_bias": {"a": 1}}, {"logit_bias": 1}, {"allowed_token_ids": [9]}, {"allowed_token_ids": {}}):
+        answer = sung.post(PATH, {"prompt": SINGS, "codebooks": [{}, wrong]})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "codebooks"
+
+
 def test_such_a_model_makes_no_text(sung):
     assert sung.post("/v1/completions", {"prompt": "a"}).status_code in (400, 404)
     with open_model(f"{FILE}:Sung") as model:

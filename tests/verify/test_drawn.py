@@ -5,7 +5,7 @@ import pytest
 
 from hibachi import Input, load_backend
 from hibachi.testing.verify import Subject, verify
-from tests.engine.frames import RUNGS, DrawnState, DrawnWhole, OwnFrames, ToldWhole, WholeFrames
+from tests.engine.frames import DEPTHS, RUNGS, DrawnState, DrawnWhole, OwnFrames, SizedDepth, ToldWhole, WholeFrames
 from tests.engine.test_own_encode import Pooled, Smooth, Translator
 
 VALUES = [np.zeros((n, 2), np.float32) + n for n in (4, 6, 5)]
@@ -22,8 +22,9 @@ def causes(report):
 
 @pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rung", RUNGS)
-def test_frames_pass(rung, library):
-    report = judged(RUNGS[rung](library), backend=load_backend(library))
+@pytest.mark.parametrize("models", [RUNGS, DEPTHS], ids=["plain", "depth"])
+def test_frames_pass(models, rung, library):
+    report = judged(models[rung](library), backend=load_backend(library))
     assert report.good, "\n".join(report.lines())
 
 
@@ -44,6 +45,23 @@ def test_draws_inputs_and_encoders_pass(model, options):
     assert report.good, "\n".join(report.lines())
 
 
+class Sized(SizedDepth, OwnFrames):
+    pass
+
+
+def test_codebooks_of_other_sizes_pass_and_probabilities_are_told():
+    assert judged(Sized()).good
+
+    class Softmax(Sized):
+        def depth(self, k, given, codes, past):
+            logits, past = super().depth(k, given, codes, past)
+            odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+            return odds / odds.sum(axis=1, keepdims=True), past
+
+    Softmax.vocab_sizes = (7, 7, 7)
+    assert causes(judged(Softmax())) == ["probabilities"]
+
+
 def test_who_draws_with_a_generator_of_its_own_is_told_to_use_the_given_numbers():
     class Own(DrawnWhole):
         draws = 0
@@ -59,6 +77,11 @@ def test_who_draws_with_a_generator_of_its_own_is_told_to_use_the_given_numbers(
 class MixesRows(WholeFrames):
     def scored(self, h):
         return super().scored(h - h.mean(axis=0, keepdims=True))
+
+
+class MixesCodes(DEPTHS["state"]):
+    def depth(self, k, given, codes, past):
+        return super().depth(k, given, codes[::-1], past)
 
 
 class MixesDraws(DrawnWhole):
@@ -101,6 +124,7 @@ class SpeaksOfTheFirst(ToldWhole):
     ("model", "options"),
     [
         (MixesRows, {}),
+        (MixesCodes, {}),
         (MixesDraws, {"examples": VALUES}),
         (SharesTheSource, {}),
         (ForgetsTheMask, {}),

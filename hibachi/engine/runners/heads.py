@@ -19,7 +19,7 @@ from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.linked import Waiting, forked
 from hibachi.engine.runners.meters import Tally
-from hibachi.engine.runners.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
+from hibachi.engine.runners.runner import NOT_FINITE, Part, check_logits, check_output, drawn_part, jobs_of, token_part
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import TokenTable, within
 from hibachi.engine.scheduler.sequence import Seq
@@ -131,7 +131,7 @@ class Sampled:
 
     def checked(self, out: Array, wanted: int) -> Array:
         """The outputs [wanted, ...] of a call. Raises InvalidModelOutput."""
-        return check_output(out, self.sampler.backend, (wanted, *self.sampler.shape), self.name, kind="logits")
+        return check_logits(out, self.sampler, wanted, self.name)
 
     def along(self, plan: StepPlan, idx: Any, outs: Outs | OneCall) -> Part:
         """Draw for the rows idx [n] of the plan along their proposals. outs: of the last known token of each row, and

@@ -99,8 +99,8 @@ class RowEdits:
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         self._add, self._penalise = backend.program(edits.add_bias), backend.program(edits.penalise)
 
-    def admit(self, job: Job) -> None:
-        params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
+    def admit(self, job: Job, row: int | slice) -> None:
+        params, start = job.sampling, job.seq.prompt_len
         bad_words, banned_first = job.request.bad_words, job.request.banned_first
         self._guided[row] = job.guided is not None
         self._looks[row] = bool(job.guided or params.logits_processors) or penalised(params)
@@ -112,7 +112,7 @@ class RowEdits:
         self._until[row] = min(start + least, MOST_INT) if least else 0
         self.some = bool(self._always.any() or self._guided.any() or self._until.any())
         job.changes = None
-        if not self._always[row] and not self._until[row] and not self._guided[row]:
+        if not np.any(self._always[row] | self._guided[row] | (self._until[row] > 0)):
             return
         changes = Changes(start)
         if params.allowed_token_ids is not None:

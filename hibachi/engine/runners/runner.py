@@ -106,10 +106,13 @@ class Flight:
 class Sampler(Protocol):
     """Draws tokens from logits: a `RowSampler`, or a `FrameSampler` for tokens of several codebooks.
 
-    shape: of the logits of one token, (vocab,) or (codebooks, vocab).
+    shape: of the logits of one token, (vocab,) or (codebooks, vocab). depth: what makes these of outputs, a
+    `hibachi.engine.runners.depth.DepthCalls`; None means that they are logits.
     """
 
+    backend: ArrayBackend
     shape: tuple[int, ...]
+    depth: Any
 
     def admit(self, job: Job) -> None:
         """A request has got a row."""
@@ -450,6 +453,13 @@ def check_output(
             + ("Convert its output." if kind in (None, "logits") else _CONVERT)
         )
     return backend.row_major(out) if kind == "logits" else out
+
+
+def check_logits(out: Any, sampler: Sampler, rows: int, call: str) -> Any:
+    """`check_output` of what is drawn from: logits of so many rows, or what the model's `depth` makes these of."""
+    if sampler.depth is not None:
+        return sampler.depth.given(out, rows, call)
+    return check_output(out, sampler.backend, (rows, *sampler.shape), call, kind="logits")
 
 
 _CONVERT = "Convert its output, or return logits from `logits` to have them sampled."

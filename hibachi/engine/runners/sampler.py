@@ -59,6 +59,7 @@ class RowSampler:
     vocab_size: int
     shape: tuple[int, ...]
     """Of the logits of one token."""
+    depth: Any = None  # see `hibachi.engine.runners.runner.Sampler`
 
     def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable, model: str = "") -> None:
         """model: its name, to be told if what it returns are no logits; "" means it is known to return these."""
@@ -73,13 +74,15 @@ class RowSampler:
         self._asks = False  # does a row?
         self._greedy = backend.program(_greedy)
 
-    def admit(self, job: Job) -> None:
-        self.set(job.seq.row, job.sampling, job.seed)
-        self._asked[job.seq.row] = job.sampling.logprobs is not None
+    def admit(self, job: Job, at: int | slice | None = None, seed: Any = None) -> None:
+        """at, seed: of its codebooks; None means that it is drawn in the row of its sequence, by its own seed."""
+        row = job.seq.row if at is None else at
+        self.set(row, job.sampling, job.seed if seed is None else seed)
+        self._asked[row] = job.sampling.logprobs is not None
         self._asks = bool(self._asked.any())
-        self._edits.admit(job)
+        self._edits.admit(job, row)
 
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+    def set(self, row: int | slice, params: SamplingParams, seed: Any) -> None:
         """How a row is drawn from now on, without changes to its logits."""
         self._path[row] = path_of(params, self.vocab_size)
         self._seed[row] = seed
@@ -87,13 +90,17 @@ class RowSampler:
             column[row] = getattr(params, name)
         self._filters["top_k"][row] = min(max(params.top_k, 0), self.vocab_size)
 
-    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
-        """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n]."""
+    def draw(
+        self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any, how: sampling.How | None = None
+    ) -> Drawn:
+        """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n]. how: of
+        these rows, as `hows` gives it; None means that it is made here.
+        """
         positions = np.asarray(positions)
         special = self._edits.wanted(rows, positions) if self._edits.some else None
         faults: dict[int, HibachiError] = {}
         if special is None or not special.any():
-            tokens, ok = self.choose(logits, rows, positions)
+            tokens, ok = self.choose(logits, rows, positions, how)
         else:
             tokens, ok = np.zeros(len(rows), np.int32), np.ones(len(rows), bool)
             if len(at := np.flatnonzero(~special)):
@@ -125,17 +132,17 @@ class RowSampler:
         return (
             (self.backend.draws or not (self._path[rows] != PLAIN).any())
             and not self._edits.wanted_at_once(rows, np.asarray(positions)).any()
-            and not any(job.sampling.logprobs is not None for job in jobs)
+            and not (self._asks and self._asked[rows].any())
             and self.backend.draw_rows is None
         )
 
-    def begin(self, logits: Array, rows: Any, positions: Any) -> tuple[Array, Array]:
+    def begin(self, logits: Array, rows: Any, positions: Any, how: sampling.How | None = None) -> tuple[Array, Array]:
         """`draw` for rows that are `plain`, on the device: tokens int32 [m], and which rows are finite, bool [m]."""
         if not self._temperature[rows].any():
             greedy: tuple[Array, Array] = self._greedy(logits)
             return greedy
         found: tuple[Array, Array]
-        how = self._how(rows, positions, logits.shape[0])
+        how = how or self._how(rows, positions, logits.shape[0])
         if self.backend.draws:
             found = self.backend.program(_drawn)(logits, how)
         else:
@@ -236,8 +243,10 @@ class RowSampler:
             faults.setdefault(i, nothing_left())
         return tokens, before, {int(at[i]): fault for i, fault in faults.items()}
 
-    def choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
-        """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]."""
+    def choose(
+        self, logits: Array, rows: Any, positions: Any, how: sampling.How | None = None
+    ) -> tuple[HostArray, HostArray]:
+        """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]; how: as for `draw`."""
         n = len(rows)
         if self._looks:
             self._look(self.backend.get(self.backend.float32(logits))[:n])
@@ -245,10 +254,10 @@ class RowSampler:
             return self._best(logits, n)
         paths = self._path[rows]
         if self.backend.draws:
-            tokens, ok = self.backend.fetch(self.begin(logits, rows, positions))()
+            tokens, ok = self.backend.fetch(self.begin(logits, rows, positions, how))()
             return tokens[:n], ok[:n]
         if (paths == paths[0]).all():
-            return self._run(int(paths[0]), logits, rows, positions)
+            return self._run(int(paths[0]), logits, rows, positions, how)
         tokens, ok = np.zeros(n, np.int32), np.zeros(n, bool)
         for path in np.unique(paths).tolist():
             at = np.flatnonzero(paths == path)
@@ -261,7 +270,9 @@ class RowSampler:
         tokens, ok = self.backend.fetch(self._greedy(logits))()
         return tokens[:n], ok[:n]
 
-    def _run(self, path: int, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
+    def _run(
+        self, path: int, logits: Array, rows: Any, positions: Any, how: sampling.How | None = None
+    ) -> tuple[HostArray, HostArray]:
         """Draw for rows of one path. Rows whose candidate list was too short are drawn again from a longer one."""
         n = len(rows)
         if path == PLAIN and not self._temperature[rows].any():
@@ -271,7 +282,7 @@ class RowSampler:
             groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]
             drawn = [self._run(path, self.rows(logits, at), rows[at], positions[at]) for at in groups]
             return np.concatenate([ids for ids, _ in drawn]), np.concatenate([ok for _, ok in drawn])
-        how = self._how(rows, positions, logits.shape[0])
+        how = how or self._how(rows, positions, logits.shape[0])
         ids, ok, inside = self.backend.program(sampling.draw_by, path)(logits, how)
         tokens, ok, *found = self.backend.fetch([t for t in (ids, ok, inside) if t is not None])()
         tokens, ok = tokens[:n], ok[:n]
@@ -281,7 +292,15 @@ class RowSampler:
             tokens[at] = self._run(further, self.rows(logits, at), rows[at], positions[at])[0]
         return tokens, ok
 
+    def hows(self, rows: Any, positions: Any, m: int) -> Sequence[sampling.How | None]:
+        """How each of k sets of rows [k, n] is drawn at these positions [n], m >= n rows at a time."""
+        if not np.count_nonzero(self._temperature[rows]):
+            return [None] * len(rows)
+        of_all = self._how(rows, positions, m)
+        return [sampling.How(*(each[i, ...] for each in of_all)) for i in range(len(rows))]
+
     def _how(self, rows: Any, positions: Any, m: int) -> sampling.How:
+        """For rows [..., n]: arrays [..., m]."""
         columns = [column[rows] for column in self._filters.values()]
         columns.append(uniforms(self._seed[rows], positions))
         return sampling.How(*(self.backend.put(_longer(c, m)) for c in columns))
@@ -299,8 +318,9 @@ class RowSampler:
 
 
 def _longer(a: HostArray, size: int) -> HostArray:
-    """Filled up with its last element."""
-    return np.pad(a, (0, size - len(a)), mode="edge") if size > len(a) else a
+    """Filled up along its last axis with the last element."""
+    more = size - a.shape[-1]
+    return np.pad(a, [*[(0, 0)] * (a.ndim - 1), (0, more)], mode="edge") if more > 0 else a
 
 
 _NOTHING_LEFT = (

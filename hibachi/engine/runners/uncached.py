@@ -26,6 +26,7 @@ from hibachi.engine.runners.runner import (
     ModelRows,
     Outcome,
     Part,
+    check_logits,
     check_output,
     isolate,
     jobs_of,
@@ -198,8 +199,12 @@ class WholeRunner(AwaitingRunner):
         with self.backend.guard(), self.theirs:
             examples = self._step.beside(self._beside.nobody(rows), lengths, width)
             out = self._step.called(self.backend.put(batch), lengths, examples)
-            shape = (rows, *(self.sampler.shape if self.sampler else prompts[0].shape[1:]))
-            out = check_output(out, self.backend, shape, self.name, kind="logits" if self.sampler else None)
+            if self.sampler is None:
+                out = check_output(out, self.backend, (rows, *prompts[0].shape[1:]), self.name)
+            else:
+                out = check_logits(out, self.sampler, rows, self.name)
+                if self.sampler.depth is not None:
+                    out = self.sampler.depth.forced(out, batch[:, -1])
             return self.backend.get(self.backend.copy(out))[: len(prompts)]
 
     @override
@@ -292,7 +297,7 @@ class WholeRunner(AwaitingRunner):
             shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
             self.tally.call(batch.size, int(lengths.sum()), shapes)
             out = self._answer(self.backend.put(batch), rows, lengths)
-            out = check_output(out, self.backend, (len(rows), *self.sampler.shape), self.name, kind="logits")
+            out = check_logits(out, self.sampler, len(rows), self.name)
             longer.add(idx, self.backend.copy(out))  # the memory is the model's, which may write its next output there
         return Part(idx[:0], np.zeros(0, np.int32), None, np.zeros(0, bool))
 

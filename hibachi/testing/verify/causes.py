@@ -245,7 +245,7 @@ def diagnose(s: Subject, results: dict[str, TrialResult]) -> list[Cause]:
     """What is wrong, the root first. Trials whose failure follows from another fault are not named again."""
     bad = {key for key, r in results.items() if r.wrong}
     if not bad:
-        if s.vocab is not None and s.vocab > 2 and probabilities(np.stack([*s.base.values()]).reshape(-1, s.vocab)) > 0:
+        if s.vocab is not None and s.vocab > 2 and all(probabilities(rows) > 0 for rows in s.logits()):
             return [PROBABLE]
         return [ROUNDING] if any(r.faulty for r in results.values()) else []
     if "alone" in bad:

@@ -15,6 +15,7 @@ from hibachi.backend.layout import Paged, StepInputs
 from hibachi.common.shapes import CallShapes, fixed
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.calls import Awaiter
+from hibachi.engine.runners.depth import DepthCalls, depth_of
 from hibachi.engine.runners.extra_inputs import ExtraInputs, declared_by
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.runners.runner import check_output
@@ -52,12 +53,14 @@ class Driver:
     """What all drivers share. tokens: of each row, on the host.
 
     rows: most in a call. beside: what comes beside their tokens. touched: names of inputs that a call has changed.
+    depth: what makes logits of outputs, if they are none.
     """
 
     model: Any
     backend: ArrayBackend
     name: str
     rows: int
+    depth: DepthCalls | None
 
     def __init__(self, model: Any, backend: ArrayBackend, method: str, rows: int) -> None:
         self.model, self.backend, self.name, self.rows = model, backend, f"{type(model).__name__}.{method}", rows
@@ -65,6 +68,17 @@ class Driver:
         self.touched: dict[str, None] = {}
         self.beside: ExtraInputs = ExtraInputs(declared_by(model), rows)
         self.wait: Awaiter = Awaiter(backend.owns)
+        self.depth = depth_of(model, backend)
+
+    def compared(self, out: Any, shape: tuple[int, ...], kind: str, last: HostArray) -> HostArray:
+        """What is compared of an output that must have this shape: itself, or logits in depth, as they are after these
+        tokens [shape[0], *tok].
+        """
+        if self.depth is not None:
+            out = self.depth.forced(self.depth.given(out, shape[0], self.name), last)
+        else:
+            check_output(out, self.backend, shape, self.name, kind=kind)
+        return self.host(out)
 
     def of(self, row: str) -> HostArray:
         return self.tokens[row.partition("#")[0]]
@@ -143,7 +157,8 @@ class WholeDriver(Driver):
             out = self.step.called(self.put(batch), told, beside)
             row = logits_shape(self.vocab, batch.shape[2:]) if self.step.sampled else batch.shape[2:]
             kind = "logits" if self.step.sampled else batch.dtype.kind
-            out = self.host(check_output(out, self.backend, (len(batch), *row), self.name, kind=kind))
+            last = np.stack([self.of(p.row)[p.end - 1] for p in pieces])
+            out = self.compared(out, (len(batch), *row), kind, last)
         return {(p.row, p.end): row for p, row in zip(pieces, out, strict=True)}
 
     def _call(self, method: Callable[..., Any], tokens: Any, *lengths: Any, **named: Any) -> Any:
@@ -278,14 +293,13 @@ class CacheSession:
                     out, new = d.step(d.model.params, given, x)
                     row = logits_shape(d.vocab, tokens.shape[1:])
                     kind = "logits" if d.vocab is not None else tokens.dtype.kind
-                    check_output(out, d.backend, (len(packed.last), *row), d.name, kind=kind)
+                    outputs = d.compared(out, (len(packed.last), *row), kind, tokens[packed.last])
                     if not isinstance(new, (list, tuple)) or len(new) != len(d.spec):
                         got = f"{len(new)} of them" if isinstance(new, (list, tuple)) else type(new).__name__
                         many = f"all {len(d.spec)} layers"
                         raise Found(f"{d.name} must return the new cache of {many} in a list; got {got}.")
                     self.cache = [old if i in states else new[i] for i, old in enumerate(self.cache)]
                 self._scattered(packed, states, new, n)
-            outputs = d.host(out)
         emitting = [p for p in pieces if p.emit]
         return {
             (p.row, (p.end if p.at is None else p.at + 1)): outputs[i].reshape(outputs.shape[1:])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.backend.array_backend import Array, HostArray
+from hibachi.backend.infer import mapped
 from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.owncache.trial import AHEAD
 from hibachi.errors import InvalidRequest
@@ -225,9 +226,14 @@ def raises(s: Subject) -> Iterator[Variant]:
 def nan(s: Subject) -> Iterator[Variant]:
     e = s.engines
 
-    def spoil(rows: list[HostArray], out: Array) -> Any:
+    def spoil(rows: list[HostArray], out: Any) -> Any:
         wrong = np.array([np.nan if e.is_guilty(row) else 0 for row in rows], np.float32)
-        return out + e.backend.put(wrong.reshape(-1, *(1,) * (out.ndim - 1)))
+
+        def one(_: str, leaf: Array) -> Array:
+            more = e.backend.put(wrong.reshape(-1, *(1,) * (leaf.ndim - 1)))
+            return leaf + more if e.backend.xp.isdtype(leaf.dtype, "real floating") else leaf
+
+        return mapped(one, out)
 
     def fail() -> Trouble | None:
         return _isolated(e, "after", spoil, "NonFiniteOutput", 0, "the output is NaN")
@@ -276,8 +282,8 @@ def shapes(s: Subject) -> Iterator[Variant]:
         return e.differs(range(len(got)), got, f"after an output with {name}")
 
     ways: dict[str, Callable[[list[HostArray], Any], Any]] = {
-        "a row too few": lambda rows, out: out[:-1, ...],
-        "a dimension too many": lambda rows, out: out[None, ...][:0, ...],
+        "a row too few": lambda rows, out: mapped(lambda _, leaf: leaf[:-1, ...], out),
+        "a dimension too many": lambda rows, out: mapped(lambda _, leaf: leaf[None, ...][:0, ...], out),
         "a tuple": lambda rows, out: (out, None),
     }
     for name, spoil in ways.items():

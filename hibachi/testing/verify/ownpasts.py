@@ -96,7 +96,7 @@ class OwnSession:
             stepped.of = {i: replace(self._pasts[name].twin(), rows=[i]) for i, name in enumerate(names)}
         tokens = np.stack([d.of(p.row)[p.start : p.end] for p in pieces])
         whose, encoded = d.brought(names), d.encoded(names)
-        out = stepped.advance(places, [p.start for p in pieces], tokens, whose, encoded)
+        out = d.step.compared(stepped.advance(places, [p.start for p in pieces], tokens, whose, encoded), tokens)
         for i, p in enumerate(pieces):
             mine = layout.part(stepped.of[i], [i], p.end)
             self._pasts[p.row] = layout.with_arrays(mine, [d.backend.copy(a) for a in mine.arrays])

@@ -22,7 +22,7 @@ from hibachi.backend.layout import StepInputs
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.runners.calls import is_awaited
 
-_DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "draws", "inputs", "encode")
+_DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "vocab_sizes", "depth", "draws", "inputs", "encode")
 PATIENCE = 60.0  # seconds that a call is held at most
 
 
@@ -113,8 +113,8 @@ class Spy:
             self._see(rows)
             out = inner(tokens, *args, **options)
             if is_awaited(out, self._plain.owns):
-                return self._later(rows, out)
-            return self.after(rows, one_array(self._plain, out))
+                return self._later(rows, out, kind)
+            return self.after(rows, out if kind.has_tokens else one_array(self._plain, out))
 
         return _like(model, run, "logits" if kind is ModelKind.LOGITS else "forward")
 
@@ -128,8 +128,8 @@ class Spy:
 
         return _like(model, run, "step")
 
-    async def _later(self, rows: list[HostArray], out: Awaitable[Any]) -> Any:
-        return self.after(rows, one_array(self._plain, await out))
+    async def _later(self, rows: list[HostArray], out: Awaitable[Any], kind: ModelKind) -> Any:
+        return self.after(rows, await out if kind.has_tokens else one_array(self._plain, await out))
 
 
 def _like(model: Any, run: Callable[..., Any], name: str) -> Any:

@@ -19,6 +19,7 @@ from hibachi.backend.infer import backend_of
 from hibachi.engine.build import codebooks_of
 from hibachi.engine.kinds import kind_of
 from hibachi.engine.ladder import ModelKind
+from hibachi.engine.runners.depth import sizes_of
 from hibachi.engine.runners.extra_inputs import check_taken, declared_by
 from hibachi.engine.runners.stops import as_token
 from hibachi.errors import ConfigError, InvalidRequest
@@ -234,7 +235,7 @@ class Subject:
         """n random tokens of ids."""
         codebooks = codebooks_of(self.model) if self.vocab is not None else None
         ids = prompts.draw(self.ids or 0, n * (codebooks or 1), seed)
-        return ids if codebooks is None else ids.reshape(n, codebooks)
+        return ids if codebooks is None else ids.reshape(n, codebooks) % sizes_of(self.model)
 
     def _cast(self, tokens: HostArray) -> HostArray:
         """As an engine does."""
@@ -267,7 +268,11 @@ class Subject:
                 end = len(rows[name])
                 try:
                     out = session.call([Span(name, start, end)])[name, end]
-                    token = np.asarray(out.argmax(axis=-1) if self.vocab is not None else out)
+                    if (depth := self.driver.depth) is not None:
+                        out = np.array([each.argmax() for each in np.split(out, np.cumsum(depth.sizes)[:-1])])
+                    elif self.vocab is not None:
+                        out = out.argmax(axis=-1)
+                    token = np.asarray(out)
                 except Exception:
                     token = rows[name][-1]
                 rows[name] = np.concatenate([rows[name], token[None].astype(rows[name].dtype)])
@@ -333,6 +338,14 @@ class Subject:
                 raise Found(f"The output for row {row} after {seen} tokens is NaN.")
         self.base |= out
         return out
+
+    def logits(self) -> list[HostArray]:
+        """All that rows got alone, [n, ids]; where frames are drawn in depth, of each codebook."""
+        assert self.vocab is not None
+        every = np.stack([*self.base.values()])
+        if self.driver.depth is None:
+            return [every.reshape(-1, self.vocab)]
+        return np.split(every, np.cumsum(self.driver.depth.sizes)[:-1], axis=1)
 
     def compare(self, got: Outputs) -> tuple[float, Difference | None]:
         """The largest difference to what the rows got alone, and the first that is more than rounding, or else the

@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.infer import leaves
 from hibachi.common.phases import phase
 from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.calls import drop_frames, is_signal
@@ -343,7 +344,7 @@ class OwnCacheRunner(Runner):
                     out = self.head.sampler.rows(out, wanted)
                 else:
                     out = self.backend.take(out, self.backend.put(wanted.astype(np.int32)))
-            return self.head.part(plan, idx[emit], out, out.shape[0])
+            return self.head.part(plan, idx[emit], out, leaves(out)[0].shape[0])
 
     def _forward_ahead(self, plan: StepPlan, idx: Any) -> Part:
         """`_forward` for rows of which some have proposals. Positions of wrong ones are cut off the past."""

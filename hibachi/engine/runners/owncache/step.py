@@ -10,6 +10,7 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.engine.kinds import takes_lengths
 from hibachi.engine.ladder import ModelKind
+from hibachi.engine.runners.depth import DepthCalls, depth_of
 from hibachi.engine.runners.extra_inputs import ENCODED, KEEP, Arguments, ExtraInputs, parameters_of
 from hibachi.engine.runners.owncache.encoder import Encoded
 from hibachi.engine.runners.owncache.layout import Layout, layout_of
@@ -23,7 +24,7 @@ class OwnStep:
     """Calls `step` with tokens, lengths and a past, and with what else it takes.
 
     with_lengths: it takes lengths. keeps: it takes how many logits are wanted of each row, of its last tokens. layout:
-    of its pasts. encoded: what is kept of `encode`; None means it has none.
+    of its pasts. encoded: what is kept of `encode`; None means it has none. depth: what makes logits of its outputs.
     """
 
     backend: ArrayBackend
@@ -31,6 +32,7 @@ class OwnStep:
     keeps: bool
     layout: Layout
     encoded: Encoded | None
+    depth: DepthCalls | None
 
     def __init__(
         self,
@@ -49,7 +51,8 @@ class OwnStep:
         self._step, self.backend, self._kind, self._vocab, self._call = model.step, backend, kind, vocab, call
         self.name: str = f"{type(model).__name__}.step"
         self.with_lengths = takes_lengths(model, ModelKind.OWN_CACHE)
-        self.keeps = vocab is not None and KEEP in parameters_of(model.step)
+        self.depth = None if vocab is None else depth_of(model, backend)
+        self.keeps = vocab is not None and self.depth is None and KEEP in parameters_of(model.step)
         self._shape = kind.shape if vocab is None else (*kind.shape, vocab)
         self._beside, self._arguments = beside, Arguments(model.step, beside)
         self._examples, self._random = np.concatenate(examples).astype(kind.dtype), np.random.default_rng(0)
@@ -107,11 +110,17 @@ class OwnStep:
         """The output of a call of so many rows; if it keeps several of each, one row's after another's. Raises
         InvalidModelOutput.
         """
+        if self.depth is not None:
+            return self.depth.given(out, rows, self.name)
         kind = self._kind.dtype.kind if self._vocab is None else "logits"
         if not self.keeps:
             return check_output(out, self.backend, (rows, *self._shape), self.name, kind=kind)
         out = check_output(out, self.backend, (rows, keep, *self._shape), self.name, kind=kind)
         return self.backend.xp.reshape(out, (rows * keep, *self._shape))
+
+    def compared(self, out: Any, tokens: HostArray) -> Array:
+        """What trials compare of an output: logits. tokens [rows, q, *tok]: of the call."""
+        return out if self.depth is None else self.depth.forced(out, tokens[:, -1])
 
 
 class SteppedRows(RowPasts):
@@ -133,9 +142,9 @@ class SteppedRows(RowPasts):
         """Compute q new tokens [size, q, *tok] of these rows [n] from positions `start` on, and of filler rows after
         them; returns the outputs, [size * keep, ...].
 
-        whose: rows of requests [size] that inputs are taken of; None means of none, and what was encoded is the example
-        of each row's number. encoded, keep: see `OwnStep.called`. If it raises, the rows are in no past any more: the
-        model may write into the one that it is given.
+        whose: rows of requests [size] that inputs are taken of; None means of none: what was encoded is the example of
+        each row's number, and what is returned is to be compared. encoded, keep: see `OwnStep.called`. If it raises,
+        the rows are in no past any more: the model may write into the one that it is given.
         """
         step, layout, (size, q) = self._step, self._layout, tokens.shape[:2]
         if whose is None and step.encoded is not None:
@@ -149,4 +158,4 @@ class SteppedRows(RowPasts):
         after = layout.taken(tree, before, rows, ends, size, q)
         del tree, before  # what they hold on to goes array by array
         self.of |= dict.fromkeys(rows, layout.widened(after, self._width(max(ends))))
-        return out
+        return step.compared(out, tokens) if whose is None else out

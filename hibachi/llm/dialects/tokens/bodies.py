@@ -20,6 +20,7 @@ JSON, MSGPACK, NPY, BYTES = "application/json", "application/msgpack", "applicat
 MSGPACKS = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 TYPES = (JSON, MSGPACK, NPY, BYTES)
 PAGE = "docs/serving-tokens.md"
+OfCodebook = dict[str, int | float | list[int] | dict[str, float]]
 
 
 class Parameters(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class Parameters(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: int | None = None
     structured_outputs: Structured | None = None
     # Where its tokens have several codebooks; where the model declares inputs.
-    codebooks: list[dict[str, int | float]] | None = None
+    codebooks: list[OfCodebook] | None = None
     inputs: dict[str, Raw] | None = None
 
 
@@ -132,7 +133,7 @@ def _of_msgpack(raw: bytes) -> TokensBody:
 _OF_JSON: Mapping[str, Any] = {
     "logit_bias": dict[str, float],
     "allowed_token_ids": list[int],
-    "codebooks": list[dict[str, int | float]],
+    "codebooks": list[OfCodebook],
     "inputs": dict[str, Raw],
     "structured_outputs": Structured,
 }

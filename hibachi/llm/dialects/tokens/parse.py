@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.forms import OURS, made, of_structured
 from hibachi.llm.dialects.openai.bodies import Bounds, same_fields
 from hibachi.llm.dialects.openai.parse import request_id, terms_of
-from hibachi.llm.dialects.tokens.bodies import Parameters
+from hibachi.llm.dialects.tokens.bodies import OfCodebook, Parameters
 from hibachi.request import Request, SamplingParams, StopRule
 
 _CONVERTED = ("seed", "logit_bias", "codebooks", "structured_outputs")
@@ -79,19 +80,32 @@ def asked_of(said: Parameters, stop: HostArray | None, model: AskedModel) -> tup
 def _sampling(said: Parameters, defaults: SamplingParams, limit: int | None, bounds: Bounds) -> SamplingParams:
     _at_most("logprobs", said.logprobs, bounds.logprobs)
     _at_most("allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids, " in number")
-    _at_most("logit_bias", len(said.logit_bias or ()), bounds.bias, " in number")
     changes: dict[str, Any] = {name: got for name in _SAME if (got := getattr(said, name)) is not None}
     if said.codebooks is not None:
-        changes["codebooks"] = said.codebooks
+        changes["codebooks"] = [_of_codebook(each, bounds) for each in said.codebooks]
     if said.seed is not None:
         changes["seed"] = said.seed % 2**64
     if said.logit_bias is not None:
-        if not all(re.fullmatch(r"[0-9]{1,18}", token) for token in said.logit_bias):
-            raise _invalid("logit_bias", "must map token ids to numbers")
-        changes["logit_bias"] = {int(token): added for token, added in said.logit_bias.items()}
+        changes["logit_bias"] = _biases("logit_bias", said.logit_bias, bounds)
     if said.structured_outputs is not None:
         changes["structured_outputs"] = made(OURS, of_structured(said.structured_outputs))
     return defaults.with_(**changes, max_tokens=limit)
+
+
+def _biases(name: str, given: Mapping[str, float], bounds: Bounds) -> dict[int, float]:
+    _at_most(name, len(given), bounds.bias, " biases" if name == "codebooks" else " in number")
+    if not all(re.fullmatch(r"[0-9]{1,18}", token) for token in given):
+        raise _invalid(name, "must map token ids to numbers")
+    return {int(token): added for token, added in given.items()}
+
+
+def _of_codebook(given: OfCodebook, bounds: Bounds) -> dict[str, Any]:
+    found: dict[str, Any] = dict(given)
+    if isinstance(ids := given.get("allowed_token_ids"), list):
+        _at_most("codebooks", len(ids), bounds.token_ids, " allowed ids")
+    if isinstance(bias := given.get("logit_bias"), dict):
+        found["logit_bias"] = _biases("codebooks", bias, bounds)
+    return found
 
 
 def _ids(stop: HostArray | None, most: int) -> tuple[int, ...]:

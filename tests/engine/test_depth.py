@@ -1,0 +1,249 @@
+"""Frames drawn in depth: logits of a codebook depend on the ids drawn before it in the frame."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hibachi import ConfigError, InvalidModelOutput, InvalidRequest, ModelError, NonFiniteOutput, SamplingParams
+from hibachi.engine import build
+from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
+
+from ..decode.reference import distribution
+from .frames import DEPTHS, EMBED, HEAD, RUNGS, InDepth, K, SizedDepth, V
+from .test_codebooks import LIBRARIES, PROMPTS, frames
+from .test_equality_matrix import Preempting
+
+EACH = [{"temperature": 0.8}, {"top_k": 3}, {}]
+NEW = 6
+BOOKS = np.arange(K)
+
+
+def params(i, **how):
+    return SamplingParams(**{"seed": i, "max_tokens": NEW, "codebooks": EACH} | how)
+
+
+def together(engine, prompts=PROMPTS, **how):
+    return [frames(s) for s in [engine.run(prompt, params(i, **how)) for i, prompt in enumerate(prompts)]]
+
+
+def small(h):
+    return (h - 16 * np.floor(h / 16) - 8) @ HEAD
+
+
+def logits_of(known, drawn):
+    """Of the codebook after these ids of a frame, by hand. known [n, K]."""
+    h = sum(EMBED[k][known[:, k]].sum(axis=0) for k in range(K))
+    past = h * 0 + h[:1] * 0 + sum((EMBED[k][i] for k, i in enumerate(drawn)), h * 0)
+    return small(h + past).reshape(K, V)[len(drawn)].astype(np.float64)
+
+
+def by_hand(prompt, seed, each=EACH, n=NEW):
+    known, seeds = np.array(prompt), of_codebooks(seed, K)
+    for _ in range(n):
+        drawn = []
+        for k, how in enumerate(each):
+            p = distribution(logits_of(known, drawn), **how)
+            u = uniforms(seeds[k : k + 1], np.array([len(known)]))[0]
+            drawn.append(int(np.argmax(np.cumsum(p) > u)))
+        known = np.concatenate([known, [drawn]])
+    return known[len(prompt) :]
+
+
+RIGHT = [by_hand(prompt, i) for i, prompt in enumerate(PROMPTS)]
+CONDITIONS = {
+    "alone": dict(max_num_seqs=1),
+    "company": dict(max_num_seqs=4),
+    "chunk": dict(max_num_seqs=3, max_num_batched_tokens=3),
+    "preempted": dict(max_num_seqs=4, max_model_len=20, block_size=4),
+}
+
+
+def runs():
+    for library, rung, condition in itertools.product(LIBRARIES, DEPTHS, CONDITIONS):
+        if library != "jax" or rung == "state" or condition == "company":  # op by op, each shape is compiled
+            yield pytest.param(library, rung, condition, id=f"{library}-{rung}-{condition}")
+
+
+@pytest.mark.parametrize(("library", "rung", "condition"), [*runs()])
+def test_frames_are_what_a_loop_draws(library, rung, condition, serve, monkeypatch):
+    preempted = condition == "preempted" and rung != "whole"  # which holds no memory that others may need
+    if preempted:
+        monkeypatch.setattr(build, "RecordedScheduler", Preempting)
+    engine = serve(DEPTHS[rung](library), backend=library, **CONDITIONS[condition])
+    for got, want in zip(together(engine), RIGHT, strict=True):
+        assert got.dtype.kind == "i" and np.array_equal(got, want)
+    assert bool(engine.stats().preemptions) == preempted
+
+
+class Apart(InDepth):
+    """Its `depth` looks at no ids, so that its frames are those of `Frames`."""
+
+    def depth(self, k, given, codes, past):
+        return super(InDepth, self).scored(given["hidden"][0])[:, k], None
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_without_a_look_at_ids_frames_are_those_of_logits_of_all_codebooks(rung, serve):
+    apart = serve(type("Apart", (Apart, RUNGS[rung]), {})(), max_num_seqs=4)
+    want = together(serve(RUNGS[rung](), max_num_seqs=4))
+    assert all(map(np.array_equal, together(apart), want))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_log_probabilities_and_greedy_frames(library, serve):
+    engine = serve(DEPTHS["state"](library), backend=library)
+    stream = engine.run(PROMPTS[0], params(0, logprobs=1, temperature=0, codebooks=()))
+    known = PROMPTS[0]
+    for frame, scores in zip(frames(stream), stream.logprobs, strict=True):
+        for k, each in enumerate(scores):
+            logits = logits_of(known, frame[:k].tolist())
+            assert frame[k] == logits.argmax()
+            want = logits.max() - np.log(np.exp(logits).sum())
+            assert each == {int(frame[k]): pytest.approx(want, abs=1e-4)}
+        known = np.concatenate([known, frame[None]])
+
+
+SIZES = SizedDepth.vocab_sizes
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("how", ["depth", "plain"])
+def test_codebooks_of_other_sizes(how, library, serve):
+    """Ids that a codebook does not have are never drawn, and have no part in log-probabilities."""
+    bases = (SizedDepth, RUNGS["state"]) if how == "depth" else (RUNGS["state"],)
+    model = type("Sizes", bases, {"vocab_sizes": SIZES})(library)
+    engine = serve(model, backend=library, max_num_seqs=4)
+    prompts = [prompt % SIZES for prompt in PROMPTS]
+    for i, prompt in enumerate(prompts):
+        stream = engine.run(prompt, params(i, codebooks=(), temperature=8.0, logprobs=V, max_tokens=12))
+        drawn = frames(stream)
+        assert (drawn < SIZES).all() and len({*drawn[:, 1].tolist()}) == 3
+        for scores in stream.logprobs:
+            assert [len(each) for each in scores] == [*SIZES]
+            assert all(sum(np.exp([*each.values()])) == pytest.approx(1, abs=1e-4) for each in scores)
+    with pytest.raises(InvalidRequest, match=r"codebook 1 must be from 0 to 2 .*got 3 in frame 1"):
+        engine.run([[0, 0, 0], [0, 3, 0]], params(0))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("models", [RUNGS, DEPTHS], ids=["plain", "depth"])
+def test_codebooks_have_biases_and_allowed_ids_of_their_own(models, library, serve):
+    each = [{"allowed_token_ids": [2, 5], "temperature": 9.0}, {"logit_bias": {4: 100}, "temperature": 0}, {}]
+    engine = serve(models["state"](library), backend=library, max_num_seqs=4)
+    want = together(engine)
+    streams = [engine.run(p, params(i, codebooks=each if i % 2 else EACH)) for i, p in enumerate(PROMPTS)]
+    for i, stream in enumerate(streams):
+        got = frames(stream)
+        if not i % 2:
+            assert np.array_equal(got, want[i])
+            continue
+        assert {*got[:, 0].tolist()} == {2, 5} and (got[:, 1] == 4).all() and len({*got[:, 2].tolist()}) > 1
+    for entry, message in (
+        ({"logit_bias": {V: 1}}, "codebooks number 1: logit_bias must name token ids from 0 to 6 .*; got 7"),
+        ({"allowed_token_ids": [9]}, "codebooks number 1: allowed_token_ids must name token ids"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            engine.run(PROMPTS[0], params(0, codebooks=[{}, entry, {}]))
+    nothing = engine.run(PROMPTS[0], params(0, codebooks=[{}, {"allowed_token_ids": [1]}, {}]))
+    assert (frames(nothing)[:, 1] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "structured_outputs", "seed"])
+def test_what_codebooks_may_not_differ_in_is_refused(name):
+    with pytest.raises(InvalidRequest, match=r"codebooks must be one mapping.* logit_bias, allowed_token_ids"):
+        SamplingParams(codebooks=[{name: 1}])
+
+
+WRONG = {
+    "a shape": (lambda logits, past: (logits[:, :5], past), InvalidModelOutput, r"\.depth must return shape \(1, 7\)"),
+    "too few rows": (lambda logits, past: (logits[:0], past), InvalidModelOutput, r"\.depth must return shape"),
+    "no pair": (lambda logits, past: logits, InvalidModelOutput, r"\.depth must return a pair \(logits, past\)"),
+    "an error": (lambda logits, past: 1 // 0, ModelError, "ZeroDivisionError"),
+    "nan": (lambda logits, past: (logits * np.nan, past), NonFiniteOutput, "NaN"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("rung", DEPTHS)
+def test_what_depth_does_wrong_ends_its_request_only(rung, wrong, serve):
+    """Wherever a row was given frames of ones; the others get what they get without it."""
+    spoil, kind, message = WRONG[wrong]
+
+    class Spoilt(DEPTHS[rung]):
+        def scored(self, h):
+            given = super().scored(h)
+            given["guilty"] = (h == MARK).all(axis=1)
+            return given
+
+        def depth(self, k, given, codes, past):
+            logits, past = super().depth(k, given, codes, past)
+            if k != 1 or not given["guilty"].any():
+                return logits, past
+            if wrong == "nan":
+                return np.where(given["guilty"][:, None], np.nan, logits), past
+            return spoil(logits, past)
+
+    MARK = EMBED[BOOKS, 1].sum(axis=0)
+    engine = serve(Spoilt(), max_num_seqs=6, deterministic=False)
+    streams = [engine.run(prompt, params(i)) for i, prompt in enumerate(PROMPTS)]
+    bad = engine.run([[1] * K], params(9))
+    assert all(np.array_equal(frames(stream), want) for stream, want in zip(streams, RIGHT, strict=True))
+    with pytest.raises(kind, match=message):
+        bad.collect()
+
+
+@pytest.mark.parametrize("rung", DEPTHS)
+def test_a_past_that_outlives_its_frame_is_told(rung, serve):
+    class Keeping(DEPTHS[rung]):
+        def depth(self, k, given, codes, past):
+            logits, past = super().depth(k, given, codes, getattr(self, "kept", None))
+            self.kept = past
+            return logits, past
+
+    message = r"\.depth must begin anew with each frame, where `past` is None"
+    with pytest.raises((ConfigError, InvalidModelOutput), match=message):
+        serve(Keeping(), deterministic=False).run([[1] * K], params(0)).collect()
+
+
+@pytest.mark.parametrize("out", [(), [np.zeros((3, 2))], {"h": 1.0}], ids=str)
+def test_a_step_that_returns_no_rows_for_depth(out, serve):
+    class Odd(DEPTHS["whole"]):
+        def logits(self, tokens, lengths):
+            return out
+
+    with pytest.raises(InvalidModelOutput, match=r"Odd\.logits.* must return"):
+        serve(Odd(), deterministic=False).run(PROMPTS[0], params(0)).collect()
+
+
+@pytest.mark.parametrize("sizes", [(7, 7), (7, 7, 8), (7, 0, 7), 7, "abc"], ids=str)
+def test_wrong_sizes_are_refused(sizes, serve):
+    model = DEPTHS["state"]()
+    model.vocab_sizes = sizes
+    with pytest.raises(ConfigError, match=r"vocab_sizes must be the size of each of 3 codebooks"):
+        serve(model)
+
+
+def test_a_depth_of_other_parameters_is_refused(serve):
+    model = DEPTHS["state"]()
+    model.depth = lambda hidden: hidden
+    with pytest.raises(ConfigError, match=r"depth is called as `depth\(k, given, codes, past\)`"):
+        serve(model)
+
+
+def test_one_program_serves_all_codebooks(serve):
+    """On a library that compiles: one for the first codebook, which has no past, and one for all others; for each
+    number of rows.
+    """
+    traced = []
+
+    class Traced(DEPTHS["state"]):
+        params = ()
+
+        def depth(self, params, k, given, codes, past):
+            traced.append((len(codes), past is None))
+            return super().depth(k, given, codes, past)
+
+    engine = serve(Traced("jax"), backend="jax", max_num_seqs=4, deterministic=False)
+    assert all(map(np.array_equal, together(engine), RIGHT))
+    assert len(traced) == len({*traced})
