@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 import hibachi
+from hibachi.engine.sampling.uniforms import fork, uniforms
 
 WORK = {"tiny": (20, 8), "real": (60, 48)}  # tokens of the longest prompt, and new ones of each
 
@@ -29,24 +30,32 @@ def work(vocab, size):
     return [random.integers(vocab, size=n).tolist() for n in random.integers(2, longest + 1, 16)], new
 
 
-def compare(model, own, prompts, new, asked, inputs=None, draws=False, at_once=None, batch=None):
+def compare(
+    model, own, prompts, new, asked, inputs=None, draws=False, at_once=None, batch=None, samples=None, params=None
+):
     """model: for an engine. own: from a prompt, and inputs by name, to the `new` likeliest tokens of the library's
     loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists or arrays} of each prompt. draws: the
     model draws real values, for which `own` also gets the `seed`; those within 1e-4 of each, or 1e-5, are equal.
     at_once: from an engine to what all requests get; None means that of `run`. batch: from nothing to what the library
-    gives them in a batch of its own.
+    gives them in a batch of its own. samples: how many are drawn of each prompt, by `params` and a `seed`; None means
+    that the likeliest tokens are taken.
     """
     bodies = [{"prompt": prompt, "inputs": given} for prompt, given in zip(prompts, inputs or prompts, strict=True)]
     bodies = [body if inputs else {"prompt": body["prompt"]} for body in bodies]
-    bodies = [body | ({"seed": i} if draws else {"temperature": 0}) for i, body in enumerate(bodies)]
+    drawn = draws or samples
+    bodies = [body | ({"seed": i} if drawn else {"temperature": 0}) | (params or {}) for i, body in enumerate(bodies)]
     # Turns repeat their prompts, so nothing is kept from one to the next.
-    with hibachi.AutoregressiveBatchInference(model, enable_prefix_caching=False) as engine:
+    options = {"enable_prefix_caching": False, "max_num_seqs": len(bodies) * (samples or 1)}
+    with hibachi.AutoregressiveBatchInference(model, **options) as engine:
 
         def start(prompt, inputs=None, **params):
             return engine.run(prompt, hibachi.SamplingParams(max_tokens=new, **params), inputs=inputs)
 
         def all_of(engine):
-            return [np.array(stream.collect()).tolist() for stream in [start(**body) for body in bodies]]
+            if samples is None:
+                return [np.array(stream.collect()).tolist() for stream in [start(**body) for body in bodies]]
+            groups = [[start(**body | {"seed": fork(body["seed"], k)}) for k in range(samples)] for body in bodies]
+            return [[stream.collect() for stream in group] for group in groups]
 
         def one_by_one():
             return [own(body["prompt"], **body.get("inputs", {}), **seed_of(body)) for body in bodies]
@@ -71,7 +80,8 @@ def compare(model, own, prompts, new, asked, inputs=None, draws=False, at_once=N
         + f"; bits alone = in company: {'yes' if alone == company else 'no'}"
     )
     if asked.show:
-        shown = [body | {"tokens": tokens} for body, tokens in zip(bodies, ours, strict=True)]
+        first = ours if samples is None else [group[0] for group in ours]
+        shown = [body | {"tokens": tokens} for body, tokens in zip(bodies, first, strict=True)]
         print(json.dumps(shown, default=np.ndarray.tolist))
 
 
@@ -94,6 +104,11 @@ def normals(draws, new):
     with hibachi.AutoregressiveBatchInference(Numbers(draws), backend="torch") as engine:
         streams = [engine.run([[0.0] * draws], hibachi.SamplingParams(seed=i, max_tokens=new)) for i in range(16)]
         return [stream.collect() for stream in streams]
+
+
+def uniforms_of(seed, samples, new):
+    """What an engine draws samples of a prompt of one token with, one number for each token: (samples, new)."""
+    return np.stack([uniforms(fork(seed, k), np.arange(1, new + 1)) for k in range(samples)])
 
 
 def seed_of(body):
