@@ -82,7 +82,7 @@ def compare(
     if asked.show:
         first = ours if samples is None else [group[0] for group in ours]
         shown = [body | {"tokens": tokens} for body, tokens in zip(bodies, first, strict=True)]
-        print(json.dumps(shown, default=np.ndarray.tolist))
+        print(json.dumps(shown, default=lambda array: array.tolist()))
 
 
 class Numbers:

@@ -34,6 +34,7 @@ OWN_CACHE = {
     "deepar": 20,
     "pocket_speech": 25,
     "chronos_t5": 15,
+    "dia_speech": 20,
 }  # lines that a class may have
 LEVEL_2 = {"xtransformers_attend": 24, "musicgen_attend": 25, "equinox_gru": 10, "torch_lstm": 10, "g2p_gru": 32}
 FROM_FILES = {"meds_events": 15}
