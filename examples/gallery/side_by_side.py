@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 import hibachi
+from hibachi.engine.sampling.uniforms import fork, uniforms
 
 WORK = {"tiny": (20, 8), "real": (60, 48)}  # tokens of the longest prompt, and new ones of each
 
@@ -29,44 +30,85 @@ def work(vocab, size):
     return [random.integers(vocab, size=n).tolist() for n in random.integers(2, longest + 1, 16)], new
 
 
-def compare(model, own, prompts, new, asked, inputs=None, draws=False):
+def compare(
+    model, own, prompts, new, asked, inputs=None, draws=False, at_once=None, batch=None, samples=None, params=None
+):
     """model: for an engine. own: from a prompt, and inputs by name, to the `new` likeliest tokens of the library's
-    loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists} of each prompt. draws: the model
-    draws real values, for which `own` also gets the `seed`; those within 1e-4 are equal.
+    loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists or arrays} of each prompt. draws: the
+    model draws real values, for which `own` also gets the `seed`; those within 1e-4 of each, or 1e-5, are equal.
+    at_once: from an engine to what all requests get; None means that of `run`. batch: from nothing to what the library
+    gives them in a batch of its own. samples: how many are drawn of each prompt, by `params` and a `seed`; None means
+    that the likeliest tokens are taken.
     """
     bodies = [{"prompt": prompt, "inputs": given} for prompt, given in zip(prompts, inputs or prompts, strict=True)]
     bodies = [body if inputs else {"prompt": body["prompt"]} for body in bodies]
-    bodies = [body | ({"seed": i} if draws else {"temperature": 0}) for i, body in enumerate(bodies)]
+    drawn = draws or samples
+    bodies = [body | ({"seed": i} if drawn else {"temperature": 0}) | (params or {}) for i, body in enumerate(bodies)]
     # Turns repeat their prompts, so nothing is kept from one to the next.
-    with hibachi.AutoregressiveBatchInference(model, enable_prefix_caching=False) as engine:
+    options = {"enable_prefix_caching": False, "max_num_seqs": len(bodies) * (samples or 1)}
+    with hibachi.AutoregressiveBatchInference(model, **options) as engine:
 
         def start(prompt, inputs=None, **params):
             return engine.run(prompt, hibachi.SamplingParams(max_tokens=new, **params), inputs=inputs)
 
-        def at_once():
-            return [np.array(stream.collect()).tolist() for stream in [start(**body) for body in bodies]]
+        def all_of(engine):
+            if samples is None:
+                return [np.array(stream.collect()).tolist() for stream in [start(**body) for body in bodies]]
+            groups = [[start(**body | {"seed": fork(body["seed"], k)}) for k in range(samples)] for body in bodies]
+            return [[stream.collect() for stream in group] for group in groups]
 
         def one_by_one():
             return [own(body["prompt"], **body.get("inputs", {}), **seed_of(body)) for body in bodies]
 
+        jobs = [lambda: (at_once or all_of)(engine), one_by_one, *([batch] if batch else [])]
         ratios = []
         for turn in range(asked.rounds + 1):
-            ours, seconds = timed(at_once)
-            theirs, longer = timed(one_by_one)
+            (ours, theirs, *_), (seconds, *longer) = zip(*map(timed, jobs), strict=True)
             if turn:  # the first calls of a library take longer
-                ratios.append(longer / seconds)
+                ratios.append([each / seconds for each in longer])
         more = {} if draws else {"logprobs": 0}
         company = [certainty(stream) for stream in [start(**body, **more) for body in bodies]]
         alone = [certainty(start(**body, **more)) for body in bodies]
     same = sum(
-        np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-4 * draws, 0) for a, b in zip(ours, theirs, strict=True)
+        np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-4 * draws, 1e-5 * draws)
+        for a, b in zip(ours, theirs, strict=True)
     )
+    faster, *beside = map(statistics.median, zip(*ratios, strict=True))
     print(
-        f"{same} of {len(bodies)} equal; at once {statistics.median(ratios):.1f} times as fast; "
-        f"bits alone = in company: {'yes' if alone == company else 'no'}"
+        f"{same} of {len(bodies)} equal; at once {faster:.1f} times as fast"
+        + (f", {beside[0]:.1f} times as in its own batch" if beside else "")
+        + f"; bits alone = in company: {'yes' if alone == company else 'no'}"
     )
     if asked.show:
-        print(json.dumps([body | {"tokens": tokens} for body, tokens in zip(bodies, ours, strict=True)]))
+        first = ours if samples is None else [group[0] for group in ours]
+        shown = [body | {"tokens": tokens} for body, tokens in zip(bodies, first, strict=True)]
+        print(json.dumps(shown, default=lambda array: array.tolist()))
+
+
+class Numbers:
+    """Returns what it is given to draw from. draws: as of the model whose numbers they are."""
+
+    max_model_len = 2**20
+
+    def __init__(self, draws):
+        self.draws = draws
+
+    def forward(self, tokens, normal):
+        return normal
+
+
+def normals(draws, new):
+    """What an engine gives sixteen requests to draw from, with prompts of one token and seeds from 0: (draws,) for each
+    of their new tokens.
+    """
+    with hibachi.AutoregressiveBatchInference(Numbers(draws), backend="torch") as engine:
+        streams = [engine.run([[0.0] * draws], hibachi.SamplingParams(seed=i, max_tokens=new)) for i in range(16)]
+        return [stream.collect() for stream in streams]
+
+
+def uniforms_of(seed, samples, new):
+    """What an engine draws samples of a prompt of one token with, one number for each token: (samples, new)."""
+    return np.stack([uniforms(fork(seed, k), np.arange(1, new + 1)) for k in range(samples)])
 
 
 def seed_of(body):
@@ -77,7 +119,7 @@ def certainty(stream):
     """Every bit of the log-probabilities of a stream's tokens, or of the values that were drawn."""
     tokens = stream.collect()
     if not stream.logprobs:
-        return [float(value).hex() for value in tokens]
+        return [float(value).hex() for value in np.ravel(tokens)]
     frames = [each if isinstance(each, list) else [each] for each in stream.logprobs]
     return [float(likely).hex() for frame in frames for by_id in frame for likely in by_id.values()]
 

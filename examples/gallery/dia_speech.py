@@ -1,0 +1,130 @@
+"""Dia of transformers: a text is spoken in frames of nine codebooks, each later than the first: own cache and `encode`.
+
+In the checkout, in an environment of its own:
+
+    pip install ".[torch,serve]" "transformers>=5.24"
+    python examples/gallery/dia_speech.py
+    hibachi serve examples/gallery/dia_speech.py:Dia
+    python examples/gallery/dia_speech.py --show  # bodies of requests for /v1/generate
+
+The class is for the rung between levels 1 and 2. A codebook says BEGIN as often as it is late, then codes. The first
+one says END where the piece ends, at the latest in frame `end`; the others say theirs as many frames later as they are
+late, and whoever is through says PAD. Where the first said END is an array of the cache, beside the keys and values.
+"""
+
+import torch
+from side_by_side import WORK, arguments, compare
+from transformers import DiaConfig, DiaForConditionalGeneration, DynamicCache, EncoderDecoderCache, GenerationConfig
+
+import hibachi
+
+BOOKS, CODES, END, PAD, BEGIN, VOCAB, LONGEST = 9, 1024, 1024, 1025, 1026, 1028, 256
+SIZES = {"tiny": (32, 2, 2, [0, 1, 2, 2, 3, 3, 4, 4, 5]), "real": (256, 6, 8, None)}  # width, layers, heads, delays
+
+
+class Dia:
+    backend, codebooks, vocab_size, max_model_len, past = "torch", BOOKS, VOCAB, LONGEST, hibachi.OwnCache()
+    stop_rule = hibachi.StopRule(where=lambda frames: frames[:, -1] == END)
+
+    def __init__(self, model=None):
+        self.model = model or network("tiny")
+        self.inputs = {"text": hibachi.Input((None,), "int64"), "end": hibachi.Input((), "int32")}
+        self.late = torch.tensor(self.model.config.delay_pattern)
+
+    def encode(self, text):
+        return crossed(self.model.model, text), torch.ones_like(text)
+
+    def step(self, tokens, lengths, past, encoded, end):
+        (cross, mask), new = encoded, tokens.shape[1]
+        kept, ended = past or (DynamicCache(), torch.full_like(lengths, LONGEST))
+        cache = EncoderDecoderCache(kept, cross)
+        width = new + cache.get_seq_length()
+        place = torch.arange(width) - (width - lengths[:, None])  # of each position in its row, below 0 for padding
+        out = self.model(
+            encoder_outputs=(mask[..., None],),  # of which `cross` has all
+            attention_mask=mask,
+            decoder_input_ids=tokens.long(),
+            decoder_attention_mask=(place >= 0).long(),
+            decoder_position_ids=place[:, -new:].clamp(min=0),
+            cache=cache,
+            use_cache=True,
+        )
+        said = torch.where(tokens[..., 0] == END, place[:, -new:], LONGEST).amin(1)
+        ended = torch.minimum(ended, said.to(ended.dtype))
+        return delayed(out.logits[:, -1].unflatten(0, (-1, BOOKS)), lengths, ended, end, self.late), (kept, ended)
+
+
+def crossed(model, text):
+    """What the decoder would compute of a text in its first step: keys and values of its cross-attention."""
+    seen, cache = model.encoder(text).last_hidden_state, DynamicCache()
+    for place, layer in enumerate(model.decoder.layers):
+        both = layer.cross_attention.k_proj(seen), layer.cross_attention.v_proj(seen)
+        cache.update(
+            *(each.unflatten(-1, (-1, layer.cross_attention.head_dim)).transpose(1, 2) for each in both), place
+        )
+    return cache
+
+
+def delayed(logits, at, ended, end, late):
+    """Of which codes a codebook may say at a position, and what it must say before and behind them."""
+    at, ends = at[:, None], torch.minimum(ended, end)[:, None] + late  # (rows, 1), (rows, books)
+    must = torch.where(at <= late, BEGIN, torch.where(at == ends, END, torch.where(at > ends, PAD, -1)))
+    likeliest = logits[:, 0, : END + 1].argmax(-1) == END  # only then the first one says it
+    must[:, 0] = torch.where(likeliest & (must[:, 0] < 0), END, must[:, 0])
+    ids, must = torch.arange(logits.shape[-1]), must[..., None]
+    return logits.masked_fill(torch.where(must < 0, ids >= CODES, ids != must), -torch.inf)
+
+
+def network(size):
+    torch.manual_seed(0)
+    width, layers, heads, delays = SIZES[size]
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "initializer_range": 0.1,
+    }
+    attention = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width // heads}
+    cross = {f"cross_{name}": value for name, value in attention.items()} | {"cross_hidden_size": width}
+    config = DiaConfig(encoder_config=sizes | attention, decoder_config=sizes | attention | cross, delay_pattern=delays)
+    model = DiaForConditionalGeneration(config).eval()
+    model.logits_dense.weight.data[END] *= 2  # so that some end by themselves
+    return model
+
+
+def main():
+    asked = arguments(__doc__)
+    (longest, new), library, random = WORK[asked.size], network(asked.size), torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 256, (n,), generator=random) for n in range(longest - 15, longest + 1)]
+    late = library.config.delay_pattern
+    how = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=END, pad_token_id=PAD, bos_token_id=BEGIN)
+
+    @torch.inference_mode()
+    def spoken(texts):
+        text = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        begin = torch.where(torch.arange(late[-1] + 1)[:, None] <= torch.tensor(late), BEGIN, PAD)
+        found = library.generate(
+            text,
+            attention_mask=(text > 0).long(),
+            decoder_input_ids=begin.expand(len(texts), -1, -1),
+            decoder_attention_mask=torch.ones(len(texts), late[-1] + 1).long(),
+            generation_config=how,
+        )
+        return [frames[1 : 1 + ended(frames[1:])].tolist() for frames in found]
+
+    def ended(frames):
+        return 1 + (frames[:, -1] == END).int().argmax()
+
+    compare(
+        Dia(network(asked.size)),
+        lambda prompt, text, end: spoken([text])[0],
+        [[[BEGIN] * BOOKS]] * 16,
+        new,
+        asked,
+        [{"text": text, "end": new - late[-1]} for text in texts],
+        batch=lambda: spoken(texts),
+    )
+
+
+if __name__ == "__main__":
+    main()
