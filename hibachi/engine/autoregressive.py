@@ -333,7 +333,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         """Link a request with rows that guide it. Raises InvalidRequest."""
         built, backend = self._built, self._backend
         assert built is not None
-        if not built.runner.forks or not isinstance(backend, ArrayBackend):
+        if built.runner.sampler is None or not isinstance(backend, ArrayBackend):
             raise InvalidRequest(
                 f"guidance mixes logits, and {type(self.model).__name__} returns tokens: expected a model with "
                 f"`logits`, or with a `step` that returns logits."
@@ -482,15 +482,17 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             search([*jobs], silent, beams, built.runner.backend)
             worker.add(first)
             return
-        if not built.runner.forks or first.request.pooling is not None or first.seq.begun:
+        early = built.runner.sampler is None  # the model draws: each computes the last token by itself
+        apart = first.request.pooling is not None or first.seq.begun or (early and first.seq.prompt_len < 2)
+        if apart or not built.runner.forks:
             super().enqueue_many(jobs)
             return
         worker.check_room(first.seq.tenant, len(jobs))
-        size = most_alike(built.facts.limits, first.seq.prompt_len, first.request.max_tokens)
+        size = most_alike(built.facts.limits, first.seq.prompt_len, first.request.max_tokens, early=early)
         for i in range(0, len(jobs), size):
             part = [*jobs[i : i + size]]
             if len(part) > 1:
-                together = Linked(linked([job.seq for job in part], alike=True, parts=True), part)
+                together = Linked(linked([job.seq for job in part], alike=True, parts=True, early=early), part)
                 for job in part:
                     job.linked = together
             worker.add(part[0])

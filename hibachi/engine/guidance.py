@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from hibachi.backend.array_backend import Array, ArrayBackend
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.job import Job, Linked
 from hibachi.engine.runners.linked import Draws, LinkRows, firsts, for_all
 from hibachi.engine.runners.runner import Part, Sampler, check_output, drawn_part
@@ -75,19 +77,27 @@ class Mixed(Draws):
 
     @override
     def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:
-        jobs, idx = firsts(links)
-        if self.mix is None:
-            own, other = (sampler.rows(out, np.array([link.at[k] for link in links])) for k in range(2))
-            scale = np.ones(own.shape[0], np.float32)
-            scale[: len(links)] = [link.linked.draws.scale for link in links]
-            shape = (-1, *(1,) * (own.ndim - 1))
-            mixed = self.backend.program(_guided)(own, other, self.backend.put(scale.reshape(shape)))
-        else:  # one by one: what others ask for changes no bit
-            each = [self._asked(self.mix, [sampler.rows(out, np.array([i])) for i in link.at]) for link in links]
-            mixed = each[0] if len(each) == 1 else self.backend.xp.concat(each, axis=0)
-        positions = plan.end[idx]
-        drawn = sampler.draw(mixed, jobs, plan.rows[idx], positions)
+        (jobs, idx), at = firsts(links), np.array([link.at for link in links])
+        rows, positions = plan.rows[idx], plan.end[idx]
+        if isinstance(sampler, FrameSampler) and sampler.depth is not None:
+            # The logits of each codebook are mixed, and all rows get the id that is drawn.
+            whose = np.repeat(np.arange(len(links)), at.shape[1])
+            mix = partial(self._mixed, sampler, links, at=np.arange(at.size).reshape(at.shape))
+            drawn = sampler.draw(sampler.rows(out, at.reshape(-1)), jobs, rows, positions, mix, whose)
+        else:
+            drawn = sampler.draw(self._mixed(sampler, links, out, at), jobs, rows, positions)
         return for_all(drawn_part(idx, drawn, jobs, positions, self.backend), links, drawn.tokens)
+
+    def _mixed(self, sampler: Sampler, links: Sequence[LinkRows], out: Array, at: HostArray) -> Array:
+        """The logits of each link, of rows `at` [links, rows] of `out`."""
+        if self.mix is not None:  # one by one: what others ask for changes no bit
+            each = [self._asked(self.mix, [sampler.rows(out, row[k : k + 1]) for k in range(len(row))]) for row in at]
+            return each[0] if len(each) == 1 else self.backend.xp.concat(each, axis=0)
+        own, other = (sampler.rows(out, at[:, k]) for k in range(2))
+        scale = np.ones(own.shape[0], np.float32)
+        scale[: len(links)] = [link.linked.draws.scale for link in links]
+        shape = (-1, *(1,) * (own.ndim - 1))
+        return self.backend.program(_guided)(own, other, self.backend.put(scale.reshape(shape)))
 
     def _asked(self, mix: Callable[..., Any], rows: Sequence[Array]) -> Array:
         rows = [self.backend.float32(row[:1, ...]) for row in rows]

@@ -1,7 +1,7 @@
 """Linked sequences: none starts in part, none is lost, and what each gets does not depend on who else is here.
 
-Three kinds stand for all: samples, which have a prompt and part after it; mixed ones, whose prompts differ and whose
-tokens are one; and beams, which begin alike and then go on from one another.
+Four kinds stand for all: samples, which have a prompt and part after it; early ones, which part before its last token;
+mixed ones, whose prompts differ and whose tokens are one; and beams, which begin alike and then go on from one another.
 """
 
 import random
@@ -33,14 +33,16 @@ class Member:
 
 
 class Group:
-    """kind: "one", "samples", "mixed" or "beams"."""
+    """kind: "one", "samples", "early", "mixed" or "beams"."""
 
     def __init__(self, name, kind, prompts, max_new, stop, **terms):
         self.name, self.kind, self.stop, self.max_new = name, kind, stop, max_new
         self.members = [Member(self, i, prompt) for i, prompt in enumerate(prompts)]
         self.seqs = [Seq(len(m.prompt), max_new, owner=m, **terms) for m in self.members]
-        alike = kind in ("samples", "beams")
-        self.ticket = linked(self.seqs, alike=alike, parts=kind == "samples") if len(prompts) > 1 else self.seqs[0]
+        alike, parts = kind in ("samples", "early", "beams"), kind in ("samples", "early")
+        self.ticket = self.seqs[0]
+        if len(prompts) > 1:
+            self.ticket = linked(self.seqs, alike=alike, parts=parts, early=kind == "early")
 
     def draws(self, hashes, n):
         """From the hash of each member's tokens to (the member that each goes on from, its new token). n: tokens so
@@ -68,7 +70,7 @@ class Group:
             for i in live:
                 got[i] = before[drawn[i][0]] + [drawn[i][1]]
             over = [i for i in live if self.over(got[i], self.members[i].prompt, longest)]
-            live = [i for i in live if i not in over] if self.kind == "samples" or not over else []
+            live = [i for i in live if i not in over] if self.kind in ("samples", "early") or not over else []
         return got
 
 
@@ -139,7 +141,7 @@ class Engine:
             if seq.link is not None and not seq.link.parted and not seq.link.alike:
                 assert {*seq.link.seqs} <= {*emitting}, "they do not draw together"
             first = group.seqs[0]
-            if group.kind == "samples":
+            if group.kind in ("samples", "early"):
                 parent = first if seq.vacant else seq
                 token = (hashes[parent] + member.number) % VOCAB
             else:
@@ -246,8 +248,8 @@ def world(seed, policy):
     engine = Engine(limits, policy, rng, grows=rng.random() < 0.7 and how != "apart")
     groups = []
     for name in range(rng.randint(1, 12)):
-        kind, n = rng.choice(("one", "samples", "mixed", "beams")), rng.randint(2, rows + 1)
-        base = [1 - i % 2 for i in range(rng.randint(1, longest - 2))]
+        kind, n = rng.choice(("one", "samples", "early", "mixed", "beams")), rng.randint(2, rows + 1)
+        base = [1 - i % 2 for i in range(rng.randint(2, longest - 2))]
         prompts = [base] * n
         if kind == "mixed":
             prompts = [[1 - i % 2 for i in range(rng.randint(1, longest - 2))] for _ in range(n)]
@@ -276,7 +278,7 @@ def drive(seed, policy):
             for seq in paused:
                 engine.scheduler.unpause(seq)
     s = engine.scheduler
-    assert s.running == s.waiting == s.together == s.paused_rows == 0 and s.policy.peek() is None
+    assert s.running == s.waiting == s.waits == s.paused_rows == 0 and s.policy.peek() is None
     assert s.pool.free == s.pool.usable, "a block is lost"
     assert replay(s.recorder.dump(), policy()) == sum(
         e["event"] == "plan" and bool(e["plan"]) for e in s.recorder.dump()["events"]

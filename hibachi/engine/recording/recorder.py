@@ -128,7 +128,7 @@ class Recorder:
                 words |= {"now": now} | self._seq(seq, held)
                 if members:
                     words["linked"] = [self._seq(each, waits) for each, waits in members]
-                    words |= {"alike": seq.link.alike, "parts": seq.link.parts}
+                    words |= {"alike": seq.link.alike, "parts": seq.link.parts, "early": seq.link.early}
             case "plan", (plan, now):
                 words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
             case "commit", (stopped, seconds, counts, parents):

@@ -68,7 +68,7 @@ class _Player:
         match kind:
             case "add":
                 now, number, members = event.pop("now"), event.pop("seq"), event.pop("linked", [])
-                how = {name: event.pop(name) for name in ("alike", "parts") if name in event}
+                how = {name: event.pop(name) for name in ("alike", "parts", "early") if name in event}
                 numbers = [each.pop("seq") for each in members]
                 seqs = [Seq(**each) for each in members]
                 seq = linked(seqs, **how) if seqs else Seq(**event)

@@ -149,7 +149,7 @@ class CachedRunner(Runner):
     @property
     @override
     def forks(self) -> bool:
-        return isinstance(self.main.head, Sampled)
+        return True
 
     @override
     def draw_linked(self, plan: StepPlan) -> Outcome:

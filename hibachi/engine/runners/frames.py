@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,14 +55,25 @@ class FrameSampler:
             self._each.admit(book, row * n + k, seeds[k])
         self._books[row] = books
 
-    def draw(self, out: Any, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+    def draw(
+        self,
+        out: Any,
+        jobs: Sequence[Job],
+        rows: Any,
+        positions: Any,
+        mix: Callable[[Array], Array] | None = None,
+        whose: HostArray | None = None,
+    ) -> Drawn:
         """One token for each job: int32 [n, codebooks]. out: logits [m, codebooks, vocab], or arrays [m, ...] for
         `depth`, m >= n; rows, positions [n]. Raises what `depth` raises, and InvalidModelOutput.
+
+        mix, whose: in depth, where several rows of the outputs belong to one job: from the logits of a codebook to
+        those that are drawn from; and to which job each belongs, [m].
         """
         n, books = len(jobs), [self._books[row] for row in np.asarray(rows).tolist()]
         found = Drawn(np.zeros((n, self._n), np.int32), np.zeros(n, bool), {})
         scores, faults = dict[int, Any](), dict[int, HibachiError]()
-        for places, drawn in self._drawn(out, books, rows, positions):
+        for places, drawn in self._drawn(out, books, rows, positions, mix, whose):
             found.tokens.reshape(-1)[places] = drawn.tokens
             if drawn.bad is not None:
                 found.bad[places[drawn.bad] // self._n] = True
@@ -85,7 +96,13 @@ class FrameSampler:
         return False
 
     def _drawn(
-        self, out: Any, books: Sequence[list[Job]], rows: Any, positions: Any
+        self,
+        out: Any,
+        books: Sequence[list[Job]],
+        rows: Any,
+        positions: Any,
+        mix: Callable[[Array], Array] | None,
+        whose: HostArray | None,
     ) -> Iterator[tuple[HostArray, Drawn]]:
         """Draws, each with the places among the ids of all frames [n * codebooks] that it is for."""
         n, k = len(books), self._n
@@ -98,19 +115,24 @@ class FrameSampler:
             return
         backend, m = self.backend, leaves(out)[0].shape[0]
         self.depth.check(out, np.zeros((m, k), np.int32))
-        if (backend.asynchronous or backend.shapes.compiled) and self._each.plain((), each, np.repeat(positions, k)):
+        plain = mix is None and (backend.asynchronous or backend.shapes.compiled)
+        if plain and self._each.plain((), each, np.repeat(positions, k)):
             yield places, self._on_device(self.depth, out, each.reshape(n, k).T, positions)
             return
         codes, past, by_book = np.zeros((m, k), np.int32), None, each.reshape(n, k).T
-        hows = self._each.hows(by_book, positions, m)
+        hows = self._each.hows(by_book, positions, m) if mix is None else [None] * k
         for i in range(k):
             # A copy, as the model may keep it in its past.
             logits, past = self.depth.logits(i, out, backend.put(codes.copy()), past)
+            logits = logits if mix is None else mix(logits)
             jobs = [row[i] for row in books]
             drawn = self._each.draw(self._wide(i, logits), jobs, by_book[i], positions, hows[i])
             if drawn.bad is not None:
                 drawn.tokens[drawn.bad] = 0  # any id that there is
-            codes[:n, i] = drawn.tokens
+            if whose is None:
+                codes[:n, i] = drawn.tokens
+            else:
+                codes[: len(whose), i] = drawn.tokens[whose]
             yield places[i::k], drawn
 
     def _on_device(self, depth: DepthCalls, out: Any, each: HostArray, positions: Any) -> Drawn:

@@ -14,22 +14,24 @@ from hibachi.engine.scheduler.step import Ints, Limits
 from hibachi.errors import InvalidRequest
 
 
-def tail(limits: Limits, seq: Seq) -> int:
-    """Blocks that each further sequence needs of its own to go on from a prompt that another has computed."""
+def tail(limits: Limits, seq: Seq, *, early: bool) -> int:
+    """Blocks that each further sequence needs of its own to go on from a prompt that another has computed. early: but
+    for its last token.
+    """
     length = seq.length or seq.prompt_len
     if not limits.blocks:
         return 0
     if limits.rows_apart:
         return -(-length // limits.block_size)
     last = seq.end - 1 if limits.reserve_all else length
-    return -(-last // limits.block_size) - length // limits.block_size
+    return -(-last // limits.block_size) - (length - early) // limits.block_size
 
 
-def most_alike(limits: Limits, prompt_len: int, max_new: int | None) -> int:
+def most_alike(limits: Limits, prompt_len: int, max_new: int | None, *, early: bool = False) -> int:
     """How many sequences of one prompt may be linked: rows and memory hold as many at once."""
     seq = Seq(prompt_len, max_new)
     seq.end = limits.fit(prompt_len, max_new)
-    each = tail(limits, seq)
+    each = tail(limits, seq, early=early)
     if not each:
         return limits.rows
     first = -(-(seq.end - 1 if limits.reserve_all else prompt_len) // limits.block_size)
@@ -49,7 +51,8 @@ def check_fits(limits: Limits, link: Link) -> None:
     size, usable = limits.block_size, limits.blocks - 1
     if link.parts:
         first = link.seqs[0]
-        need = -(-(first.end - 1 if limits.reserve_all else first.prompt_len) // size) + (n - 1) * tail(limits, first)
+        need = -(-(first.end - 1 if limits.reserve_all else first.prompt_len) // size)
+        need += (n - 1) * tail(limits, first, early=link.early)
     else:  # each may have to compute all of its tokens again
         need = sum(-(-(seq.end - 1) // size) for seq in link.seqs)
     if need > usable:
@@ -66,10 +69,12 @@ def waited(seqs: Sequence[Seq], q: Ints, left: Ints) -> Ints:
     """
     links: dict[int, list[int]] = {}
     for i, seq in enumerate(seqs):
-        if seq.link is not None and seq.link.together:
+        if seq.link is not None and seq.link.waits and not seq.vacant:
             links.setdefault(id(seq.link), []).append(i)
     for group in links.values():
-        if not (q[group] == left[group]).all() or left[group].max() > 1:
+        link = seqs[group[0]].link
+        assert link is not None
+        if not link.together or not (q[group] == left[group]).all() or left[group].max() > 1:
             q[group] = np.minimum(q[group], left[group] - 1)
     return q
 

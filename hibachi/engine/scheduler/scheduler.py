@@ -78,7 +78,7 @@ class Scheduler:
         self.stale: bool = False  # `rows` and `order` hold a sequence that has left
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self.paused_rows = 0  # rows
-        self.together = 0  # rows that draw in the same steps as others
+        self.waits = 0  # rows whose last known tokens wait for others: see `Link`
         # Waiting sequences that may not start yet: held ones, and those that were preempted while paused.
         self._parked: set[Seq] = set()
         self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
@@ -409,7 +409,7 @@ class Scheduler:
                 q = self._to_marks(seqs, rows, start, q)
             if self._slow:
                 q = np.minimum(q, np.fromiter((s.most or NEVER for s in seqs), np.int32, len(seqs)))
-            if self.together and np.count_nonzero((left := table.known[rows] - start) != 1):
+            if self.waits and np.count_nonzero((left := table.known[rows] - start) != 1):
                 q = waited(seqs, q, left)
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
             tokens_left = self.budget - (len(q) if decode else int(q.sum()))
@@ -418,7 +418,7 @@ class Scheduler:
                 q, tokens_left = self._share(q, seqs)
             elif self.limits.prefill is not None:
                 tokens_left = min(tokens_left, self.limits.prefill)
-            if self.together and np.count_nonzero(q != left):
+            if self.waits and np.count_nonzero(q != left):
                 q = waited(seqs, q, left)
             end = start + q
             if not self.pool or not np.count_nonzero(end > table.capacity[rows]):
@@ -489,7 +489,7 @@ class Scheduler:
             saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
             copies=copied,
             draft=draft,
-            linked=bool(self.together or parting),
+            linked=bool(self.waits or parting),
         )
 
     def refresh(self) -> None:
@@ -512,7 +512,7 @@ class Scheduler:
         finds its part left.
         """
         # `want` is in the order of service. Fewer tokens than rows (after memory ran out) go to the first of them.
-        budget = max([self.budget, *(len(s.bound) for s in seqs)]) if self.together else self.budget
+        budget = max([self.budget, *(len(s.bound) for s in seqs)]) if self.waits else self.budget
         single = np.flatnonzero(want == 1)[:budget]
         q = np.zeros(len(want), np.int32)
         q[single] = 1
@@ -686,7 +686,7 @@ class Scheduler:
                 started.append((each, hit, q))
             if seq.link is not None and not seq.link.parted:
                 seq.row, seq.started = group[0].row, True
-                self.together += len(group) if seq.link.together else 0
+                self.waits += len(group) if seq.link.waits else 0
         return started
 
     def _hit(self, seq: Seq, known: int) -> int:
@@ -708,7 +708,8 @@ class Scheduler:
             tokens_left = max(tokens_left, len(group))
         shares = []
         for seq, hit in zip(group, hits, strict=True):
-            q = max(0, min(seq.length - hit - together, tokens_left, seq.most or self.limits.chunk))
+            last = together or _forks_early(seq)
+            q = max(0, min(seq.length - hit - last, tokens_left, seq.most or self.limits.chunk))
             if self.checkpoints and seq.keys is not None and q:
                 mark = self.checkpoints.mark(hit, seq.length, self.limits.block_size)
                 q = q if mark is None else min(q, mark - hit)
@@ -748,7 +749,7 @@ class Scheduler:
         if len(self.free_rows) <= len(others):
             return None
         if seq.link.alike and not seq.link.forked:
-            more = tail(self.limits, first)
+            more = tail(self.limits, first, early=seq.link.early)
             found = self._reserve(first, at_work, published, copied, more * len(others))
             if found is None:
                 self._name_stuck(first, seq)
@@ -795,7 +796,8 @@ class Scheduler:
         more: blocks that must be left for others. finds: it may begin with what others have computed.
         """
         pool, limits = self.pool, self.limits
-        most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
+        # At least the last token must be computed; and one before, where others go on from it.
+        most = (seq.length - 1 - _forks_early(seq)) // limits.block_size
         slot = None
         if seq.keys is None or seq.begun or not finds:
             most = 0
@@ -922,6 +924,9 @@ class Scheduler:
         if np.count_nonzero(plan.emit) < len(rows):
             same = table.generation[rows] == plan.generation
             table.settled[rows[same]] = end[same]
+            if self.waits:
+                early = [seq for seq, ok in zip(seqs, same.tolist(), strict=True) if ok and self._forks_now(seq)]
+                parents = [*parents, *((each, seq) for seq in early for each in others_of(seq))]
             at = np.flatnonzero(plan.emit)
             rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
             same = table.generation[rows] == plan.generation[at]
@@ -952,6 +957,16 @@ class Scheduler:
                     self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
         return Committed(alive, finished, moves)
 
+    def _forks_now(self, seq: Seq) -> bool:
+        """Whether others go on from it before its last token."""
+        link, table = seq.link, self.table
+        return (
+            link is not None
+            and link.early
+            and not seq.vacant
+            and bool(table.known[seq.row] - table.computed[seq.row] == 1)
+        )
+
     def _fork(self, seq: Seq, source: Seq) -> Move:
         """A sequence goes on from another that it is linked with, which was computed as far as the last step came."""
         table, row, size, block = self.table, seq.row, self.limits.block_size, None
@@ -962,7 +977,8 @@ class Scheduler:
         elif self.pool:
             full = end // size
             shared, own = source.blocks[:full], seq.blocks if seq.vacant else seq.blocks[full:]
-            self.pool.vouch(shared)
+            if table.emitted[source.row]:
+                self.pool.vouch(shared)
             self.pool.hold(shared)
             if not seq.vacant:
                 self.pool.release(seq.blocks[:full], sound=full)
@@ -975,12 +991,14 @@ class Scheduler:
             self.block_table[row, : len(seq.blocks)] = seq.blocks
             table.capacity[row] = len(seq.blocks) * size
             table.published[row] = seq.published if seq.keys is not None else NEVER
-        table.settled[row], table.emitted[row] = table.settled[source.row], True
+        table.computed[row], table.settled[row] = end, table.settled[source.row]
+        table.emitted[row] = table.emitted[source.row]
         link = seq.link
         assert link is not None
         if not link.forked:
+            self.waits -= len(link.seqs) if link.waits else 0
             link.forked = True
-            self.together += 0 if link.parts else len(link.seqs)
+            self.waits += len(link.seqs) if link.waits else 0
         seq.vacant = False
         return Move(seq, source.row, row, end, block)
 
@@ -1059,7 +1077,7 @@ class Scheduler:
         self.free_rows.append(row)
         self.table.leave(row)
         self.paused_rows -= seq.paused
-        self.together -= seq.link is not None and seq.link.together
+        self.waits -= seq.link is not None and seq.link.waits
         seq.blocks, seq.row, seq.published, seq.node, seq.vacant = [], -1, 0, None, False
         self.stale = True
 
@@ -1074,7 +1092,7 @@ class Scheduler:
         assert self.paused_rows == sum(s.paused for s in running), "a paused row is lost"
         bound = [s for s in running if s.link is not None and not s.link.parted]
         assert all(each.row >= 0 for s in bound for each in s.bound), "linked sequences run in part"
-        assert self.together == sum(s.link is not None and s.link.together for s in bound), "who waits is miscounted"
+        assert self.waits == sum(s.link is not None and s.link.waits for s in bound), "who waits is miscounted"
         writers: set[int] = set()
         for s in running:
             computed, known, done = self.table.computed[s.row], self.table.known[s.row], self.table.done[s.row]
@@ -1097,6 +1115,10 @@ class Scheduler:
         if self.checkpoints:
             self.checkpoints.check([slot for items in self._slots.values() for _, slot in items])
         assert self.waiting >= 0
+
+
+def _forks_early(seq: Seq) -> bool:
+    return seq.link is not None and seq.link.early and not seq.link.forked and not seq.vacant
 
 
 def _rank(seq: Seq) -> Any:

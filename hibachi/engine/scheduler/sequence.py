@@ -71,15 +71,16 @@ class Link:
     """Sequences that start in the same step or not at all.
 
     ticket: stands for all of them in the queue; a policy sees them as this one. seqs: those that have not ended.
-    alike: they have one prompt. The first computes it for all, and with their first new tokens they fork. parts: each
-    is on its own then. Otherwise they draw in the same steps, for which they wait for one another, are sent back
-    together and end together.
+    alike: they have one prompt. The first computes it for all, and with their first new tokens they fork. early: before
+    its last token, which each computes by itself. parts: after the fork each is on its own. Otherwise they draw in the
+    same steps, for which they wait for one another, are sent back together and end together.
     """
 
     ticket: Seq
     seqs: list[Seq]
     alike: bool
     parts: bool
+    early: bool = False
     forked: bool = False
 
     @property
@@ -91,12 +92,17 @@ class Link:
         """Whether they draw in the same steps."""
         return not self.alike or (self.forked and not self.parts)
 
+    @property
+    def waits(self) -> bool:
+        """Whether their last known tokens wait: for one another, or for the fork."""
+        return self.together or (self.early and not self.forked)
 
-def linked(seqs: Sequence[Seq], *, alike: bool, parts: bool) -> Seq:
+
+def linked(seqs: Sequence[Seq], *, alike: bool, parts: bool, early: bool = False) -> Seq:
     """Link sequences of the same terms; returns their ticket, which is queued for them."""
     first = seqs[0]
     ticket = replace(first, owner=None, keys=None, blocks=[], held=any(seq.held for seq in seqs))
-    link = Link(ticket, [*seqs], alike, parts)
+    link = Link(ticket, [*seqs], alike, parts, early)
     for seq in (ticket, *seqs):
         seq.link = link
     return ticket

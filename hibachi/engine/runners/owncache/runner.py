@@ -261,7 +261,7 @@ class OwnCacheRunner(Runner):
     @property
     @override
     def forks(self) -> bool:
-        return isinstance(self.head, Sampled)
+        return isinstance(self.head, Sampled) or not (self.apart or self._trial.whole)
 
     @override
     def draw_linked(self, plan: StepPlan) -> Outcome:
