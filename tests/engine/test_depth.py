@@ -10,7 +10,7 @@ from hibachi.engine import build
 from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
 
 from ..decode.reference import distribution
-from .frames import DEPTHS, EMBED, HEAD, RUNGS, InDepth, K, SizedDepth, V
+from .frames import DEPTHS, EMBED, HEAD, RUNGS, H, InDepth, K, SizedDepth, V
 from .test_codebooks import LIBRARIES, PROMPTS, frames
 from .test_equality_matrix import Preempting
 
@@ -102,6 +102,42 @@ def test_log_probabilities_and_greedy_frames(library, serve):
             want = logits.max() - np.log(np.exp(logits).sum())
             assert each == {int(frame[k]): pytest.approx(want, abs=1e-4)}
         known = np.concatenate([known, frame[None]])
+
+
+WIDE = np.random.default_rng(2).normal(size=(H * 64, V)).astype(np.float32)
+
+
+@pytest.mark.parametrize("rung", ["whole", "own"])
+def test_bits_of_rounded_products_are_those_of_a_request_alone(rung, serve):
+    """On NumPy, products of several rows are rounded otherwise; calls are made so that none is."""
+
+    class Rounded(DEPTHS[rung]):
+        def depth(self, k, given, codes, past):
+            logits, past = super().depth(k, given, codes, past)
+            return logits + np.tile(past + codes[:, :1] / 7, 64).astype(np.float32) @ WIDE, past
+
+    def bits(streams):
+        both = [(frames(stream).tolist(), stream.logprobs) for stream in streams]
+        return [
+            (said, [[{i: p.hex() for i, p in each.items()} for each in f] for f in scores]) for said, scores in both
+        ]
+
+    engine = serve(Rounded(), deterministic=True, max_num_seqs=6)
+    alone = [bits([engine.run(prompt, params(i, logprobs=1))])[0] for i, prompt in enumerate(PROMPTS)]
+    assert bits([engine.run(prompt, params(i, logprobs=1)) for i, prompt in enumerate(PROMPTS)]) == alone
+
+
+@pytest.mark.parametrize("rung", DEPTHS)
+def test_trials_go_through_depth(rung, serve, caplog):
+    class Mixing(DEPTHS[rung]):
+        def depth(self, k, given, codes, past):
+            logits, past = super().depth(k, given, codes, past)
+            return logits + 1e-5 * given["hidden"][0].mean() * (k == K - 1), past
+
+    assert serve(DEPTHS[rung](), max_num_seqs=4, deterministic=None).deterministic
+    assert (
+        not serve(Mixing(), max_num_seqs=4, deterministic=None).deterministic and "deterministic=False" in caplog.text
+    )
 
 
 SIZES = SizedDepth.vocab_sizes
