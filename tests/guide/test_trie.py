@@ -1,6 +1,7 @@
 """Catalogues: a trie against sets of tuples, and outputs that are one of its paths, on every rung with logits."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from hibachi import (
     AutoregressiveBatchInference,
+    Beams,
     InvalidRequest,
     NumpyBackend,
     SamplingParams,
@@ -153,12 +155,21 @@ def test_outputs_are_paths_and_the_same_in_any_company(model, options):
         e.core.scheduler.check()
 
 
-@pytest.mark.parametrize("model", [SumLogits, SumOwn, SumPaged, SumState])
-def test_continuations_of_one_prompt_go_their_own_ways(model):
-    with engine(model, max_num_seqs=3) as e:
-        streams = e.run_many([1, 2], SamplingParams(temperature=600.0, seed=1), 5, allowed=Trie(SQUARE))
-        found = [tuple(stream.collect()) for stream in streams]
-        assert len(set(found)) > 1 and all(list(path) in SQUARE.tolist() for path in found)
+def test_continuations_and_beams_are_paths_too():
+    """As many beams as there are paths find all of them, in the order of their scores."""
+    paths = SQUARE[:12]
+    with engine(partial(SumLogits, margin=2.0), max_num_seqs=12) as e:
+        found = [tuple(s.collect()) for s in e.run_many([1, 2], SamplingParams(seed=1), 9, allowed=Trie(paths))]
+        assert len(set(found)) > 1 and {*found} <= {*map(tuple, paths.tolist())}
+        streams = e.run_many([1, 2], SamplingParams(beams=Beams(12)), 12, allowed=Trie(paths))
+        found = {tuple(stream.collect()): stream.score for stream in streams}
+    norm = np.log(np.exp(2.0) + VOCAB - 1)
+    want = {
+        tuple(p): np.mean([2.0 * (p[i] == (3 + sum(p[:i]) + 1) % VOCAB) - norm for i in range(4)])
+        for p in paths.tolist()
+    }
+    assert found.keys() == want.keys() and all(abs(found[path] - want[path]) < 1e-5 for path in want)
+    assert [*found.values()] == sorted(found.values(), reverse=True)
 
 
 def test_forced_tokens_take_no_steps_where_the_engine_speculates():
