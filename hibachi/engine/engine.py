@@ -176,9 +176,9 @@ class Engine:
         now, jobs, ticket = time.monotonic(), _linked(job), job.seq if job.linked is None else job.linked.ticket
         for each in jobs:
             each.seq.owner = each
-            each.seq.held = ticket.held = job.grammar is not None and each.guided is None
             if not each.silent:
                 self._live.add(each)
+        job.seq.held = ticket.held = job.grammar is not None and job.guided is None
         self._pausing |= job.channel.pause_after is not None or job.channel.fed
         try:
             self.scheduler.add(ticket, now)
@@ -210,24 +210,21 @@ class Engine:
         else:
             for each in jobs:
                 each.guided = made if each is job else made.fork()
-                if made.form.slow:
-                    self._in_turns.add(each)
-                    self._turns.some = True
-                else:
-                    self.scheduler.free(each.seq)
+            if made.form.slow:
+                self._in_turns.add(job)
+                self._turns.some = True
+            else:
+                self.scheduler.free(job.seq)
 
     def cancel(self, job: Job) -> None:
         if job not in self._live:
             return
-        link = job.seq.link
-        if link is not None and link.parts and not link.forked:  # what it computes is for the others too
-            self._ended(job, Finish.CANCELLED)
-            job.seq.owner = job
-            if not self._live.intersection(_linked(job)):
-                self.scheduler.cancel(job.seq)
-            return
-        self.scheduler.cancel(job.seq)
+        bound = [seq.owner for seq in job.seq.bound]
         self._ended(job, Finish.CANCELLED)
+        if self._live.intersection(bound):  # its row is there for the others too
+            job.seq.owner = job
+        else:
+            self.scheduler.cancel(job.seq)
 
     def drop_prefixes(self, job: Job) -> None:
         """Later requests find nothing of what was computed so far. job: not a request; its channel ends when this is
@@ -261,18 +258,22 @@ class Engine:
 
     def _take_turns(self) -> None:
         """Rows of slow forms wait until it is their turn."""
-        slow = [(job, job.guided) for job in self._live if job.guided is not None and job.guided.form.slow]
-        mine = {job.seq for job, _ in slow}
+        slow = [(job, job.guided) for job in self._first_ones() if job.guided is not None and job.guided.form.slow]
+        mine = {seq for job, _ in slow for seq in job.seq.bound}
         others = any(seq.row >= 0 and not seq.paused and seq not in mine for seq in self.scheduler.order)
         going = set(self._turns.go([guided for _, guided in slow], others=others, now=time.perf_counter()))
         waiting = {job for job, guided in slow if guided not in going}
         for job in waiting - self._in_turns:
             self.scheduler.pause(job.seq)
         for job in self._in_turns - waiting:
-            if job in self._live and job not in self._paused:
+            if job.seq.finish is None and job not in self._paused:
                 self.scheduler.free(job.seq)
                 self.scheduler.unpause(job.seq)
         self._in_turns, self._turns.some = waiting, bool(slow)
+
+    def _first_ones(self) -> list[Job]:
+        """The running requests, and of those that are bound to one another the first."""
+        return [seq.owner for seq in {id(first): first for job in self._live for first in job.seq.bound[:1]}.values()]
 
     def next_deadline(self) -> float | None:
         """The time (time.monotonic()) at which `step` has something to do even if no request arrives and nothing is
@@ -662,7 +663,8 @@ class Engine:
             failed = StepFailed("device" if self.runner.backend.fatal(e) else "cache", cache_lost=True)
             failed.__cause__ = e
             self._recover(failed)
-        for seq in {id(seq): seq for m in moves if m.seq.link for seq in list(m.seq.link.seqs)}.values():
+        parted = {id(m.seq.link): m.seq.link for m in moves if m.seq.link is not None and m.seq.link.parted}
+        for seq in [seq for link in parted.values() for seq in link.seqs]:
             if seq.owner is not None and not seq.owner.silent and seq.owner not in self._live:
                 self.scheduler.cancel(seq)  # as its caller wanted before they had forked
                 seq.owner = None
