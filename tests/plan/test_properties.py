@@ -38,7 +38,7 @@ def test_every_stream_equals_its_solo_run_whatever_is_proposed(seed, n, unlucky)
     drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky)
 
 
-@settings(max_examples=80, **QUIET)
+@settings(max_examples=200, **QUIET)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 16), unlucky=st.booleans(), proposals=st.booleans())
 def test_every_stream_equals_its_solo_run_whatever_callers_feed(seed, n, unlucky, proposals):
     rng = random.Random(seed)
