@@ -128,8 +128,9 @@ class Trie:
         if (found := self._wide.get((node, words))) is None:
             if len(self._wide) >= MOST_WIDE:
                 self._wide = {}
-            found = self._wide[node, words] = np.empty(words, np.uint32)
+            found = np.empty(words, np.uint32)
             self._fill(np.array([node]), found[None])
+            self._wide[node, words] = found
         return found
 
     @override

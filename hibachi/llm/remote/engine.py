@@ -298,31 +298,7 @@ class RemoteEngine(Closing):
     def check(self, request: Request) -> PackedRequest:
         """See `BatchEngine`. What cannot cross the pipe is refused here; what only the model's library can tell is
         found there, and is the stream's error."""
-        facts = self.facts
-        if request.fed:
-            raise UnsupportedOperation(
-                "A request that waits for its caller (fed=True) needs the engine in this process; this one is in "
-                "another. Make an AutoregressiveBatchInference here, or leave fed out."
-            )
-        if facts.feedforward:
-            terms = checked_plain(request, facts.model)
-            sent = replace(request, prompt=fitting(asked(request.prompt, MOST_UNSENT), kind_of(facts)), terms=terms)
-        elif request.embeds is not None:
-            embeds = embeddings(asked(request.embeds, MOST_UNSENT), request.prompt, facts.embed_size, facts.model)
-            sent = checked(request, np.zeros(len(embeds), np.int32), len(embeds), facts, self.forms)
-            sent = replace(sent, prompt=None, embeds=embeds)
-        else:
-            prompt = asked(request.prompt, MOST_UNSENT)
-            check_tokens(prompt, kind_of(facts), facts.vocab_size)
-            sent = checked(request, prompt, len(prompt), facts, self.forms)
-        if (size := sum(array.nbytes for array in (sent.inputs or {}).values())) > MOST_UNSENT:
-            raise InvalidRequest.at(
-                ("inputs",), f" must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
-            )
-        if sent.allowed is not None and sent.allowed.nbytes > MOST_UNSENT:
-            raise InvalidRequest.at(
-                ("allowed",), f" must take at most {MOST_UNSENT} bytes; got {sent.allowed.nbytes}. Give fewer paths."
-            )
+        sent, facts = _checked(request, self.facts, self.forms), self.facts
         return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.arrays or bool(sent.pooling))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
@@ -487,13 +463,47 @@ def _forked() -> EngineClosed:
     return EngineClosed("The engine was made before a fork, and stays with the other process. Make a new one here.")
 
 
-def _packed(request: object) -> bytes:
-    """Raises InvalidRequest, which names the part that cannot be sent."""
-    if getattr(request, "kept", None) is not None:
+def _checked(request: Request, facts: Facts, forms: Forms) -> Request:
+    """What is sent of a request. Raises what `check` does."""
+    if facts.feedforward:
+        terms = checked_plain(request, facts.model)
+        sent = replace(request, prompt=fitting(asked(request.prompt, MOST_UNSENT), kind_of(facts)), terms=terms)
+    elif request.embeds is not None:
+        embeds = embeddings(asked(request.embeds, MOST_UNSENT), request.prompt, facts.embed_size, facts.model)
+        sent = checked(request, np.zeros(len(embeds), np.int32), len(embeds), facts, forms)
+        sent = replace(sent, prompt=None, embeds=embeds)
+    else:
+        prompt = asked(request.prompt, MOST_UNSENT)
+        check_tokens(prompt, kind_of(facts), facts.vocab_size)
+        sent = checked(request, prompt, len(prompt), facts, forms)
+    _check_sendable(sent)
+    return sent
+
+
+def _check_sendable(request: Request) -> None:
+    """Raise InvalidRequest or UnsupportedOperation for what does not go through the pipe."""
+    if request.kept is not None:
         raise InvalidRequest(
             "Keys and values stay in the engine's process: expected kept=None; got a list for them. Run the engine in "
             "this process (hibachi.LLM)."
         )
+    if request.fed:
+        raise UnsupportedOperation(
+            "A request that waits for its caller (fed=True) needs the engine in this process; this one is in another. "
+            "Make an AutoregressiveBatchInference here, or leave fed out."
+        )
+    if (size := sum(array.nbytes for array in (request.inputs or {}).values())) > MOST_UNSENT:
+        raise InvalidRequest.at(
+            ("inputs",), f" must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
+        )
+    if request.allowed is not None and request.allowed.nbytes > MOST_UNSENT:
+        raise InvalidRequest.at(
+            ("allowed",), f" must take at most {MOST_UNSENT} bytes; got {request.allowed.nbytes}. Give fewer paths."
+        )
+
+
+def _packed(request: object) -> bytes:
+    """Raises InvalidRequest, which names the part that cannot be sent."""
     try:
         return pickle.dumps(request)
     except Exception as e:
