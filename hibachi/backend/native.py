@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import addressof
-from dataclasses import dataclass, replace
+from ctypes import addressof, memmove
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -215,8 +215,13 @@ class NativeBackend(NativeLayers):
     def copy_blocks(self, cache: LayerCache, source: Array, to: Array) -> LayerCache:
         if not isinstance(cache, PagedCache):
             return super().copy_blocks(cache, source, to)
-        keys, values = (self.copy_rows(half, source, to) for half in (cache.keys, cache.values))
-        return replace(cache, keys=keys, values=values)
+        both = zip(self.get(source).tolist(), self.get(to).tolist(), strict=True)
+        pairs = [pair for pair in both if pair[0] != pair[1]]
+        for half in (cache.keys, cache.values):
+            base, size = self.address(half), half.nbytes // half.shape[0]
+            for block, into in pairs:
+                memmove(base + into * size, base + block * size, size)
+        return cache
 
     @override
     def attend(

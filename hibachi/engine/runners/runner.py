@@ -19,6 +19,7 @@ from hibachi.engine.runners.extra_inputs import ExtraInputs
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
 from hibachi.engine.runners.meters import Tally
+from hibachi.engine.runners.rowedits import penalised
 from hibachi.engine.runners.sampler import Drawn
 from hibachi.engine.runners.tokentable import Tables, TokenHistory, misfits
 from hibachi.engine.scheduler.scheduler import Scheduler
@@ -237,8 +238,8 @@ class Runner:
             job: Job = move.seq.owner
             job.known = TokenHistory(known)
             self.tables.fill(move.to, move.seq.owner.kind, job.history)
-            if job.changes is not None and self.sampler is not None:
-                self.sampler.admit(job)
+            if self.sampler is not None and penalised(job.sampling):
+                self.sampler.admit(job)  # it counts anew
 
     def feed(self, seq: Seq, position: int, tokens: Any) -> None:
         """From this position on, that of its newest token, the sequence has these tokens [m, *tok], of its kind."""

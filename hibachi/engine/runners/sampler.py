@@ -15,7 +15,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.rowedits import RowEdits
+from hibachi.engine.runners.rowedits import RowEdits, penalised
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.sampling import draw as sampling
 from hibachi.engine.sampling.draw import CANDIDATES, FAR, NEAR, PLAIN, WORTH, path_of
@@ -205,14 +205,17 @@ class RowSampler:
         x, faults = logits, dict[int, HibachiError]()
         _, mass = self.backend.fetch(self.backend.program(_mass)(logits))()
         if special.any():
-            x = self.backend.program(_log)(logits)
             at = np.flatnonzero(special)
             some = [jobs[i] for i in at.tolist()]
+            if any(job.sampling.logits_processors or penalised(job.sampling) for job in some):
+                x, mass = self.backend.program(_log)(logits), np.zeros_like(mass)  # what these are given
             padded = self._padded(at)
             changed, _, failed = self._edits.apply(x, padded, some, _longer(rows[at], len(padded)), positions[at])
-            x = self.backend.scatter_rows(x, self.backend.put(padded.astype(np.int32)), changed)
+            if len(at) < n:
+                x = self.backend.float32(self.rows(x, np.arange(n)))  # a copy, which may be written to
+                changed = self.backend.scatter_rows(x, self.backend.put(padded.astype(np.int32)), changed)
+            x = changed
             faults = {int(at[i]): fault for i, fault in failed.items()}
-            mass = np.zeros_like(mass)
         values, ids = self.backend.fetch(self.backend.program(_top, k)(x))()
         return Ranked(values[:n] - mass[:n, None], ids[:n], faults)
 
