@@ -339,9 +339,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 f"`logits`, or with a `step` that returns logits."
             )
         others = [self.check(beside(request, each)) for each in guidance]
-        link(job, others, guidance, backend)
-        assert job.linked is not None
-        job.linked.check(built.facts.limits)
+        link(job, others, guidance, backend).check(built.facts.limits)
 
     def _request(
         self,
@@ -492,9 +490,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         for i in range(0, len(jobs), size):
             part = [*jobs[i : i + size]]
             if len(part) > 1:
-                together = Linked(linked([job.seq for job in part], alike=True, parts=True, early=early), part)
-                for job in part:
-                    job.linked = together
+                Linked(linked([job.seq for job in part], alike=True, parts=True, early=early), part)
             worker.add(part[0])
 
     @override

@@ -73,9 +73,7 @@ def search(jobs: list[Job], silent: Sequence[Job], beams: Beams, backend: ArrayB
         job.silent = True
     rows = [*jobs, *silent]
     ticket = linked([job.seq for job in rows], alike=True, parts=False)
-    together = Linked(ticket, rows, Search(beams, rows, backend))
-    for job in rows:
-        job.linked = together
+    Linked(ticket, rows, Search(beams, rows, backend))
 
 
 class Search(Draws):

@@ -51,15 +51,13 @@ def beside(request: Request, guidance: Guidance) -> Request:
     )
 
 
-def link(job: Job, others: Sequence[Job], guidance: Sequence[Guidance], backend: ArrayBackend) -> None:
+def link(job: Job, others: Sequence[Job], guidance: Sequence[Guidance], backend: ArrayBackend) -> Linked:
     """Link a request with the rows that guide it."""
     for other in others:
         other.silent = True
     jobs = [job, *others]
     ticket = linked([each.seq for each in jobs], alike=False, parts=False)
-    mixed = Mixed(guidance[0].mix, guidance[0].scale, backend)
-    for each in jobs:
-        each.linked = Linked(ticket, jobs, mixed)
+    return Linked(ticket, jobs, Mixed(guidance[0].mix, guidance[0].scale, backend))
 
 
 @dataclass(frozen=True, eq=False)

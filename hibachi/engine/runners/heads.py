@@ -119,15 +119,15 @@ class Sampled:
 
     def _linked(self, plan: StepPlan, idx: Any, out: Array) -> tuple[Any, Array, list[tuple[Seq, Seq]]]:
         """`idx` and the outputs, without the rows that wait for others, and with those that go on from one of them."""
-        together = self.waiting.take(self.sampler, plan, idx, out)
-        mine, at, parents = forked(plan, idx)
-        drawn = np.array([job.linked is None or job.linked.draws is None for job in jobs_of(plan, mine)], bool)
-        if at is None and drawn.all():
+        together = np.array([job.linked is not None and job.linked.draws is not None for job in jobs_of(plan, idx)])
+        if len(at := np.flatnonzero(together)):
+            self.waiting.keep(self.sampler, idx, out, at)
+            if len(at) == len(idx):
+                return idx[:0], out, []
+        mine, at, parents = forked(plan, idx[~together])
+        if not parents and len(mine) == len(idx):
             return idx, out, parents
-        at = np.arange(len(idx)) if at is None else at
-        if not drawn.any():
-            return mine[drawn], out, []
-        return mine[drawn], self.sampler.rows(out, at[drawn]), [] if together.all() else parents
+        return mine, self.sampler.rows(out, np.flatnonzero(~together)[at]), parents
 
     def checked(self, out: Array, wanted: int) -> Array:
         """The outputs [wanted, ...] of a call. Raises InvalidModelOutput."""

@@ -45,6 +45,7 @@ class Job:
     grammar: tuple[GuideMaker, Grammar] | None = None  # of its output; it waits until `guided` is made of it
     guided: Guided | None = None
     linked: Linked | None = None
+    member: int = 0  # which of the linked ones it is
     silent: bool = False  # nobody reads its tokens: it is there for others that it is linked with
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
@@ -95,6 +96,10 @@ class Linked:
     ticket: Seq
     jobs: list[Job]
     draws: Any = None
+
+    def __post_init__(self) -> None:
+        for n, job in enumerate(self.jobs):
+            job.linked, job.member = self, n
 
     def check(self, limits: Limits) -> None:
         """Check that all of them fit at once. Raises InvalidRequest and PromptTooLong."""

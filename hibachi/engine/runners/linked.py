@@ -12,7 +12,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.nested import arrays_in, with_arrays
 from hibachi.engine.runners.calls import Theirs
 from hibachi.engine.runners.job import Job, Linked
-from hibachi.engine.runners.runner import Outcome, Part, Sampler, isolate, jobs_of
+from hibachi.engine.runners.runner import Outcome, Part, Sampler, isolate
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.engine.streams.channel import Wakeups
@@ -48,13 +48,10 @@ def forked(plan: StepPlan, idx: Any) -> tuple[Any, Any, list[tuple[Seq, Seq]]]:
     """The rows idx [n] of a plan with those that go on from them, [m]; which of the n each of these draws from, [m];
     and (the other, the one that it goes on from).
     """
-    others = np.flatnonzero(plan.q == 0).tolist()
-    if not others:
-        return idx, None, []
     place = {id(plan.seqs[i]): k for k, i in enumerate(idx.tolist())}
-    pairs = [(i, first) for i in others if (first := _first(plan.seqs[i])) is not plan.seqs[i] and id(first) in place]
-    more = [i for i, _ in pairs]
-    at = np.concatenate([np.arange(len(idx)), np.array([place[id(first)] for _, first in pairs], np.int64)])
+    pairs = [(i, first) for i in np.flatnonzero(plan.q == 0).tolist() if id(first := _first(plan.seqs[i])) in place]
+    more, of = [i for i, _ in pairs], [place[id(first)] for _, first in pairs]
+    at = np.concatenate([np.arange(len(idx)), np.array(of, np.int64)])
     return np.concatenate([idx, np.array(more, np.int64)]), at, [(plan.seqs[i], first) for i, first in pairs]
 
 
@@ -69,13 +66,10 @@ class Waiting:
 
     outs: dict[int, tuple[Array, int]] = field(default_factory=dict)
 
-    def take(self, sampler: Sampler, plan: StepPlan, idx: Any, out: Array) -> Any:
-        """Keep the outputs of those rows idx [n] that draw together with others; returns which of them do, bool [n]."""
-        together = np.array([job.linked is not None and job.linked.draws is not None for job in jobs_of(plan, idx)])
-        if len(at := np.flatnonzero(together)):
-            kept = sampler.rows(out, at)  # a copy: the memory is the model's, which may write its next output there
-            self.outs |= {int(idx[i]): (kept, k) for k, i in enumerate(at.tolist())}
-        return together
+    def keep(self, sampler: Sampler, idx: Any, out: Array, at: Any) -> None:
+        """Keep the outputs `at` of the rows idx [n] of a plan."""
+        kept = sampler.rows(out, at)  # a copy: the memory is the model's, which may write its next output there
+        self.outs.update(zip(idx[at].tolist(), [(kept, k) for k in range(len(at))], strict=True))
 
     def draw(self, sampler: Sampler, plan: StepPlan, backend: ArrayBackend, theirs: Theirs) -> Outcome:
         """Draw for all links of which every output is there: not where a row is at fault."""
@@ -86,16 +80,20 @@ class Waiting:
         arrays = {id(array): array for array, _ in outs.values()}
         joined, sizes = _joined(list(arrays.values()), backend)
         first = dict(zip(arrays, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
-        where = {place: first[id(array)] + k for place, (array, k) in outs.items()}
-        place = {id(seq): i for i, seq in enumerate(plan.seqs)}
+        found: dict[Linked, list[tuple[int, int, int]]] = {}
+        for place, (array, k) in outs.items():
+            job: Job = plan.seqs[place].owner
+            assert job.linked is not None
+            found.setdefault(job.linked, []).append((job.member, place, first[id(array)] + k))
+        vacant = np.flatnonzero(plan.q == 0).tolist()
         kinds: dict[Hashable, list[LinkRows]] = {}
-        for linked in {id(job.linked): job.linked for job in jobs_of(plan, np.array(list(outs)))}.values():
-            assert linked is not None
-            places = [place[id(job.seq)] for job in linked.jobs if id(job.seq) in place]
-            wanted = [i for i in places if plan.q[i]]
-            if all(i in where for i in wanted):
-                rows = LinkRows(linked, places, [where[i] for i in wanted])
-                kinds.setdefault(linked.draws.kind, []).append(rows)
+        for linked, rows in found.items():
+            assert linked.ticket.link is not None
+            rows.sort()
+            places = [place for _, place, _ in rows]
+            places += [i for i in vacant if plan.seqs[i].link is linked.ticket.link]
+            if len(places) == len(linked.ticket.link.seqs):
+                kinds.setdefault(linked.draws.kind, []).append(LinkRows(linked, places, [at for *_, at in rows]))
         for links in kinds.values():
             outcome += _drawn(sampler, plan, links, joined, backend, theirs)
         return outcome
