@@ -22,7 +22,6 @@ from hibachi.engine import ladder
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.beams import search, searched
 from hibachi.engine.build import (
     NO_LIMIT,
     UNSTATED,
@@ -41,12 +40,12 @@ from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guidance import as_guidance, beside, link
 from hibachi.engine.guide.protocol import Grammar, Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
+from hibachi.engine.many import together
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
-from hibachi.engine.runners.job import Job, Linked
-from hibachi.engine.scheduler.links import most_alike
+from hibachi.engine.runners.job import Job
 from hibachi.engine.scheduler.policies import policy_of
-from hibachi.engine.scheduler.sequence import Seq, linked
+from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.speculation import choose as speculation
 from hibachi.engine.speculation.config import as_config
 from hibachi.engine.speculation.howmany import Waits
@@ -465,33 +464,19 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     @override
     def enqueue(self, job: Job) -> None:
         """See `BatchInference`."""
-        if searched(job) is not None:
-            self.enqueue_many([job])
-        else:
+        if job.request.params is None or job.request.params.beams is None:
             super().enqueue(job)
+        else:
+            self.enqueue_many([job])
 
     @override
     def enqueue_many(self, jobs: Sequence[Job]) -> None:
         """See `BatchInference`. Where rows can go on from others, the prompt is computed once."""
-        first, built, worker = jobs[0], self._built, self._worker
+        built, worker = self._built, self._worker
         assert built is not None and worker is not None
-        if (beams := searched(first)) is not None:
-            silent = [first.copy(Channel(), 0) for _ in range((beams.width or 1) - len(jobs))]
-            search([*jobs], silent, beams, built.runner.backend)
-            worker.add(first)
-            return
-        early = built.runner.sampler is None  # the model draws: each computes the last token by itself
-        apart = first.request.pooling is not None or first.seq.begun or (early and first.seq.prompt_len < 2)
-        if apart or not built.runner.forks:
-            super().enqueue_many(jobs)
-            return
-        worker.check_room(first.seq.tenant, len(jobs))
-        size = most_alike(built.facts.limits, first.seq.prompt_len, first.request.max_tokens, early=early)
-        for i in range(0, len(jobs), size):
-            part = [*jobs[i : i + size]]
-            if len(part) > 1:
-                Linked(linked([job.seq for job in part], alike=True, parts=True, early=early), part)
-            worker.add(part[0])
+        worker.check_room(jobs[0].seq.tenant, len(jobs))
+        for job in together(jobs, built.runner, built.facts.limits):
+            worker.add(job)
 
     @override
     def opened(self, job: Job) -> ItemStream[Any]:

@@ -30,7 +30,7 @@ from hibachi.request import Beams, Finish
 LOWEST = np.float32(-np.inf)
 
 
-class Result(NamedTuple):
+class FoundBeam(NamedTuple):
     """A sequence that is complete. score: see `Beams`. tokens: of the output. finish: why it ended. stop: with a stop
     token.
     """
@@ -42,14 +42,14 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SearchState:
     """Of a search after some tokens: for each row its score, float32 [width], -inf for one that is there for nothing,
     and its guide. results: the best first. trail: of each token so far, the rows that they went on from and ids.
     """
 
     scores: HostArray
     guides: list[Guided | None]
-    results: list[Result] = field(default_factory=list)
+    results: list[FoundBeam] = field(default_factory=list)
     trail: tuple[Any, HostArray, HostArray] | None = None
 
     def tokens(self, row: int) -> list[int]:
@@ -59,12 +59,6 @@ class State:
             out.append(int(ids[row]))
             row = int(parents[row])
         return out[::-1]
-
-
-def searched(job: Job) -> Beams | None:
-    """How beams are searched for a request; None means that they are not."""
-    params = job.request.params
-    return None if params is None or not isinstance(params.beams, Beams) else params.beams
 
 
 def search(jobs: list[Job], silent: Sequence[Job], beams: Beams, backend: ArrayBackend) -> None:
@@ -83,7 +77,7 @@ class Search(Draws):
 
     def __init__(self, beams: Beams, jobs: list[Job], backend: ArrayBackend) -> None:
         self._beams, self._jobs, self._backend = beams, jobs, backend
-        self._states: list[State] = []
+        self._states: list[SearchState] = []
 
     @override
     def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:
@@ -140,10 +134,10 @@ class Search(Draws):
         for job, guided in zip(self._jobs, self._states[n].guides, strict=True):
             job.guided = guided
 
-    def _begin(self) -> State:
+    def _begin(self) -> SearchState:
         scores = np.full(len(self._jobs), LOWEST)
         scores[0] = 0
-        return State(scores, [job.guided for job in self._jobs])
+        return SearchState(scores, [job.guided for job in self._jobs])
 
     def advance(self, values: HostArray, ids: HostArray, position: int) -> tuple[HostArray, HostArray, bool]:
         """Take the next tokens. values, ids [rows, k]: of the rows that were computed.
@@ -181,13 +175,13 @@ class Search(Draws):
             elif i < width:
                 score = float(scores[i] / np.float32(n + 1) ** np.float32(self._beams.length_penalty))
                 finish = Finish.STOP if stop or whole else Finish.LENGTH
-                results.append(Result(score, [*state.tokens(row), token], finish, stop))
+                results.append(FoundBeam(score, [*state.tokens(row), token], finish, stop))
         results = sorted(results, key=lambda result: -result.score)[:width]
         best = float(scores[going[0]]) if going else None
         over = best is None or self._settled(results, best, n + 1)
         moved, ids_, kept = self._placed(rows[going].tolist())
         place = [going[k] for k in kept]
-        new = State(np.full(width, LOWEST), [None] * width, results, (state.trail, moved, ids_))
+        new = SearchState(np.full(width, LOWEST), [None] * width, results, (state.trail, moved, ids_))
         for row, i in enumerate(place):
             ids_[row] = tokens[i]
             new.guides[row] = guides.get(i)
@@ -224,7 +218,7 @@ class Search(Draws):
                 live.append(row)
         return live
 
-    def _settled(self, results: list[Result], best: float, n: int) -> bool:
+    def _settled(self, results: list[FoundBeam], best: float, n: int) -> bool:
         """Whether the search ends after n tokens. best: the score of the best that goes on, not over its length."""
         beams, width = self._beams, len(self._jobs)
         if len(results) < width:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,18 +60,13 @@ def link(job: Job, others: Sequence[Job], guidance: Sequence[Guidance], backend:
     return Linked(ticket, jobs, Mixed(guidance[0].mix, guidance[0].scale, backend))
 
 
-@dataclass(frozen=True, eq=False)
 class Mixed(Draws):
     """mix: see `Guidance`; None means classifier-free guidance by `scale`."""
 
-    mix: Callable[..., Any] | None
-    scale: float
-    backend: ArrayBackend
+    kind: Hashable
 
-    @property
-    @override
-    def kind(self) -> Hashable:  # type: ignore[override]  # read-only
-        return Mixed, self.mix
+    def __init__(self, mix: Callable[..., Any] | None, scale: float, backend: ArrayBackend) -> None:
+        self.kind, self.mix, self.scale, self.backend = (Mixed, mix), mix, scale, backend
 
     @override
     def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:

@@ -71,6 +71,7 @@ class CachedRunner(Runner):
     model: Any
     limits: Limits
     tables: Tables
+    forks = True
 
     def __init__(
         self,
@@ -83,7 +84,9 @@ class CachedRunner(Runner):
     ) -> None:
         model, backend, tables, _ = of
         super().__init__(backend, tables)
-        self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
+        self.tally = tally
+        if isinstance(head, Sampled):
+            self.sampler, self.waiting = head.sampler, head.waiting
         self.model, self.limits = model, scheduler.limits
         self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
         self.inputs: Inputs = Inputs(of, self.limits, scheduler.block_table, tally, recurrent=bool(self.memory.states))
@@ -145,19 +148,6 @@ class CachedRunner(Runner):
                 raise
             advanced |= self.advanced
         return outcome
-
-    @property
-    @override
-    def forks(self) -> bool:
-        return True
-
-    @override
-    def draw_linked(self, plan: StepPlan) -> Outcome:
-        head = self.main.head
-        if not isinstance(head, Sampled):
-            return super().draw_linked(plan)
-        with self.backend.guard():
-            return head.waiting.draw(head.sampler, plan, self.backend, self.theirs)
 
     def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, ModelCall]]:
         """The rows `idx` apart: requests that want vectors, and each kind of token; where some have proposals, those

@@ -140,6 +140,8 @@ class Runner:
     theirs: Theirs
     few_shapes: str = ""  # why calls with proposals are of many shapes; "" means that they are not
     sampler: Sampler | None = None  # what draws the tokens; None means that the model returns them
+    waiting: Any = None  # a `hibachi.engine.runners.linked.Waiting`, where it has a sampler
+    forks: bool = False  # rows can go on from others
 
     def __init__(self, backend: Library, tables: Tables | None) -> None:
         self.backend, self.tables = backend, tables
@@ -185,12 +187,11 @@ class Runner:
 
     def draw_linked(self, plan: StepPlan) -> Outcome:
         """Draw for the rows of a step that `run` has computed and that draw together with others."""
-        return Outcome([], {})
-
-    @property
-    def forks(self) -> bool:
-        """Whether rows can go on from others."""
-        return False
+        if self.waiting is None:
+            return Outcome([], {})
+        with self.backend.guard():
+            found: Outcome = self.waiting.draw(self.sampler, plan, self.backend, self.theirs)
+        return found
 
     def adopt(self, scheduler: Scheduler) -> None:
         """Go on with another scheduler of the same limits, under which nothing has run yet."""

@@ -42,7 +42,7 @@ class Drawn:
     faults: dict[int, HibachiError] = field(default_factory=dict)  # other errors of requests, by place
 
 
-class Ranked(NamedTuple):
+class RankedTokens(NamedTuple):
     """The most likely tokens of n rows: log-probabilities, float32 [n, k], falling, and ids, int [n, k]; errors of
     requests by place.
     """
@@ -196,7 +196,7 @@ class RowSampler:
             out.append(logprobs(get(logits[i, ...]), token, w) if names is None else names)
         return out
 
-    def ranked(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any, k: int) -> Ranked:
+    def ranked(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any, k: int) -> RankedTokens:
         """The k most likely tokens of each of n rows, after their changes. logits [m, vocab], m >= n; rows, positions
         [n].
         """
@@ -217,7 +217,7 @@ class RowSampler:
             x = changed
             faults = {int(at[i]): fault for i, fault in failed.items()}
         values, ids = self.backend.fetch(self.backend.program(_top, k)(x))()
-        return Ranked(values[:n] - mass[:n, None], ids[:n], faults)
+        return RankedTokens(values[:n] - mass[:n, None], ids[:n], faults)
 
     def _list_size(self, wanted: int) -> int:
         """Length of the list of most likely tokens for a row that asks for this many; 0 means none."""

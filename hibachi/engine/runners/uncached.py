@@ -104,7 +104,8 @@ class WholeRunner(AwaitingRunner):
         super().__init__(backend, tables)
         self._rows, self._head, self.grouping = tables.rows, head, grouping
         self.sampler = sampler = None if head is None else head.sampler
-        self.tally = self.tally if head is None else head.tally
+        if head is not None:
+            self.tally, self.waiting, self.forks = head.tally, head.waiting, True
         self._asked, self._tried = bool(deterministic), deterministic is False
         kind = ModelKind.LOGITS if sampler else ModelKind.FORWARD
         wait = self.wait
@@ -259,18 +260,6 @@ class WholeRunner(AwaitingRunner):
             if kept:
                 self.rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
             return part
-
-    @property
-    @override
-    def forks(self) -> bool:
-        return self._head is not None
-
-    @override
-    def draw_linked(self, plan: StepPlan) -> Outcome:
-        if self._head is None:
-            return super().draw_linked(plan)
-        with self.backend.guard():
-            return self._head.waiting.draw(self._head.sampler, plan, self.backend, self.theirs)
 
     def _run_longer(self, plan: StepPlan, sampler: RowSampler) -> Outcome:
         """`run` where rows have proposals."""

@@ -463,7 +463,7 @@ class Scheduler:
             end = start + q
         emit = end == table.known[rows]
         if (fresh or not decode) and (
-            parting := [s for i in np.flatnonzero(emit).tolist() for s in others_of(seqs[i])]
+            parting := [s for i in np.flatnonzero(emit).tolist() if seqs[i].link for s in others_of(seqs[i])]
         ):
             seqs, more = seqs + parting, [s.row for s in parting]
             rows, q = np.concatenate([rows, np.array(more, np.intp)]), np.pad(q, (0, len(more)))

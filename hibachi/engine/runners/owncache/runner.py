@@ -69,7 +69,9 @@ class OwnCacheRunner(Runner):
         """
         model, backend, tables, beside = of
         super().__init__(backend, tables)
-        self.tally, self.sampler = tally, head.sampler if isinstance(head, Sampled) else None
+        self.tally = tally
+        if isinstance(head, Sampled):
+            self.sampler, self.waiting = head.sampler, head.waiting
         self._rows, self.head = tables.rows, head
         self.name: str = head.name
         self._beside = beside
@@ -107,6 +109,7 @@ class OwnCacheRunner(Runner):
                 self.remarks.append(f"{what}, as {why}")
         if not self._trial.mixes and not self._trial.parted:
             self.remarks.append("rows of one length only share calls, as its step takes no lengths")
+        self.forks = self.sampler is not None or not self._trial.whole
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self.prefixes: Prefixes | None = None
 
@@ -187,6 +190,7 @@ class OwnCacheRunner(Runner):
                 short = f"it failed when it was tried: {why}"
             drop_frames(e)
         self.apart, self.deterministic = bool(deterministic and why), bool(deterministic or not why)
+        self.forks &= self.sampler is not None or not self.apart
         if self.apart:
             log.warning("%s computes each row by itself: %s", self.name, why)
         elif why:
@@ -257,19 +261,6 @@ class OwnCacheRunner(Runner):
             self.prefixes.begin(plan.copies, self.pasts.of, self.backend.shapes.length)
         self.idle()
         return self.isolated((idx, self._tried(plan)) for idx in self._calls(plan))
-
-    @property
-    @override
-    def forks(self) -> bool:
-        return isinstance(self.head, Sampled) or not (self.apart or self._trial.whole)
-
-    @override
-    def draw_linked(self, plan: StepPlan) -> Outcome:
-        head = self.head
-        if not isinstance(head, Sampled):
-            return super().draw_linked(plan)
-        with self.backend.guard():
-            return head.waiting.draw(head.sampler, plan, self.backend, self.theirs)
 
     @override
     def fork(self, moves: Sequence[Move]) -> None:

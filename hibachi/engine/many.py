@@ -1,0 +1,35 @@
+"""Several continuations of one prompt: which of them are linked, so that the prompt is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hibachi.engine.beams import search
+from hibachi.engine.runners.job import Job, Linked
+from hibachi.engine.runners.runner import Runner
+from hibachi.engine.scheduler.links import most_alike
+from hibachi.engine.scheduler.sequence import linked
+from hibachi.engine.scheduler.step import Limits
+from hibachi.engine.streams.channel import Channel
+from hibachi.request import Beams
+
+
+def together(jobs: Sequence[Job], runner: Runner, limits: Limits) -> list[Job]:
+    """Link a request and its copies, as many at a time as rows and memory hold; returns those that are to be queued,
+    each for all that it is linked with.
+    """
+    first, early = jobs[0], runner.sampler is None  # the model draws: each computes the last token by itself
+    beams = None if first.request.params is None else first.request.params.beams
+    if isinstance(beams, Beams):
+        silent = [first.copy(Channel(), 0) for _ in range((beams.width or 1) - len(jobs))]
+        search([*jobs], silent, beams, runner.backend)
+        return [first]
+    apart = first.request.pooling is not None or first.seq.begun or (early and first.seq.prompt_len < 2)
+    if apart or not runner.forks:
+        return [*jobs]
+    size = most_alike(limits, first.seq.prompt_len, first.request.max_tokens, early=early)
+    parts = [[*jobs[i : i + size]] for i in range(0, len(jobs), size)]
+    for part in parts:
+        if len(part) > 1:
+            Linked(linked([job.seq for job in part], alike=True, parts=True, early=early), part)
+    return [part[0] for part in parts]
