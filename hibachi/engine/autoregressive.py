@@ -281,11 +281,20 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         Level 0 streams yield native arrays (*tok); with sampling they yield ints. Raises InvalidRequest, PromptTooLong,
         QueueFull, EngineClosed or EngineFailed; after any of them, nothing was queued.
         """
-        request = self._request(
-            prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
+        request = Request(
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            stop_rule=stop_rule,
+            include_stop=include_stop,
+            embeds=prompt_embeds,
+            inputs=inputs,
+            allowed=allowed,
+            fed=fed,
+            prediction=prediction,
+            terms=Terms() if terms is None else terms,
         )
-        request = replace(request, allowed=allowed, fed=fed)
-        job = self.check(request)
+        job = self.check(request := self._own(request))
         if guidance is not None:
             self._guide(job, request, as_guidance(guidance))
         return self.submit(job)
@@ -315,18 +324,24 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         each part of them. With params.beams they are the best beams, which come when the search ends; each stream has
         its score. The other parameters are those of `run`, and so is what it raises.
         """
-        params = self._params if params is None else params
-        if isinstance(params, SamplingParams):
-            n = params.n if n is None else n
-            if params.best_of is not None:
-                raise InvalidRequest(f"best_of takes hibachi.LLM; got {params.best_of}. Choose among n streams.")
-            params = params.for_one(n)
+        request = Request(
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            stop_rule=stop_rule,
+            include_stop=include_stop,
+            embeds=prompt_embeds,
+            inputs=inputs,
+            allowed=allowed,
+            fed=fed,
+            prediction=prediction,
+            terms=Terms() if terms is None else terms,
+        )
+        if n is None:
+            n = params.n if isinstance(params, SamplingParams) else 1
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RUNS:
             raise InvalidRequest(f"n must be an integer from 1 to {MOST_RUNS}; got {shown(n)}.")
-        request = self._request(
-            prompt, params, max_tokens, stop_rule, include_stop, prompt_embeds, inputs, prediction, terms
-        )
-        return self.submit_many(self.check(replace(request, allowed=allowed, fed=fed)), n)
+        return self.submit_many(self.check(self._own(request, n)), n)
 
     def _guide(self, job: Job, request: Request, guidance: tuple[Guidance, ...]) -> None:
         """Link a request with rows that guide it. Raises InvalidRequest."""
@@ -340,42 +355,25 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         others = [self.check(beside(request, each)) for each in guidance]
         link(job, others, guidance, backend).check(built.facts.limits)
 
-    def _request(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        max_tokens: int | None,
-        stop_rule: Any,
-        include_stop: bool | None,
-        prompt_embeds: Any,
-        inputs: Mapping[str, Any] | None,
-        prediction: Sequence[int] | None,
-        terms: Terms | None,
-    ) -> Request:
-        params = self._params if params is None else params
+    def _own(self, request: Request, n: int | None = None) -> Request:
+        """A request with the model's own parameters, where it has none; those of each of n continuations. n: None means
+        that one is wanted. Raises InvalidRequest.
+        """
+        params = self._params if request.params is None else request.params
         if isinstance(params, SamplingParams):
             for name in ("stop", "bad_words"):
                 if got := getattr(params, name):
                     raise InvalidRequest(
                         f"{name} takes a tokenizer, which only hibachi.LLM has; got {shown(got)}. {_IDS}"
                     )
-            if params.runs > 1:
+            if params.best_of is not None or (n is None and params.n > 1):
                 raise InvalidRequest(
-                    f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
-                    f"Use run_many, or hibachi.LLM."
+                    f"run makes one stream, and run_many n: expected n=1 in run, and no best_of; got n={params.n}, "
+                    f"best_of={params.best_of}. Use run_many, and choose among its streams, or hibachi.LLM."
                 )
-            params = params.for_one(1) if params.beams is not None else params
-        return Request(
-            prompt,
-            params,
-            max_tokens=max_tokens,
-            stop_rule=stop_rule,
-            include_stop=include_stop,
-            embeds=prompt_embeds,
-            inputs=inputs,
-            prediction=prediction,
-            terms=Terms() if terms is None else terms,
-        )
+            if params.n > 1 or params.beams is not None:
+                params = params.for_one(n or 1)
+        return replace(request, params=params)
 
     def embed(
         self, prompt: T | Sequence[int] | HostArray, *, pooling: Pooling = "last", terms: Terms | None = None

@@ -84,9 +84,7 @@ class CachedRunner(Runner):
     ) -> None:
         model, backend, tables, _ = of
         super().__init__(backend, tables)
-        self.tally = tally
-        if isinstance(head, Sampled):
-            self.sampler, self.waiting = head.sampler, head.waiting
+        self.drawn_by(head, tally)
         self.model, self.limits = model, scheduler.limits
         self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
         self.inputs: Inputs = Inputs(of, self.limits, scheduler.block_table, tally, recurrent=bool(self.memory.states))
@@ -134,8 +132,7 @@ class CachedRunner(Runner):
     def run(self, plan: StepPlan) -> Outcome:
         if plan.draft is not None and self.memory.states and self.inputs.shapes.compiled:
             plan = replace(plan, draft=None)  # its calls have one output a row
-        idx = writers_first(plan)
-        groups = self._groups(plan, idx[plan.q[idx] > 0] if plan.linked else idx)
+        groups = self._groups(plan, writers_first(plan))
         if len(groups) == 1:
             return self._run(plan, *groups[0])
         outcome, advanced = Outcome([], {}), False

@@ -147,6 +147,11 @@ class Runner:
         self.backend, self.tables = backend, tables
         self.tally, self.theirs = Tally(), Theirs()
 
+    def drawn_by(self, head: Any, tally: Tally) -> None:
+        """What its outputs go to, a `hibachi.engine.runners.heads.Head`; and the tally that the two have."""
+        self.tally = tally
+        self.sampler, self.waiting = getattr(head, "sampler", None), getattr(head, "waiting", None)
+
     # ---- what it is -------------------------------------------------------------------------------------------
 
     @property
@@ -383,19 +388,17 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: The
 
 
 def writers_first(plan: StepPlan) -> Any:
-    """[B] places in the plan, ordered so that the row that computes a block comes before rows that share it in this
-    same step.
+    """Places in the plan of the rows that compute something, ordered so that the row that computes a block comes before
+    rows that share it in this same step.
 
     Only rows that have just started can share so, and they do it in the order in which they started.
     """
+    idx = np.flatnonzero(plan.q) if plan.linked else np.arange(len(plan.rows))
     if not plan.fresh:
-        return np.arange(len(plan.rows))
-    place = {row: i for i, row in enumerate(plan.rows.tolist())}
-    order = np.zeros(len(plan.rows), np.int64)
-    for n, seq in enumerate(plan.fresh, 1):
-        if seq.row in place:  # else it computes nothing yet
-            order[place[seq.row]] = n
-    return np.argsort(order, kind="stable")
+        return idx
+    started = {seq.row: n for n, seq in enumerate(plan.fresh, 1)}
+    order = np.array([started.get(row, 0) for row in plan.rows[idx].tolist()], np.int64)
+    return idx[np.argsort(order, kind="stable")]
 
 
 NOT_FINITE = (

@@ -103,9 +103,8 @@ class WholeRunner(AwaitingRunner):
         model, backend, tables, beside = of
         super().__init__(backend, tables)
         self._rows, self._head, self.grouping = tables.rows, head, grouping
-        self.sampler = sampler = None if head is None else head.sampler
-        if head is not None:
-            self.tally, self.waiting, self.forks = head.tally, head.waiting, True
+        self.drawn_by(head, self.tally if head is None else head.tally)
+        self.forks, sampler = head is not None, self.sampler
         self._asked, self._tried = bool(deterministic), deterministic is False
         kind = ModelKind.LOGITS if sampler else ModelKind.FORWARD
         wait = self.wait

@@ -20,7 +20,6 @@ from hibachi.backend.infer import leaves
 from hibachi.common.phases import phase
 from hibachi.engine.runners.borders import borders_of
 from hibachi.engine.runners.calls import drop_frames, is_signal
-from hibachi.engine.runners.extra_inputs import KNOWN
 from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.meters import Meeting, Tally
@@ -69,9 +68,7 @@ class OwnCacheRunner(Runner):
         """
         model, backend, tables, beside = of
         super().__init__(backend, tables)
-        self.tally = tally
-        if isinstance(head, Sampled):
-            self.sampler, self.waiting = head.sampler, head.waiting
+        self.drawn_by(head, tally)
         self._rows, self.head = tables.rows, head
         self.name: str = head.name
         self._beside = beside
@@ -109,7 +106,6 @@ class OwnCacheRunner(Runner):
                 self.remarks.append(f"{what}, as {why}")
         if not self._trial.mixes and not self._trial.parted:
             self.remarks.append("rows of one length only share calls, as its step takes no lengths")
-        self.forks = self.sampler is not None or not self._trial.whole
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self.prefixes: Prefixes | None = None
 
@@ -136,6 +132,7 @@ class OwnCacheRunner(Runner):
 
     @override
     def adopt(self, scheduler: Scheduler) -> None:
+        self.forks = self.sampler is not None or not (self.apart or self._trial.whole)
         self.rebuild(keep=False)
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
@@ -190,7 +187,6 @@ class OwnCacheRunner(Runner):
                 short = f"it failed when it was tried: {why}"
             drop_frames(e)
         self.apart, self.deterministic = bool(deterministic and why), bool(deterministic or not why)
-        self.forks &= self.sampler is not None or not self.apart
         if self.apart:
             log.warning("%s computes each row by itself: %s", self.name, why)
         elif why:
@@ -204,16 +200,8 @@ class OwnCacheRunner(Runner):
 
     def try_copies(self) -> bool:
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
-        why = ""
-        if place := self.layout.uncut:
-            why = f"the array {place} of its past is a state, or holds the newest positions only"
-        elif self.apart:
-            why = "each row is computed by itself"
-        elif self._trial.whole:
-            why = "prompts come whole"
-        elif of_each := self._step.names & {*KNOWN}:
-            why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
-        else:
+        why = "each row is computed by itself" if self.apart else self._trial.cannot_copy()
+        if not why:
             try:
                 self._template, why = self._trial.copied(bits=self.deterministic)
             except Exception as e:

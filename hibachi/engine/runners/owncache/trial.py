@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from hibachi.backend.array_backend import Array, HostArray
+from hibachi.engine.runners.extra_inputs import KNOWN
 from hibachi.engine.runners.owncache.layout import Past
 from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.errors import ConfigError, NotDeterministic, text_of
@@ -230,6 +231,16 @@ class OwnCacheTrial:
         if not apart(got, want) <= far * largest(want):  # (NaN is far)
             return template, "its past has more in it than positions: a copy of the first few goes on otherwise"
         return template, "a copy changes its bits" if bits and not np.array_equal(got, want) else ""
+
+    def cannot_copy(self) -> str:
+        """Why no row may begin with a copy of what another has computed, as far as that is plain; "" means it may."""
+        if place := self._step.layout.uncut:
+            return f"the array {place} of its past is a state, or holds the newest positions only"
+        if self.whole:
+            return "prompts come whole"
+        if of_each := self._step.names & {*KNOWN}:
+            return f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
+        return ""
 
     def shortened(self) -> tuple[str, bool]:
         """Computes a text along proposals, two of which are wrong: (why that cannot be, or "", whether no bit differs).
