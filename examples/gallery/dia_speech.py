@@ -96,7 +96,7 @@ def mixed(own, other):
 
 
 def network(size):
-    torch.manual_seed(2)
+    torch.manual_seed(3)
     width, layers, heads, delays = SIZES[size]
     sizes = {
         "hidden_size": width,
