@@ -10,6 +10,7 @@ In the checkout, in an environment of its own:
 The class is for the rung between levels 1 and 2. A codebook says BEGIN as often as it is late, then codes. The first
 one says END where the piece ends, at the latest in frame `end`; the others say theirs as many frames later as they are
 late, and whoever is through says PAD. Where the first said END is an array of the cache, beside the keys and values.
+With guidance, a second row reads a text of zeros, and `mixed` does what the library does with both.
 """
 
 import torch
@@ -19,6 +20,7 @@ from transformers import DiaConfig, DiaForConditionalGeneration, DynamicCache, E
 import hibachi
 
 BOOKS, CODES, END, PAD, BEGIN, VOCAB, LONGEST = 9, 1024, 1024, 1025, 1026, 1028, 256
+SCALE, TOP_K = 3.0, 45  # of guidance
 SIZES = {"tiny": (32, 2, 2, [0, 1, 2, 2, 3, 3, 4, 4, 5]), "real": (256, 6, 8, None)}  # width, layers, heads, delays
 
 
@@ -26,8 +28,8 @@ class Dia:
     backend, codebooks, vocab_size, max_model_len, past = "torch", BOOKS, VOCAB, LONGEST, hibachi.OwnCache()
     stop_rule = hibachi.StopRule(where=lambda frames: frames[:, -1] == END)
 
-    def __init__(self, model=None):
-        self.model = model or network("tiny")
+    def __init__(self, model=None, guided=False):
+        self.model, self.guided = model or network("tiny"), guided
         self.inputs = {"text": hibachi.Input((None,), "int64"), "end": hibachi.Input((), "int32")}
         self.late = torch.tensor(self.model.config.delay_pattern)
 
@@ -51,7 +53,8 @@ class Dia:
         )
         said = torch.where(tokens[..., 0] == END, place[:, -new:], LONGEST).amin(1)
         ended = torch.minimum(ended, said.to(ended.dtype))
-        return delayed(out.logits[:, -1].unflatten(0, (-1, BOOKS)), lengths, ended, end, self.late), (kept, ended)
+        logits = delayed(out.logits[:, -1].unflatten(0, (-1, BOOKS)), lengths, ended, end, self.late)
+        return logits if self.guided else allowed(logits, free(logits)), (kept, ended)
 
 
 def crossed(model, text):
@@ -66,17 +69,34 @@ def crossed(model, text):
 
 
 def delayed(logits, at, ended, end, late):
-    """Of which codes a codebook may say at a position, and what it must say before and behind them."""
+    """With what a codebook must say at a position before it begins, where it ends, and behind that."""
     at, ends = at[:, None], torch.minimum(ended, end)[:, None] + late  # (rows, 1), (rows, books)
-    must = torch.where(at <= late, BEGIN, torch.where(at == ends, END, torch.where(at > ends, PAD, -1)))
-    likeliest = logits[:, 0, : END + 1].argmax(-1) == END  # only then the first one says it
-    must[:, 0] = torch.where(likeliest & (must[:, 0] < 0), END, must[:, 0])
-    ids, must = torch.arange(logits.shape[-1]), must[..., None]
-    return logits.masked_fill(torch.where(must < 0, ids >= CODES, ids != must), -torch.inf)
+    must = torch.where(at <= late, BEGIN, torch.where(at == ends, END, torch.where(at > ends, PAD, -1)))[..., None]
+    return logits.masked_fill((must >= 0) & (torch.arange(VOCAB) != must), -torch.inf)
+
+
+def free(logits):
+    """Which codebooks may say more than one thing."""
+    return logits.isfinite().all(-1, keepdim=True)
+
+
+def allowed(logits, free):
+    """A free codebook says codes only; but the first one says END where that is the likeliest, and never else."""
+    ids, first = torch.arange(VOCAB), torch.arange(BOOKS)[:, None] == 0
+    logits = logits.masked_fill(free & (ids >= CODES) & ~(first & (ids == END)), -torch.inf)
+    likeliest = logits.argmax(-1, keepdim=True) == END
+    return logits.masked_fill(first & (likeliest != (ids == END)), -torch.inf)
+
+
+def mixed(own, other):
+    """The guidance of the library: of the request's own logits, those whose mixed ones are the highest."""
+    far = torch.where(own.isfinite(), own + SCALE * (own - other), own)
+    low = far < far.topk(TOP_K).values[..., -1:]
+    return allowed(own.masked_fill(low, -torch.inf), free(own))
 
 
 def network(size):
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     width, layers, heads, delays = SIZES[size]
     sizes = {
         "hidden_size": width,
@@ -97,12 +117,13 @@ def main():
     (longest, new), library, random = WORK[asked.size], network(asked.size), torch.Generator().manual_seed(0)
     texts = [torch.randint(1, 256, (n,), generator=random) for n in range(longest - 15, longest + 1)]
     late = library.config.delay_pattern
-    how = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=END, pad_token_id=PAD, bos_token_id=BEGIN)
+    ids = {"eos_token_id": END, "pad_token_id": PAD, "bos_token_id": BEGIN}
 
     @torch.inference_mode()
-    def spoken(texts):
+    def spoken(texts, scale=None):
         text = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         begin = torch.where(torch.arange(late[-1] + 1)[:, None] <= torch.tensor(late), BEGIN, PAD)
+        how = GenerationConfig(max_new_tokens=new, do_sample=False, guidance_scale=scale, top_k=TOP_K, **ids)
         found = library.generate(
             text,
             attention_mask=(text > 0).long(),
@@ -110,20 +131,21 @@ def main():
             decoder_attention_mask=torch.ones(len(texts), late[-1] + 1).long(),
             generation_config=how,
         )
-        return [frames[1 : 1 + ended(frames[1:])].tolist() for frames in found]
+        return [frames[1 : 2 + (frames[1:, -1] == END).int().argmax()].tolist() for frames in found]
 
-    def ended(frames):
-        return 1 + (frames[:, -1] == END).int().argmax()
-
-    compare(
-        Dia(network(asked.size)),
-        lambda prompt, text, end: spoken([text])[0],
-        [[[BEGIN] * BOOKS]] * 16,
-        new,
-        asked,
-        [{"text": text, "end": new - late[-1]} for text in texts],
-        batch=lambda: spoken(texts),
-    )
+    inputs, prompts = [{"text": text, "end": new - late[-1]} for text in texts], [[[BEGIN] * BOOKS]] * 16
+    beside = [hibachi.Guidance(inputs=each | {"text": torch.zeros_like(each["text"])}, mix=mixed) for each in inputs]
+    for scale, guidance in ((SCALE, beside), (None, None)):
+        compare(
+            Dia(network(asked.size), guided=bool(guidance)),
+            lambda prompt, text, end, scale=scale: spoken([text], scale)[0],
+            prompts,
+            new,
+            asked,
+            inputs,
+            batch=lambda scale=scale: spoken(texts, scale),
+            guidance=guidance,
+        )
 
 
 if __name__ == "__main__":

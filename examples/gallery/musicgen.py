@@ -10,7 +10,8 @@ In the checkout, in an environment of its own:
 
 The class is for the rung between levels 1 and 2. A codebook that has not begun, or is over, says SILENT: all its
 other logits are -inf. The input `end` is the length of the piece, the first frame included. The decoder counts
-positions from the start of its cache; `place` says where they are in each row.
+positions from the start of its cache; `place` says where they are in each row. With guidance, a second row hears no
+text: `Guidance(inputs=)` gives it zeros.
 """
 
 import torch
@@ -19,7 +20,7 @@ from transformers import DynamicCache, EncoderDecoderCache, MusicgenDecoderConfi
 
 import hibachi
 
-BOOKS, SILENT, LONGEST = 4, 64, 256  # SILENT is an id beyond those that can be said
+BOOKS, SILENT, LONGEST, SCALE = 4, 64, 256, 3.0  # SILENT is an id beyond those that can be said
 SIZES = {"tiny": (32, 2, 2), "real": (256, 6, 8)}  # width, layers, heads
 
 
@@ -73,6 +74,7 @@ def network(size):
     config = MusicgenDecoderConfig(
         vocab_size=SILENT, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=4 * width,
         num_codebooks=BOOKS, max_position_embeddings=LONGEST, pad_token_id=SILENT, bos_token_id=SILENT,
+        initializer_factor=0.1,
     )  # fmt: skip
     return MusicgenForCausalLM(config).eval()
 
@@ -81,19 +83,42 @@ def main():
     asked = arguments(__doc__)
     (longest, new), library, random = WORK[asked.size], network(asked.size), torch.Generator().manual_seed(0)
     texts = [torch.randn(n, library.config.hidden_size, generator=random) for n in range(longest - 15, longest + 1)]
+    how = {"max_length": new + 1, "do_sample": False, "num_return_sequences": 1, "decoder_start_token_id": SILENT}
 
     @torch.inference_mode()
-    def own(prompt, text, end):
-        ids, pattern = library.build_delay_pattern_mask(torch.tensor(prompt).T, SILENT, end)
-        cache, text = EncoderDecoderCache(DynamicCache(), DynamicCache()), torch.tensor(text)[None]
-        while ids.shape[1] < end:
-            new = library.apply_delay_pattern_mask(ids, pattern)[:, -1:]
-            out = library(new, encoder_hidden_states=text, cache=cache, use_cache=True)
-            ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
-        return library.apply_delay_pattern_mask(ids, pattern)[:, 1:].T.tolist()
+    def generated(texts, scale=None):
+        text = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(each)).long() for each in texts], batch_first=True)
+        codes = library.generate(
+            torch.full((BOOKS * len(texts), 1), SILENT),
+            attention_mask=torch.ones(len(texts), 1).long(),  # the first frame is no padding
+            encoder_hidden_states=torch.cat([text, torch.zeros_like(text)]) if scale else text,
+            encoder_attention_mask=torch.cat([real, real]) if scale else real,
+            guidance_scale=scale,
+            cache=EncoderDecoderCache(DynamicCache(), DynamicCache()),  # its own would mix text and frames
+            **how,
+        )
+        return [late(each) for each in codes]
 
-    inputs = [{"text": text.tolist(), "end": new + 1} for text in texts]
-    compare(Music(network(asked.size)), own, [[[SILENT] * BOOKS]] * 16, new, asked, inputs)
+    def late(codes):  # (books, n): the library's answer to frames that are later for each book
+        frames = torch.full((codes.shape[1] + BOOKS - 1, BOOKS), SILENT)
+        for book in range(BOOKS):
+            frames[book : book + codes.shape[1], book] = codes[book]
+        return frames.tolist()
+
+    inputs, prompts = [{"text": text, "end": new + 1} for text in texts], [[[SILENT] * BOOKS]] * 16
+    beside = [hibachi.Guidance(SCALE, inputs=each | {"text": torch.zeros_like(each["text"])}) for each in inputs]
+    for scale, guidance in ((SCALE, beside), (None, None)):
+        compare(
+            Music(network(asked.size)),
+            lambda prompt, text, end, scale=scale: generated([text], scale)[0],
+            prompts,
+            new,
+            asked,
+            inputs,
+            batch=lambda scale=scale: generated(texts, scale),
+            guidance=guidance,
+        )
 
 
 if __name__ == "__main__":

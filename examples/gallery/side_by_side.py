@@ -31,31 +31,36 @@ def work(vocab, size):
 
 
 def compare(
-    model, own, prompts, new, asked, inputs=None, draws=False, at_once=None, batch=None, samples=None, params=None
-):
+    model, own, prompts, new, asked, inputs=None, draws=False, at_once=None, batch=None, samples=None, params=None,
+    guidance=None, rows=1,
+):  # fmt: skip
     """model: for an engine. own: from a prompt, and inputs by name, to the `new` likeliest tokens of the library's
     loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists or arrays} of each prompt. draws: the
     model draws real values, for which `own` also gets the `seed`; those within 1e-4 of each, or 1e-5, are equal.
     at_once: from an engine to what all requests get; None means that of `run`. batch: from nothing to what the library
     gives them in a batch of its own. samples: how many are drawn of each prompt, by `params` and a `seed`; None means
-    that the likeliest tokens are taken.
+    that the likeliest tokens are taken. guidance: a second row of each prompt; then the line says so, and `asked` shows
+    nothing. rows: of each request.
     """
     bodies = [{"prompt": prompt, "inputs": given} for prompt, given in zip(prompts, inputs or prompts, strict=True)]
     bodies = [body if inputs else {"prompt": body["prompt"]} for body in bodies]
     drawn = draws or samples
     bodies = [body | ({"seed": i} if drawn else {"temperature": 0}) | (params or {}) for i, body in enumerate(bodies)]
+    bodies = [body | {"beside": each} for body, each in zip(bodies, guidance, strict=True)] if guidance else bodies
     # Turns repeat their prompts, so nothing is kept from one to the next.
-    options = {"enable_prefix_caching": False, "max_num_seqs": len(bodies) * (samples or 1)}
+    options = {"enable_prefix_caching": False, "max_num_seqs": len(bodies) * (samples or rows + bool(guidance))}
     with hibachi.AutoregressiveBatchInference(model, **options) as engine:
 
-        def start(prompt, inputs=None, **params):
-            return engine.run(prompt, hibachi.SamplingParams(max_tokens=new, **params), inputs=inputs)
+        def start(prompt, inputs=None, n=None, beside=None, **params):
+            params = hibachi.SamplingParams(max_tokens=new, **params)
+            if n:
+                return engine.run_many(prompt, params, n, inputs=inputs)
+            return engine.run(prompt, params, inputs=inputs, guidance=beside)
 
         def all_of(engine):
             if samples is None:
                 return [np.array(stream.collect()).tolist() for stream in [start(**body) for body in bodies]]
-            groups = [[start(**body | {"seed": fork(body["seed"], k)}) for k in range(samples)] for body in bodies]
-            return [[stream.collect() for stream in group] for group in groups]
+            return [[stream.collect() for stream in group] for group in [start(n=samples, **body) for body in bodies]]
 
         def one_by_one():
             return [own(body["prompt"], **body.get("inputs", {}), **seed_of(body)) for body in bodies]
@@ -67,21 +72,20 @@ def compare(
             if turn:  # the first calls of a library take longer
                 ratios.append([each / seconds for each in longer])
         more = {} if draws else {"logprobs": 0}
-        company = [certainty(stream) for stream in [start(**body, **more) for body in bodies]]
-        alone = [certainty(start(**body, **more)) for body in bodies]
+        company, shown = zip(*[certainty(stream) for stream in [start(**body, **more) for body in bodies]], strict=True)
+        alone, _ = zip(*[certainty(start(**body, **more)) for body in bodies], strict=True)
     same = sum(
         np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-4 * draws, 1e-5 * draws)
         for a, b in zip(ours, theirs, strict=True)
     )
     faster, *beside = map(statistics.median, zip(*ratios, strict=True))
     print(
-        f"{same} of {len(bodies)} equal; at once {faster:.1f} times as fast"
+        f"{'guided: ' if guidance else ''}{same} of {len(bodies)} equal; at once {faster:.1f} times as fast"
         + (f", {beside[0]:.1f} times as in its own batch" if beside else "")
         + f"; bits alone = in company: {'yes' if alone == company else 'no'}"
     )
-    if asked.show:
-        first = ours if samples is None else [group[0] for group in ours]
-        shown = [body | {"tokens": tokens} for body, tokens in zip(bodies, first, strict=True)]
+    if asked.show and not guidance:
+        shown = [body | {"tokens": np.array(tokens)} for body, tokens in zip(bodies, shown, strict=True)]
         print(json.dumps(shown, default=lambda array: array.tolist()))
 
 
@@ -116,12 +120,12 @@ def seed_of(body):
 
 
 def certainty(stream):
-    """Every bit of the log-probabilities of a stream's tokens, or of the values that were drawn."""
+    """Every bit of the log-probabilities of a stream's tokens, or of the values that were drawn; and the tokens."""
     tokens = stream.collect()
     if not stream.logprobs:
-        return [float(value).hex() for value in np.ravel(tokens)]
+        return [float(value).hex() for value in np.ravel(tokens)], tokens
     frames = [each if isinstance(each, list) else [each] for each in stream.logprobs]
-    return [float(likely).hex() for frame in frames for by_id in frame for likely in by_id.values()]
+    return [float(likely).hex() for frame in frames for by_id in frame for likely in by_id.values()], tokens
 
 
 def timed(job):

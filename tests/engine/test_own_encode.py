@@ -5,7 +5,17 @@ import weakref
 import numpy as np
 import pytest
 
-from hibachi import ConfigError, Input, InvalidModelOutput, InvalidRequest, ModelError, OwnCache, SamplingParams, Terms
+from hibachi import (
+    Beams,
+    ConfigError,
+    Input,
+    InvalidModelOutput,
+    InvalidRequest,
+    ModelError,
+    OwnCache,
+    SamplingParams,
+    Terms,
+)
 from hibachi.backend.discover import resolve
 
 from .models import until
@@ -125,6 +135,22 @@ def test_what_was_encoded_is_freed_with_its_request(serve):
     answers(engine)
     assert held
     until(lambda: not any(array() is not None for array in held))
+
+
+def test_beams_of_a_request_do_not_copy_what_it_encoded(serve):
+    seen = []
+
+    class Looks(Translator):
+        def step(self, tokens, lengths, past, encoded):
+            seen.append(encoded["values"])
+            return super().step(tokens, lengths, past, encoded)
+
+    engine, params = serve(Looks(), max_num_seqs=4), SamplingParams(beams=Beams(4), max_tokens=6)
+    seen.clear()  # of trials
+    best, *_ = engine.run_many(PROMPTS[2], params, 4, inputs={"source": SOURCES[0]})
+    assert best.collect() == right(SOURCES[0], PROMPTS[2])
+    prompt, *later = seen
+    assert len(prompt) == 1 and len(later) == 5 and all(each is later[0] for each in later)
 
 
 def test_prefixes_are_shared_between_equal_sources_only(serve):

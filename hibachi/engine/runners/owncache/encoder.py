@@ -6,6 +6,7 @@ with the others is the mask of what is real.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,22 +49,32 @@ class Encoded:
         self._layout = _layout_of(trees[0], trees[1], backend, self.name)
         self._rows = RowPasts(self._layout, backend.shapes.length)
         self._tried = {i: self._past(tree, i) for i, tree in enumerate(trees)}
+        self._source: dict[int, int | None] = {}  # which of all that was encoded a row has
+        self._count = itertools.count()
 
     def forget(self, rows: Sequence[int]) -> None:
         self._rows.forget(rows)
+        for row in rows:
+            self._source.pop(row, None)
 
     def fork(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Rows get what others have: for each (from, to)."""
-        self._rows.fork(pairs)
+        """Rows get what others have: for each (from, to). Beams of one request have it already."""
+        sources = {to: self._source.get(row) for row, to in pairs}
+        self._rows.fork([(row, to) for row, to in pairs if sources[to] is None or sources[to] != self._source.get(to)])
+        self._source |= sources
 
     def clear(self) -> None:
         self._rows.of.clear()
+        self._source.clear()
 
     def of(self, rows: Sequence[int], size: int) -> Any:
         """For rows of a call and filler, as `step` gets it: arrays [size, ...]."""
         for row in rows:
             if row not in self._rows.of:
-                self._rows.of[row] = self._past(self._called(self._given(row)), row)
+                self._rows.of[row], self._source[row] = (
+                    self._past(self._called(self._given(row)), row),
+                    next(self._count),
+                )
         of = self._rows.of
         counts = [of[row].counts[of[row].place(row)] for row in rows]
         found = self._rows.gathered([*rows], counts, size)
