@@ -207,12 +207,15 @@ def admit(owner, call, self, job, *args, **more):
 
 
 def draw(owner, call, self, logits, *args):
-    """Of `draw(logits, jobs, rows, positions)` and `begin(logits, rows, positions)`, whose tokens are under way."""
+    """Of `draw(logits, jobs, rows, positions, ...)` and `begin(logits, rows, positions, ...)`, whose tokens are under
+    way.
+    """
     out = call(self, logits, *args)
-    if worker and self in notes and (values := host(logits)) is not None:
+    if worker and self in notes and (values := host(logits)) is not None and values.ndim:
         number, admissions = notes[self]
         tokens = host(out.tokens) if hasattr(out, "tokens") else None
-        for i, (row, position) in enumerate(zip(args[-2], args[-1], strict=False)):
+        at = int(call.__name__ == "draw")
+        for i, (row, position) in enumerate(zip(args[at], args[at + 1], strict=False)):
             token = None if tokens is None else tokens[i].tolist()
             found = drawn.setdefault((number, int(row), admissions[int(row)]), set())
             found.add((int(position), str(token), digest(values[i].tobytes())))

@@ -76,15 +76,19 @@ def main():
     (longest, new), library, random = WORK[asked.size], network(asked.size), torch.Generator().manual_seed(0)
     texts = [torch.randint(TEXTS - 3, (n,), generator=random).tolist() for n in range(longest - 15, longest + 1)]
 
+    def spoken(texts):
+        width = max(map(len, texts))
+        ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+        how = {"do_sample": False, "depth_decoder_do_sample": False, "max_new_tokens": new}
+        return library.generate(ids, attention_mask=mask, **how).tolist()
+
     def own(prompt, text):
-        ids = torch.tensor([text[: len(prompt)]])
-        return library.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, depth_decoder_do_sample=False, max_new_tokens=new
-        )[0].tolist()
+        return spoken([text[: len(prompt)]])[0]
 
     prompts = [[[0] * library.config.num_codebooks] * len(text) for text in texts]
     inputs = [{"text": text + [-1] * (new - 1)} for text in texts]
-    compare(Speech(network(asked.size)), own, prompts, new, asked, inputs)
+    compare(Speech(network(asked.size)), own, prompts, new, asked, inputs, batch=lambda: spoken(texts))
 
 
 if __name__ == "__main__":

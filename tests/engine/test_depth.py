@@ -5,9 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from hibachi import ConfigError, InvalidModelOutput, InvalidRequest, ModelError, NonFiniteOutput, SamplingParams
+from hibachi import (
+    ConfigError,
+    Guidance,
+    InvalidModelOutput,
+    InvalidRequest,
+    ModelError,
+    NonFiniteOutput,
+    NumpyBackend,
+    SamplingParams,
+)
 from hibachi.engine import build
+from hibachi.engine.runners.runner import Part, joined
 from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
+from hibachi.engine.scheduler.sequence import Seq
 
 from ..decode.reference import distribution
 from .frames import DEPTHS, EMBED, HEAD, RUNGS, H, InDepth, K, SizedDepth, V
@@ -102,6 +113,28 @@ def test_log_probabilities_and_greedy_frames(library, serve):
             want = logits.max() - np.log(np.exp(logits).sum())
             assert each == {int(frame[k]): pytest.approx(want, abs=1e-4)}
         known = np.concatenate([known, frame[None]])
+
+
+def test_guided_frames_are_the_same_at_each_rung(serve):
+    """A second row has another prompt; the logits of each codebook are mixed before its id is drawn."""
+    others, found = [(prompt + 1) % V for prompt in PROMPTS[::-1]], list[list[np.ndarray]]()
+    for rung in DEPTHS:
+        engine = serve(DEPTHS[rung](), max_num_seqs=8)
+        guided = [Guidance(2.0, prompt=other) if i % 2 else None for i, other in enumerate(others)]
+        streams = [engine.run(p, params(i), guidance=guided[i]) for i, p in enumerate(PROMPTS)]
+        found.append([frames(stream) for stream in streams])
+        assert all(map(np.array_equal, found[-1], found[0]))
+    assert all(np.array_equal(got, want) != i % 2 for i, (got, want) in enumerate(zip(found[0], RIGHT, strict=True)))
+
+
+def test_a_part_of_no_rows_joins_those_of_frames():
+    """As where all rows of a call wait for others that they draw with."""
+    fault, pair = InvalidRequest("no"), (Seq(1, 1), Seq(1, 1))
+    nobody = Part(np.arange(0), np.zeros(0, np.int32), None, np.zeros(0, bool), faults={3: fault})
+    some = Part(np.arange(2), np.ones((2, K), np.int32), np.ones((2, K)), np.zeros(2, bool), parents=[pair])
+    whole = joined([nobody, some, some], np.arange(0), NumpyBackend())
+    assert whole.tokens.shape == (4, K) and (whole.faults, whole.parents) == ({3: fault}, [pair, pair])
+    assert joined([nobody, nobody], np.arange(0), NumpyBackend()).faults == {3: fault}
 
 
 WIDE = np.random.default_rng(2).normal(size=(H * 64, V)).astype(np.float32)

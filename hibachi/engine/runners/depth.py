@@ -45,7 +45,8 @@ def depth_of(model: Any, backend: ArrayBackend) -> DepthCalls | None:
     """What calls the model's `depth`; None where it returns logits of whole frames, or of single ids. Raises
     ConfigError.
     """
-    if getattr(model, "codebooks", None) is None or not callable(getattr(model, "depth", None)):
+    sampled = getattr(model, "codebooks", None) is not None and getattr(model, "vocab_size", None) is not None
+    if not sampled or not callable(getattr(model, "depth", None)) or not kind_of(model).level:
         return None
     return DepthCalls(model, backend)
 

@@ -23,11 +23,12 @@ from hibachi.engine.runners.calls import drop_frames, is_signal
 from hibachi.engine.runners.groups import telling
 from hibachi.engine.runners.heads import ReturnedTokens, Sampled
 from hibachi.engine.runners.meters import Meeting, Tally
+from hibachi.engine.runners.owncache.frames import StepFrames, draws_at_once
 from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.runners.owncache.prefixes import Prefixes
 from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.engine.runners.owncache.trial import OwnCacheTrial
-from hibachi.engine.runners.runner import ModelRows, Outcome, Part, Runner
+from hibachi.engine.runners.runner import ModelRows, Outcome, Part, Runner, isolate
 from hibachi.engine.runners.tokentable import Tables, TokenKind
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -248,7 +249,16 @@ class OwnCacheRunner(Runner):
         if self.prefixes is not None:
             self.prefixes.begin(plan.copies, self.pasts.of, self.backend.shapes.length)
         self.idle()
-        return self.isolated((idx, self._tried(plan)) for idx in self._calls(plan))
+        calls = [*self._calls(plan)]
+        if len(calls) == 1 or self.apart or not draws_at_once(self.sampler):
+            return self.isolated((idx, self._tried(plan)) for idx in calls)
+        assert isinstance(self.head, Sampled)
+        frames = StepFrames(plan, self.head, self._computed)
+        stepped = self.isolated((idx, frames.step) for idx in calls)
+        drawn = Outcome([], stepped.faults, stepped.short)
+        if frames.places:
+            drawn += isolate(frames.draw, np.array(sorted(frames.places)), self.backend, self.theirs)
+        return drawn
 
     @override
     def fork(self, moves: Sequence[Move]) -> None:
@@ -302,28 +312,32 @@ class OwnCacheRunner(Runner):
             yield from self._fitting(np.sort(part), end)
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
-        rows, emit = plan.rows[idx], plan.emit[idx]
         if plan.draft is not None and plan.draft[idx].any():
             return self._forward_ahead(plan, idx)
+        with self.backend.guard():
+            mine, out = self._computed(plan, idx)
+            if not len(mine):
+                return Part(mine, np.zeros(0, np.int32), None, np.zeros(0, bool))
+            return self.head.part(plan, mine, out, leaves(out)[0].shape[0])
+
+    def _computed(self, plan: StepPlan, idx: Any) -> tuple[Any, Any]:
+        """Which rows of a call emit, and their outputs."""
+        rows, emit = plan.rows[idx], plan.emit[idx]
         first, prompt = int(idx[0]), plan.seqs[int(idx[0])].prompt_len
         end, whole = int(plan.end[first]), self._trial.whole and plan.q[first] > 1
-        with self.backend.guard():
-            if self.apart or (whole and end > prompt):
-                out = self._alone(int(rows[0]), prompt, end)
-            elif whole:
-                out = self._advance(rows, np.zeros(len(rows), np.int32), end)
-            else:
-                self._catch_up(rows, plan.start[idx])
-                out = self._advance(rows, plan.start[idx], int(plan.q[first]))
-            wanted = np.flatnonzero(emit)
-            if not len(wanted):
-                return Part(idx[emit], np.zeros(0, np.int32), None, np.zeros(0, bool))
-            if len(wanted) < len(rows):
-                if isinstance(self.head, Sampled):
-                    out = self.head.sampler.rows(out, wanted)
-                else:
-                    out = self.backend.take(out, self.backend.put(wanted.astype(np.int32)))
-            return self.head.part(plan, idx[emit], out, leaves(out)[0].shape[0])
+        if self.apart or (whole and end > prompt):
+            out = self._alone(int(rows[0]), prompt, end)
+        elif whole:
+            out = self._advance(rows, np.zeros(len(rows), np.int32), end)
+        else:
+            self._catch_up(rows, plan.start[idx])
+            out = self._advance(rows, plan.start[idx], int(plan.q[first]))
+        wanted = np.flatnonzero(emit)
+        if not 0 < len(wanted) < len(rows):
+            return idx[emit], out
+        if isinstance(self.head, Sampled):
+            return idx[emit], self.head.sampler.rows(out, wanted)
+        return idx[emit], self.backend.take(out, self.backend.put(wanted.astype(np.int32)))
 
     def _forward_ahead(self, plan: StepPlan, idx: Any) -> Part:
         """`_forward` for rows of which some have proposals. Positions of wrong ones are cut off the past."""
