@@ -146,8 +146,10 @@ class Preempting(RecordedScheduler):
             seq = running[self.steps % len(running)]
             self.times[seq] += 1
             tables = self._key_of.args[0]
-            for seq, row in self._preempt([seq]):
-                tables.at(row).leave(row, seq.owner.history, seq.length)  # as the engine does with those it is told of
+            for sent, row in self._preempt([seq]):
+                tables.at(row).leave(
+                    row, sent.owner.history, sent.length
+                )  # as the engine does with those it is told of
         return super().schedule(now)
 
 

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from hibachi.engine.recording.recorder import RecordedScheduler
 from hibachi.engine.recording.replay import replay
-from hibachi.engine.scheduler.links import most_alike
 from hibachi.engine.scheduler.lower import lower
 from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import InvalidRequest, PromptTooLong
-from hibachi.request import Finish
 
 from .world import POLICIES, VOCAB, Device, following
 
@@ -150,7 +148,7 @@ class Engine:
                 parent = group.seqs[at]
             if parent is not seq:
                 parents.append((seq, parent))
-            got[seq] = parent.owner.got + [token]
+            got[seq] = [*parent.owner.got, token]
             stopped.append(token in group.stop if group.kind != "beams" else False)
         if any(seq.owner.group.kind == "beams" for seq in emitting):  # one that stops ends all of them
             for n, seq in enumerate(emitting):
