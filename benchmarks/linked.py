@@ -64,10 +64,9 @@ def main() -> None:
 
         def ran(ask: Callable[[list[int]], Any]) -> Callable[[], Any]:
             def work() -> list[Any]:
-                streams = [ask(prompt) for prompt in prompts]
-                return [
-                    s.collect() for s in [x for each in streams for x in (each if isinstance(each, list) else [each])]
-                ]
+                asked = [ask(prompt) for prompt in prompts]
+                streams = [s for each in asked for s in (each if isinstance(each, list) else [each])]
+                return [stream.collect() for stream in streams]
 
             return work
 

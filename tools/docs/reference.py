@@ -37,7 +37,7 @@ PAGES: dict[str, tuple[str, str, list[str]]] = {  # file: (title, introduction, 
     "sampling": (
         "Sampling and requests",
         "What a request may ask for. [Sampling](../docs/sampling.md) explains each parameter.",
-        ["SamplingParams", "StructuredOutputs", "StopRule", "Terms", "Trie", "Finish"],
+        ["SamplingParams", "Beams", "Guidance", "StructuredOutputs", "StopRule", "Terms", "Trie", "Finish"],
     ),
     "policies": (
         "Scheduling policies",
