@@ -28,6 +28,20 @@ def test_attend_equals_slow_attention_on_single_tokens_beside_a_chunk(backend):
     memory.step([Row(5, 1, (1, 2)), Row(3, 5, (4, 6)), Row(0, 3, (7,))])
 
 
+def test_a_row_goes_on_from_another_whose_last_block_is_copied(backend):
+    """Whatever the layout: the blocks that are named have what others have, and no other block changes."""
+    memory = Memory(backend)
+    memory.step([Row(0, 6, (1, 2)), Row(0, 3, (7,))])
+    source, to = (backend.put(np.array(at, "int32")) for at in ([2, 7, 0], [3, 5, 0]))
+    memory.cache = backend.copy_blocks(memory.cache, source, to)
+    size = memory.block_size
+    for old, new in ((2, 3), (7, 5)):
+        memory.slow |= {
+            new * size + i: memory.slow[old * size + i] for i in range(size) if old * size + i in memory.slow
+        }
+    memory.step([Row(6, 1, (1, 3)), Row(6, 1, (1, 2)), Row(3, 1, (5,)), Row(3, 1, (7,))], tile=1)
+
+
 def test_attend_gives_the_same_whatever_the_size_of_the_tiles(backend):
     for tile in (1, 2, 8):
         memory = Memory(backend)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from hibachi.engine.scheduler.links import most_alike
 from hibachi.engine.scheduler.scheduler import Scheduler
-from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Ints, Sent, StepPlan
 from hibachi.engine.scheduler.stretch import Stretch, look_ahead
 from hibachi.engine.simulator.feed import Arrivals, Feed
@@ -60,7 +61,8 @@ class _Cost:
 
 class TraceReplay:
     """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
-    that a row gets in a step, or what is left of its output. guesses: tokens are proposed.
+    that a row gets in a step, or what is left of its output. guesses: tokens are proposed. samples: continuations of a
+    request, as many of them linked as there is room for; it ends with the last of them.
     """
 
     trace: Trace
@@ -75,8 +77,9 @@ class TraceReplay:
         keys: bool = True,
         each: int = 1,
         guesses: Guesses | None = None,
+        samples: int = 1,
     ) -> None:
-        self.trace, self.scheduler = trace, scheduler
+        self.trace, self.scheduler, self._samples = trace, scheduler, samples
         self.outcome: SimOutcome = SimOutcome(len(trace))
         self._cost, self._each = _Cost.of(time), each
         self._guessing = None if guesses is None else Guessing(guesses, len(trace))
@@ -127,9 +130,15 @@ class TraceReplay:
 
     def _add(self, i: int) -> None:
         prompt, output, priority, tenant, arrival = self._requests[i]
-        seq = Seq(prompt, output, owner=i, priority=priority, tenant=tenant, arrival=arrival, keys=self._keys(i))
+
+        def made() -> Seq:
+            return Seq(prompt, output, owner=i, priority=priority, tenant=tenant, arrival=arrival, keys=self._keys(i))
+
         try:
-            self.scheduler.add(seq, arrival)
+            most = self._samples if self._samples == 1 else most_alike(self.scheduler.limits, prompt, output)
+            for at in range(0, self._samples, most):
+                seqs = [made() for _ in range(min(most, self._samples - at))]
+                self.scheduler.add(seqs[0] if len(seqs) == 1 else linked(seqs, alike=True, parts=True), arrival)
         except (PromptTooLong, QueueFull) as e:
             cause = type(e).__name__
             self.outcome.refused[cause] = self.outcome.refused.get(cause, 0) + 1
@@ -172,7 +181,8 @@ class TraceReplay:
             outcome.new_tokens += more
             outcome.gaps.add(np.zeros(more, np.int64))  # they come together
         outcome.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
-        self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts).finished, now)
+        forks = [(seq, seq.link.seqs[0]) for seq in plan.seqs if seq.vacant and seq.link] if plan.linked else []
+        self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts, forks).finished, now)
         return now
 
     def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:

@@ -61,6 +61,7 @@ class Setup:
     max_num_queued_reqs: int | None = setting(integer(1), None, "requests that may wait", "any number")
     reserve_all: bool = setting(SWITCH, False, "reserve blocks for prompt and answer from the start")
     enable_prefix_caching: bool = setting(SWITCH, True, "let requests that begin alike share blocks")
+    samples: int = setting(integer(1), 1, "continuations of each request, whose prompt is computed once")
     chunk: int | None = None
     each: int = 1
     order: str | None = None
@@ -235,6 +236,7 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
         keys = trace.block_keys(limits.block_size) if setup.enable_prefix_caching and limits.blocks else lambda i: None
         feed = Offline(trace, 2 * setup.max_num_seqs, setup.order, setup.window, keys)
     how: dict[str, Any] = {"keys": setup.enable_prefix_caching, "each": setup.each, "guesses": setup.guesses}
+    how["samples"] = setup.samples
     replay = TraceReplay(trace, Scheduler(limits, policy()), time, **how)
     began = perf_counter()
     outcome = replay.run(fast, feed)
