@@ -734,7 +734,7 @@ class Scheduler:
             self.table.published[row] = seq.published if seq.keys is not None and not seq.vacant else NEVER
             if seq.keys is not None and not seq.vacant and (hit + q) // size > seq.published:
                 self.table.published[row] = self._publish(seq, hit + q, seq.length, -1, published)
-        if seq.keys is not None and not (seq.started or seq.begun):
+        if seq.keys is not None and not (seq.started or seq.begun or seq.vacant):
             self.counts.prefix_queries += seq.length
             self.counts.prefix_hits += hit
 
