@@ -230,7 +230,8 @@ class Runner:
 
     def fork(self, moves: Sequence[Move]) -> None:
         """Rows go on from others. Called between two steps."""
-        together = [m for m in moves if m.seq.link is not None and m.seq.link.together]  # others have one prompt
+        live = [m for m in moves if m.seq.finish is None]
+        together = [m for m in live if m.seq.link is not None and m.seq.link.together]  # others have one prompt
         if self.tables is None or not together:
             return
         tokens = [self.tokens_of(m.source, m.tokens).copy() for m in together]
@@ -547,4 +548,5 @@ def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         else None,
         logprobs=logprobs,
         faults={i: fault for p in parts for i, fault in p.faults.items()},
+        parents=[pair for p in parts for pair in p.parents],
     )
