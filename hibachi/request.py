@@ -92,7 +92,7 @@ MOST_FLOAT = 1e30  # its inverse is the least; logits times or over either are f
 MOST_SECONDS = 100 * 365.25 * 24 * 3600.0  # a century
 MOST_RUNS = 2**14  # sequences of one request
 MOST_BEAMS = 512
-MOST_PENALTY = 100  # for the length of a beam
+MOST_PENALTY = 30  # for the length of a beam: of the longest, it is a finite number
 
 
 @dataclass(frozen=True, slots=True)

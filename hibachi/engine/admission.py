@@ -94,7 +94,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
     limit = _covered(given, facts, n, limit)
     end = facts.limits.fit(n, limit)
     if params is not None and params.beams is not None:
-        _check_beams(params, limit, n, facts)
+        _check_beams(params, limit, n, facts, fed=request.fed)
     terms, begun = as_terms(request.terms), request.begun
     if request.kept is not None:
         check_paged(facts, "Keys and values cannot be returned")
@@ -223,11 +223,15 @@ def _check_codebooks(params: SamplingParams, facts: Facts) -> None:
             )
 
 
-def _check_beams(params: SamplingParams, limit: int | None, n: int, facts: Facts) -> None:
+def _check_beams(params: SamplingParams, limit: int | None, n: int, facts: Facts, *, fed: bool) -> None:
     """Check that beams can be searched. n: tokens of the prompt. Raises InvalidRequest."""
     if facts.codebooks is not None:
         raise InvalidRequest.at(
             ("beams",), f" are of tokens that are single ids; those of this model have {facts.codebooks}. Leave it out."
+        )
+    if fed:
+        raise InvalidRequest.at(
+            ("fed",), " is of requests that draw; got beams, whose tokens come at the end. Leave one out."
         )
     assert isinstance(params.beams, Beams)
     seqs = [Seq(n, limit) for _ in range(params.beams.width or params.n)]

@@ -347,6 +347,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         """Link a request with rows that guide it. Raises InvalidRequest."""
         built, backend = self._built, self._backend
         assert built is not None
+        if request.params is not None and request.params.beams is not None:
+            raise InvalidRequest("guidance mixes logits before a draw; got beams, which draw nothing. Leave one out.")
         if built.runner.sampler is None or not isinstance(backend, ArrayBackend):
             raise InvalidRequest(
                 f"guidance mixes logits, and {type(self.model).__name__} returns tokens: expected a model with "

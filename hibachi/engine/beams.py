@@ -20,7 +20,7 @@ from hibachi.engine.runners.guiding import Guided, stuck
 from hibachi.engine.runners.job import Job, Linked, stopped
 from hibachi.engine.runners.linked import Draws, LinkRows
 from hibachi.engine.runners.runner import NOT_FINITE, Part, Sampler
-from hibachi.engine.runners.sampler import RowSampler
+from hibachi.engine.runners.sampler import RowSampler, nothing_left
 from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import StepPlan
 from hibachi.engine.streams.channel import Wakeups
@@ -173,9 +173,11 @@ class Search(Draws):
             if not (stop or whole or last):
                 going.append(i)
             elif i < width:
-                score = float(scores[i] / np.float32(n + 1) ** np.float32(self._beams.length_penalty))
+                score = float(scores[i]) / (n + 1) ** self._beams.length_penalty
                 finish = Finish.STOP if stop or whole else Finish.LENGTH
                 results.append(FoundBeam(score, [*state.tokens(row), token], finish, stop))
+        if not (going or results):
+            raise nothing_left()
         results = sorted(results, key=lambda result: -result.score)[:width]
         best = float(scores[going[0]]) if going else None
         over = best is None or self._settled(results, best, n + 1)

@@ -53,7 +53,7 @@ def _work(queue: SimpleQueue[Job | None], done: Done, turns: Turns, vocab_size: 
             if os.uname().sysname == "Linux":
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     while (job := queue.get()) is not None:
-        if job.channel.finish is None:
+        if any(not each.silent and each.channel.finish is None for each in job.group):
             assert job.grammar is not None
             guides, grammar = job.grammar
             began = time.perf_counter()

@@ -173,7 +173,7 @@ class Engine:
 
     def add(self, job: Job) -> None:
         """Queue a request, with those that it is linked with."""
-        now, jobs, ticket = time.monotonic(), _linked(job), job.seq if job.linked is None else job.linked.ticket
+        now, jobs, ticket = time.monotonic(), job.group, job.seq if job.linked is None else job.linked.ticket
         for each in jobs:
             each.seq.owner = each
             if not each.silent:
@@ -198,7 +198,7 @@ class Engine:
     def _guide(self, job: Job, made: Guided | BaseException, seconds: float) -> None:
         """The grammar of a held job is ready, or failed."""
         self._meters.grammars.add(seconds)
-        jobs = _linked(job)
+        jobs = job.group
         if not self._live.intersection(jobs):
             return
         if isinstance(made, BaseException):
@@ -635,12 +635,13 @@ class Engine:
         counts = None if counts is None else counts[plan.emit]
         parents = [pair for part in outcome.parts for pair in part.parents]
         committed = self.scheduler.commit(plan, stopped, counts, parents, began)
-        if committed.moves:
-            self._fork(committed.moves)
-        alive = plan.emit
+        alive, lost = plan.emit, None
         if committed.alive is not None:
             alive = alive.copy()
             alive[alive] = committed.alive
+        if committed.moves:
+            lost = self._fork(committed.moves)
+            alive = alive & np.array([seq.owner is not None for seq in plan.seqs])
         for part in outcome.parts:
             self._deliver(plan, part, alive)
         for seq in [s for s in committed.finished if s.owner.request.kept is not None]:
@@ -654,20 +655,25 @@ class Engine:
                     self._counts.new_tokens += len(job.channel.buffer)
                 self._ended(job, reason)
         self._wakeups.post()
+        if lost is not None:
+            self._recover(lost)
 
-    def _fork(self, moves: Sequence[Move]) -> None:
-        """Rows go on from others."""
+    def _fork(self, moves: Sequence[Move]) -> StepFailed | None:
+        """Rows go on from others. Returns an error if the cache is lost by that, for when the tokens have their
+        places.
+        """
+        failed = None
         try:
             self.runner.fork(moves)
         except Exception as e:
             failed = StepFailed("device" if self.runner.backend.fatal(e) else "cache", cache_lost=True)
             failed.__cause__ = e
-            self._recover(failed)
         parted = {id(m.seq.link): m.seq.link for m in moves if m.seq.link is not None and m.seq.link.parted}
         for seq in [seq for link in parted.values() for seq in link.seqs]:
             if seq.owner is not None and not seq.owner.silent and seq.owner not in self._live:
                 self.scheduler.cancel(seq)  # as its caller wanted before they had forked
                 seq.owner = None
+        return failed
 
     def _keep(self, seq: Seq, plan: StepPlan) -> None:
         """Copy the keys and values of a request that finished in this step, before its blocks get another owner."""
@@ -800,10 +806,6 @@ class Engine:
             self.drafting.close()
         self.runner.close()
         self.recorder.close()
-
-
-def _linked(job: Job) -> list[Job]:
-    return [job] if job.linked is None else job.linked.jobs
 
 
 def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:

@@ -76,7 +76,7 @@ class Worker:
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
-            jobs = [each for each in ([job] if job.linked is None else job.linked.jobs) if not each.silent]
+            jobs = [each for each in job.group if not each.silent]
             self.check_room(job.seq.tenant, len(jobs))
             here = self._accepted - self.engine.finished
             if self._thread is None:
@@ -315,7 +315,7 @@ class Worker:
         while not self._inbox.empty():  # requests that the thread has not seen
             with suppress(Empty):
                 if (command := self._inbox.get_nowait()) is not None:
-                    jobs.append(command[1])
+                    jobs += command[1].group
         return [job.channel for job in jobs]
 
     def forked(self) -> None:

@@ -121,7 +121,7 @@ class Sampled:
         """`idx` and the outputs, without the rows that wait for others, and with those that go on from one of them."""
         together = np.array([job.linked is not None and job.linked.draws is not None for job in jobs_of(plan, idx)])
         if len(at := np.flatnonzero(together)):
-            self.waiting.keep(self.sampler, idx, out, at)
+            self.waiting.keep(self.sampler, plan, idx, out, at)
             if len(at) == len(idx):
                 return idx[:0], out, []
         mine, at, parents = forked(plan, idx[~together])

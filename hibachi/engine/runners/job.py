@@ -80,6 +80,11 @@ class Job:
         return self.known
 
     @property
+    def group(self) -> list[Job]:
+        """The requests that it is linked with, itself among them."""
+        return [self] if self.linked is None else self.linked.jobs
+
+    @property
     def unscored(self) -> int:
         """Number of first tokens whose output must be looked at: all but the last of the prompt."""
         return 0 if self.scores is None else self.seq.prompt_len - 1

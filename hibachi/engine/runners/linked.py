@@ -65,9 +65,12 @@ class Waiting:
     """Outputs by the place of a row in the plan: an array, and which of its rows."""
 
     outs: dict[int, tuple[Array, int]] = field(default_factory=dict)
+    rows: Any = None  # of the plan
 
-    def keep(self, sampler: Sampler, idx: Any, out: Array, at: Any) -> None:
+    def keep(self, sampler: Sampler, plan: StepPlan, idx: Any, out: Array, at: Any) -> None:
         """Keep the outputs `at` of the rows idx [n] of a plan."""
+        if self.rows is not plan.rows:  # what a step left that failed as a whole
+            self.rows, self.outs = plan.rows, {}
         kept = sampler.rows(out, at)  # a copy: the memory is the model's, which may write its next output there
         self.outs.update(zip(idx[at].tolist(), [(kept, k) for k in range(len(at))], strict=True))
 

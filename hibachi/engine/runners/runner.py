@@ -236,7 +236,8 @@ class Runner:
 
     def fork(self, moves: Sequence[Move]) -> None:
         """Rows go on from others. Called between two steps."""
-        together = [m for m in moves if m.seq.link is not None and m.seq.link.together]  # others have one prompt
+        live = [m for m in moves if m.seq.finish is None]
+        together = [m for m in live if m.seq.link is not None and m.seq.link.together]  # others have one prompt
         if self.tables is None or not together:
             return
         tokens = [self.tokens_of(m.source, m.tokens).copy() for m in together]

@@ -472,7 +472,9 @@ class Scheduler:
         else:
             parting = []
         tokens = len(q) if decode and not fresh else int(q.sum())
-        draft = self._draft(drafts, seqs, end, emit, self.budget - tokens) if drafts else None
+        draft = None
+        if drafts and not (self.waits or parting):  # who draws together, or goes on from another, has one token
+            draft = self._draft(drafts, seqs, end, emit, self.budget - tokens)
         table.advance(rows, end, emit)
         return StepPlan(
             seqs=seqs,

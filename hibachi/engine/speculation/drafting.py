@@ -264,7 +264,9 @@ class Drafting:
 
     def _open(self, scheduler: Scheduler) -> list[DraftingRow]:
         """The rows that decode, have room for more than one token, and allow proposals."""
-        table, rows = scheduler.table, []
+        table, rows = scheduler.table, list[DraftingRow]()
+        if scheduler.waits:  # a step with rows that draw together has no proposals
+            return rows
         for seq in scheduler.order:
             at = seq.row
             if at < 0 or seq.paused or not table.emitted.item(at):
