@@ -19,8 +19,8 @@ from hibachi.engine.runners.rowedits import RowEdits, penalised
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.sampling import draw as sampling
 from hibachi.engine.sampling.draw import CANDIDATES, FAR, NEAR, PLAIN, WORTH, path_of
-from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, named
-from hibachi.engine.sampling.rows import top_of_row, total
+from hibachi.engine.sampling.logprobs import Likely, likely, logprobs, mass_of, named
+from hibachi.engine.sampling.rows import top_of_row
 from hibachi.engine.sampling.uniforms import uniforms
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import FILTERS, SamplingParams
@@ -203,7 +203,7 @@ class RowSampler:
         n, k = len(rows), min(k, self.vocab_size)
         special = self._edits.wanted(rows, positions) if self._edits.some else np.zeros(n, bool)
         x, faults = logits, dict[int, HibachiError]()
-        _, mass = self.backend.fetch(self.backend.program(_mass)(logits))()
+        (mass,) = self.backend.fetch([self.backend.program(_mass)(logits)])()
         if special.any():
             at = np.flatnonzero(special)
             some = [jobs[i] for i in at.tolist()]
@@ -350,20 +350,15 @@ def _likely(backend: ArrayBackend, k: int, logits: Array, of: Array) -> Likely:
     return likely(backend, logits, of, k=k)
 
 
-def _mass(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
-    """The largest logit of each row, and the logarithm of the sum of all probabilities, [n]."""
-    x = backend.float32(logits)
-    if backend.draws:
-        top, mass = backend.mass(x)
-    else:
-        top = backend.xp.max(x, axis=-1)
-        mass = total(backend, backend.xp.exp(x - top[:, None]))
-    return top, top + backend.xp.log(mass)
+def _mass(backend: ArrayBackend, logits: Array) -> Array:
+    """The logarithm of the sum of exp(logit) of each row, [n]."""
+    top, mass = mass_of(backend, backend.float32(logits))
+    return top + backend.xp.log(mass)
 
 
 def _log(backend: ArrayBackend, logits: Array) -> Array:
     """The log-probabilities [n, V]."""
-    return backend.float32(logits) - _mass(backend, logits)[1][:, None]
+    return backend.float32(logits) - _mass(backend, logits)[:, None]
 
 
 def _top(backend: ArrayBackend, k: int, x: Array) -> tuple[Array, Array]:

@@ -27,14 +27,20 @@ class Likely(NamedTuple):
 
 
 @np.errstate(invalid="ignore", over="ignore")
+def mass_of(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
+    """The largest of each row of float32 logits [n, V], and the sum of exp(logit - largest): [n] each."""
+    if backend.draws:
+        found: tuple[Array, Array] = backend.mass(logits)
+        return found
+    top = backend.xp.max(logits, axis=-1)
+    return top, total(backend, backend.xp.exp(logits - top[:, None]))
+
+
+@np.errstate(invalid="ignore", over="ignore")
 def likely(backend: ArrayBackend, logits: Array, tokens: Array, *, k: int) -> Likely:
     """logits [n, V], tokens int32 [n] -> what `named` needs for up to k - 1 of the most likely tokens (k = 0: none)."""
     logits = backend.float32(logits)
-    if backend.draws:
-        top, mass = backend.mass(logits)
-    else:
-        top = backend.xp.max(logits, axis=-1)
-        mass = total(backend, backend.xp.exp(logits - top[:, None]))
+    top, mass = mass_of(backend, logits)
     own = pick(backend, logits, tokens[:, None])[:, 0]
     return Likely(top, mass, own, *(top_of_row(backend, logits, k) if k else (None, None)))
 
