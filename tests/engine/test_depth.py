@@ -1,6 +1,8 @@
 """Frames drawn in depth: logits of a codebook depend on the ids drawn before it in the frame."""
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -16,9 +18,15 @@ from hibachi import (
     SamplingParams,
 )
 from hibachi.engine import build
+from hibachi.engine.prompts import kind_of_ids
+from hibachi.engine.runners.frames import FrameSampler
+from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.runner import Part, joined
+from hibachi.engine.runners.tokentable import Tables
 from hibachi.engine.sampling.uniforms import of_codebooks, uniforms
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.streams.channel import Channel
+from hibachi.request import Request
 
 from ..decode.reference import distribution
 from .frames import DEPTHS, EMBED, HEAD, RUNGS, H, InDepth, K, SizedDepth, V
@@ -125,6 +133,20 @@ def test_guided_frames_are_the_same_at_each_rung(serve):
         found.append([frames(stream) for stream in streams])
         assert all(map(np.array_equal, found[-1], found[0]))
     assert all(np.array_equal(got, want) != i % 2 for i, (got, want) in enumerate(zip(found[0], RIGHT, strict=True)))
+
+
+@pytest.mark.parametrize("each", [(), EACH], ids=["alike", "apart"])
+def test_a_row_holds_on_to_no_request(each):
+    prompt, model = np.zeros((5, K), np.int32), DEPTHS["whole"]()
+    kind = kind_of_ids(K)
+    sampler = FrameSampler(model.library, 2, model, Tables(2, kind).of(kind))
+    job = Job(Seq(5, 3), Channel(), Request(prompt, params(0, codebooks=each)))
+    job.seq.owner, job.seq.row = job, 1
+    sampler.admit(job)
+    seen = weakref.ref(prompt)
+    del job, prompt
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_part_of_no_rows_joins_those_of_frames():

@@ -15,7 +15,10 @@ from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.sampler import Drawn, RowSampler
 from hibachi.engine.runners.tokentable import TokenTable
 from hibachi.engine.sampling.uniforms import of_codebooks
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.streams.channel import Channel
 from hibachi.errors import HibachiError
+from hibachi.request import Request, SamplingParams
 
 
 class FrameSampler:
@@ -38,22 +41,27 @@ class FrameSampler:
         self.shape = self._n, self.vocab_size
         self._each = RowSampler(backend, rows * self._n, self.vocab_size, table, type(model).__name__)
         self._books: list[list[Job]] = [[] for _ in range(rows)]  # what each codebook of a row is drawn by
+        self._nobody: Channel[Any] = Channel()
         self._k = [backend.put(np.array(k, np.int32)) for k in range(self._n)]
         ids = np.arange(self.vocab_size) < np.array(self.sizes)[:, None]
         self._real = None if ids.all() else backend.put(ids)  # bool [codebooks, vocab]: there is such an id
 
     def admit(self, job: Job) -> None:
-        row, n, request, params = job.seq.row, self._n, job.request, job.sampling
+        row, n, params, length = job.seq.row, self._n, job.sampling, job.seq.prompt_len
         seeds = of_codebooks(job.seed, n)
         if not params.codebooks:
-            one = Job(job.seq, job.channel, request)
+            one = self._book(length, params)
             self._each.admit(one, slice(row * n, (row + 1) * n), seeds)
             self._books[row] = [one] * n
             return
-        books = [Job(job.seq, job.channel, replace(request, params=params.of_codebook(k))) for k in range(n)]
+        books = [self._book(length, params.of_codebook(k)) for k in range(n)]
         for k, book in enumerate(books):
             self._each.admit(book, row * n + k, seeds[k])
         self._books[row] = books
+
+    def _book(self, length: int, params: SamplingParams) -> Job:
+        """What a codebook is drawn by, which holds on to nothing of the request."""
+        return Job(Seq(length, 1), self._nobody, Request(None, params))
 
     def draw(
         self,
