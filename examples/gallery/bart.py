@@ -8,10 +8,12 @@ In the checkout, in an environment of its own:
     curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
         -d '{"prompt": [2], "inputs": {"source": [5, 6, 7, 8]}, "max_tokens": 8, "temperature": 0}'
 
-A text to be read comes as the input `source`. `encode` reads it once for each request. What it returns, the engine
-keeps beside the request: the keys and values of cross-attention, which the library would compute in the first step.
-The decoder counts positions from the start of its cache; `place` says where they are in each row.
+A text to be read comes as the input `source`. `encode` reads it once for each request, and those of several at once.
+What it returns, the engine keeps beside the request: the keys and values of cross-attention, which the library would
+compute in the first step. The library counts positions from the left; `place` says where they are in each row.
 """
+
+from functools import partial
 
 import torch
 from side_by_side import arguments, compare, work
@@ -29,8 +31,10 @@ class Bart:
     def __init__(self, model=None):
         self.model, self.inputs = model or network("tiny"), {"source": hibachi.Input((None,), "int64")}
 
-    def encode(self, source):
-        out = placed(self.model, torch.zeros(1, 1).long())(source, decoder_input_ids=source[:, :1], use_cache=True)
+    def encode(self, source, lengths):
+        place = torch.arange(source.shape[1]) - (source.shape[1] - lengths[:, None])
+        model = placed(self.model, torch.zeros(len(source), 1).long(), place.clamp(min=0))
+        out = model(source, (place >= 0).long(), decoder_input_ids=source[:, :1], use_cache=True)
         return out.encoder_last_hidden_state, out.cache.cross_attention_cache, torch.ones_like(source)
 
     def step(self, tokens, lengths, past, encoded):
@@ -50,11 +54,17 @@ class Bart:
         return out.logits[:, -1], cache.self_attention_cache
 
 
-def placed(model, place):
-    """The model, whose next tokens are at these places (rows, new). It would count them from the start of the cache."""
-    table = model.model.decoder.embed_positions
-    table.forward = lambda *_, **__: torch.nn.functional.embedding(place + table.offset, table.weight)
+def placed(model, *places):
+    """The model, whose next tokens of the decoder, and of the encoder, are at these places (rows, new). It would count
+    them from the start of the cache, or of the longest row.
+    """
+    for half, place in zip((model.model.decoder, model.model.encoder), places, strict=False):
+        half.embed_positions.forward = partial(looked_up, half.embed_positions, place)
     return model
+
+
+def looked_up(table, place, *_, **__):
+    return torch.nn.functional.embedding(place + table.offset, table.weight)
 
 
 def network(size):

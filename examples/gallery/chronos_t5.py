@@ -35,9 +35,10 @@ class Forecasts:
         self.pipeline, self.inputs = pipeline or network("tiny"), {"series": hibachi.Input((None,))}
         self.model = self.pipeline.inner_model
 
-    def encode(self, series):
-        ids, mask, _ = self.pipeline.tokenizer.context_input_transform(series)
-        out = self.model(ids, attention_mask=mask, decoder_input_ids=torch.full((1, 1), PAD), use_cache=True)
+    def encode(self, series, lengths):
+        real = torch.arange(series.shape[1]) >= series.shape[1] - lengths[:, None]
+        ids, mask, _ = self.pipeline.tokenizer.context_input_transform(series.masked_fill(~real, torch.nan))
+        out = self.model(ids, attention_mask=mask, decoder_input_ids=ids[:, :1] * 0 + PAD, use_cache=True)
         return out.cache.cross_attention_cache, mask.long()
 
     def step(self, tokens, lengths, past, encoded):

@@ -33,8 +33,8 @@ class Dia:
         self.inputs = {"text": hibachi.Input((None,), "int64"), "end": hibachi.Input((), "int32")}
         self.late = torch.tensor(self.model.config.delay_pattern)
 
-    def encode(self, text):
-        return crossed(self.model.model, text), torch.ones_like(text)
+    def encode(self, text, lengths):
+        return crossed(self.model.model, text, lengths), torch.ones_like(text)
 
     def step(self, tokens, lengths, past, encoded, end):
         (cross, mask), new = encoded, tokens.shape[1]
@@ -57,9 +57,15 @@ class Dia:
         return logits if self.guided else allowed(logits, free(logits)), (kept, ended)
 
 
-def crossed(model, text):
-    """What the decoder would compute of a text in its first step: keys and values of its cross-attention."""
-    seen, cache = model.encoder(text).last_hidden_state, DynamicCache()
+def crossed(model, text, lengths):
+    """What the decoder would compute of texts in its first step: keys and values of its cross-attention. The library
+    counts positions from the left, so padding goes to the right, and back.
+    """
+    place, front = torch.arange(text.shape[1])[None], text.shape[1] - lengths.long()[:, None]
+    text = text.gather(1, (place + front) % text.shape[1])
+    seen = model.encoder(text, (place < lengths[:, None]).long()).last_hidden_state
+    seen = seen[torch.arange(len(text))[:, None], (place - front) % text.shape[1]]
+    cache = DynamicCache()
     for place, layer in enumerate(model.decoder.layers):
         both = layer.cross_attention.k_proj(seen), layer.cross_attention.v_proj(seen)
         cache.update(

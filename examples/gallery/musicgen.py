@@ -31,9 +31,9 @@ class Music:
         self.model = model or network("tiny")
         self.inputs = {"text": hibachi.Input((None, self.model.config.hidden_size)), "end": hibachi.Input((), "int32")}
 
-    def encode(self, text):
-        out = placed(self.model, torch.zeros(1, 1).long())(
-            torch.full((BOOKS, 1), SILENT), encoder_hidden_states=text, use_cache=True
+    def encode(self, text, lengths):  # no position knows of another
+        out = placed(self.model, torch.zeros(len(text), 1).long())(
+            torch.full((len(text) * BOOKS, 1), SILENT), encoder_hidden_states=text, use_cache=True
         )
         return text, out.cache.cross_attention_cache, torch.ones(text.shape[:2]).long()
 

@@ -31,8 +31,9 @@ class Items:
     def __init__(self, model=None):
         self.model, self.inputs = model or network("tiny"), {"history": hibachi.Input((None,), "int64")}
 
-    def encode(self, history):
-        out = self.model(history, decoder_input_ids=torch.full((1, 1), PAD), use_cache=True)
+    def encode(self, history, lengths):
+        real = torch.arange(history.shape[1]) >= history.shape[1] - lengths[:, None]
+        out = self.model(history, real.long(), decoder_input_ids=history[:, :1] * 0 + PAD, use_cache=True)
         return out.cache.cross_attention_cache, torch.ones_like(history)
 
     def step(self, tokens, lengths, past, encoded):

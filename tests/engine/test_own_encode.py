@@ -1,5 +1,6 @@
 """Encoders beside a cache of the model's own: `encode` is called once for each request, which keeps its output."""
 
+import threading
 import weakref
 
 import numpy as np
@@ -135,6 +136,95 @@ def test_what_was_encoded_is_freed_with_its_request(serve):
     answers(engine)
     assert held
     until(lambda: not any(array() is not None for array in held))
+
+
+class Together(Translator):
+    """Takes sources of several requests at once."""
+
+    def encode(self, source, lengths):
+        xp = self.library.xp
+        self.encoded.append(tuple(source.shape))
+        width = source.shape[1]
+        real = xp.arange(width, device=self.library.device)[None, :] >= width - lengths[:, None]
+        assert bool(xp.all(xp.where(real, 0, source) <= 1))  # zeros in front; ones, where it is tried
+        return {"values": xp.astype(source, xp.float32)[:, :, None], "mask": xp.astype(xp.ones_like(source), xp.int8)}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("deterministic", [False, None])
+def test_sources_are_encoded_together_where_that_may_change_bits(library, deterministic, serve, monkeypatch):
+    monkeypatch.setattr("hibachi.engine.runners.owncache.encoder.MOST", 21)
+    free = threading.Event()
+    free.set()
+
+    class Waits(Together):
+        def step(self, tokens, lengths, past, encoded):
+            free.wait(30)
+            return super().step(tokens, lengths, past, encoded)
+
+    model = Waits(library)
+    engine = serve(model, backend=library, max_num_seqs=7, deterministic=deterministic)
+    model.encoded.clear()
+    free.clear()
+    first = engine.run([1], GREEDY, inputs={"source": [1, 2]})
+    until(lambda: model.encoded)
+    streams = [engine.run([1], GREEDY, inputs={"source": s}) for s in SOURCES]  # all of these begin in the next step
+    free.set()
+    assert [stream.collect() for stream in [first, *streams]] == [right(s, [1]) for s in ([1, 2], *SOURCES)]
+    one_by_one = deterministic is None or library == "jax"  # JAX compiles each shape
+    want = [(1, len(s)) for s in SOURCES] if one_by_one else [(4, 5), (2, 9)]
+    assert sorted(model.encoded[1:]) == sorted(want)
+
+
+def test_a_source_that_fails_fails_alone(serve):
+    class Fails(Together):
+        def encode(self, source, lengths):
+            if (source == 9).any():
+                raise ValueError("nine")
+            return super().encode(source, lengths)
+
+    engine = serve(Fails(), max_num_seqs=6, deterministic=False)
+    streams = [engine.run([1], GREEDY, inputs={"source": s}) for s in ([1, 2], [9], [3], [4, 5, 6])]
+    with pytest.raises(ModelError, match="nine"):
+        streams.pop(1).collect()
+    assert [stream.collect() for stream in streams] == [right(s, [1]) for s in ([1, 2], [3], [4, 5, 6])]
+
+
+class SeesPadding(Together):
+    def encode(self, source, lengths):
+        return {"values": source[:, :, None] + source.sum(1)[:, None, None].astype(np.float32)}
+
+
+class Halves(Together):
+    def encode(self, source, lengths):
+        return {"values": source[:, ::2, None].astype(np.float32)}
+
+
+class CountsFromTheLeft(Together):
+    def encode(self, source, lengths):
+        found = super().encode(source, lengths)
+        return found | {"values": found["values"] + np.arange(source.shape[1])[None, :, None]}
+
+
+class Two(Together):
+    inputs = Translator.inputs | {"other": Input((None,), "int32")}
+
+    def encode(self, source, other, lengths):
+        return super().encode(source, lengths)
+
+
+@pytest.mark.parametrize(
+    "model, why",
+    [
+        (SeesPadding, "expected the same .* beside a longer request"),
+        (Halves, "expected arrays as long as the input, or longer by the same number; got .* for inputs of"),
+        (CountsFromTheLeft, "expected the same .* beside a longer request"),
+        (Two, r"expected one input hibachi.Input\(\(None, ...\)\) whose they are; got other, source"),
+    ],
+)
+def test_an_encoder_that_cannot_take_several_at_once_is_refused(model, why, serve):
+    with pytest.raises(ConfigError, match=why):
+        serve(model())
 
 
 def test_beams_of_a_request_do_not_copy_what_it_encoded(serve):

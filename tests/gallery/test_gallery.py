@@ -29,7 +29,7 @@ OWN_CACHE = {
     "xtransformers_own": 8,
     "onnx_gpt": 8,
     "flax_gpt": 8,
-    "bart": 15,
+    "bart": 16,
     "musicgen": 15,
     "csm": 18,
     "moshi": 16,

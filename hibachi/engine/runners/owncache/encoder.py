@@ -7,23 +7,27 @@ with the others is the mask of what is real.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.nested import arrays_in, with_arrays
-from hibachi.engine.runners.extra_inputs import LENGTHS, ExtraInputs, example, wanted
+from hibachi.engine.runners.extra_inputs import LENGTHS, ExtraInputs, example, parameters_of, wanted
+from hibachi.engine.runners.owncache.alike import ALIKE, ALIKE_ROUGH, apart, largest
 from hibachi.engine.runners.owncache.layout import Layout, Leaf, Past, has_views
 from hibachi.engine.runners.owncache.rows import RowPasts
 from hibachi.errors import ConfigError, InvalidModelOutput
+
+MOST = 2**13  # positions that are encoded in one call of several requests
 
 
 class Encoded:
     """The outputs of `encode` by row.
 
-    encode: the model's method, called with arrays of a batch of one. theirs: calls it, so that errors are the model's.
+    encode: the model's method, called with arrays of a batch of one. If it takes `lengths`, it may get those of several
+    requests, with zeros in front of shorter ones. theirs: calls it, so that errors are the model's.
     """
 
     def __init__(
@@ -44,11 +48,16 @@ class Encoded:
                 f"{self.name} must take inputs that the model declares: expected a parameter named as one of `inputs`; "
                 f"got {inputs}. Declare inputs = {{name: hibachi.Input(...)}}."
             )
+        self._grows = self._growing()
+        self._more: int | None = None  # positions of the outputs beyond those of the input; None means they have none
         self._written = has_views(backend)  # arrays can be written to
-        trees = [self._called(self._examples(i)) for i in range(LENGTHS)]
+        trees = [self._called([self._examples(i)]) for i in range(LENGTHS)]
         self._layout = _layout_of(trees[0], trees[1], backend, self.name)
         self._rows = RowPasts(self._layout, backend.shapes.length)
-        self._tried = {i: self._past(tree, i) for i, tree in enumerate(trees)}
+        self._tried = {i: self._past(tree, [i]) for i, tree in enumerate(trees)}
+        self._shares = bool(self._grows) and not backend.shapes.compiled  # calls; else each width is another shape
+        if self._shares:
+            self._try_together()
         self._source: dict[int, int | None] = {}  # which of all that was encoded a row has
         self._count = itertools.count()
 
@@ -67,19 +76,33 @@ class Encoded:
         self._rows.of.clear()
         self._source.clear()
 
-    def of(self, rows: Sequence[int], size: int) -> Any:
-        """For rows of a call and filler, as `step` gets it: arrays [size, ...]."""
-        for row in rows:
-            if row not in self._rows.of:
-                self._rows.of[row], self._source[row] = (
-                    self._past(self._called(self._given(row)), row),
-                    next(self._count),
-                )
+    def of(self, rows: Sequence[int], size: int, together: bool = False) -> Any:
+        """For rows of a call and filler, as `step` gets it: arrays [size, ...]. together: those of several rows may be
+        encoded in one call, which may change bits.
+        """
         of = self._rows.of
+        fresh = [row for row in rows if row not in of]
+        for some in self._fitting(fresh) if together and self._shares else [[row] for row in fresh]:
+            given = [self._given(row) for row in some]
+            past = self._past(self._called(given), some)
+            of |= dict(zip(some, self._parted(past, given), strict=True))
+            self._source |= {row: next(self._count) for row in some}
         counts = [of[row].counts[of[row].place(row)] for row in rows]
         found = self._rows.gathered([*rows], counts, size)
         of |= dict.fromkeys(rows, found)
         return found.tree
+
+    def _fitting(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """Rows of like length together, as many as fit."""
+        lengths = {row: len(self._beside.given(row, self._grows)) for row in rows}
+        part = list[int]()
+        for row in sorted(rows, key=lengths.__getitem__):
+            if part and (len(part) + 1) * lengths[row] > MOST:
+                yield part
+                part = []
+            part.append(row)
+        if part:
+            yield part
 
     def tried(self, which: Sequence[int]) -> Any:
         """For a trial: of these examples, which differ in their length."""
@@ -93,17 +116,74 @@ class Encoded:
     def _given(self, row: int) -> dict[str, HostArray]:
         return {name: self._beside.given(row, name) for name in self._names}
 
-    def _called(self, given: dict[str, HostArray]) -> Any:
+    def _growing(self) -> str:
+        """The input whose lengths it takes; "" means that it takes none. Raises ConfigError."""
+        declared = self._beside.declared.inputs
+        if "lengths" not in parameters_of(self._encode) or "lengths" in declared:
+            return ""
+        found = [name for name in self._names if None in declared[name].shape]
+        if len(found) != 1 or None in declared[found[0]].shape[1:]:
+            raise ConfigError(
+                f"{self.name} takes `lengths`: expected one input hibachi.Input((None, ...)) whose they are; got "
+                f"{', '.join(sorted(found)) or 'none'}. Without `lengths` it gets one request at a time."
+            )
+        return found[0]
+
+    def _try_together(self) -> None:
+        """Check that requests get beside others what they get alone, whatever is in front. Raises ConfigError."""
+        given, alone = [self._examples(i) for i in range(LENGTHS)], [*self._tried.values()]
+        more = {past.width - len(one[self._grows]) for past, one in zip(alone, given, strict=True) if past.width}
+        if len(more) > 1:
+            raise ConfigError(
+                f"{self.name} takes `lengths`: expected arrays as long as the input, or longer by the same number; got "
+                f"{', '.join(str(past.width) for past in alone)} for inputs of "
+                f"{', '.join(str(len(one[self._grows])) for one in given)}. Without `lengths` it gets one request at a "
+                f"time."
+            )
+        self._more = next(iter(more), None)
+        for padding in range(2):
+            parts = self._parted(self._past(self._called(given, padding), [*range(LENGTHS)]), given)
+            for part, one in zip(parts, alone, strict=True):
+                alike = ALIKE if self._layout.fine(one.arrays[0]) else ALIKE_ROUGH
+                for leaf, got, want in zip(self._layout.leaves, part.arrays, one.arrays, strict=True):
+                    expected = self._host(want)
+                    if apart(self._host(got), expected) > alike * largest(expected):
+                        raise ConfigError(
+                            f"{self.name} takes `lengths`: expected the same {leaf.place or 'array'} beside a longer "
+                            f"request; got another. Make a mask and positions from lengths: row i has its own values "
+                            f"last, behind padding. Without `lengths` it gets one request at a time."
+                        )
+
+    def _parted(self, past: Past, given: Sequence[dict[str, HostArray]]) -> list[Past]:
+        """A past for each request, without the padding that was in front of it."""
+        if len(given) == 1:
+            return [past]
+        if self._more is not None:
+            past.counts = [len(one[self._grows]) + self._more for one in given]
+        return [self._layout.part(past, [i], past.counts[i]) for i in range(len(given))]
+
+    def _host(self, array: Array) -> HostArray:
+        return self._backend.get(self._backend.float32(array))
+
+    def _called(self, given: Sequence[dict[str, HostArray]], padding: int = 0) -> Any:
         """Copies, in memory row by row: the model may use again what it returned, and a row alone gets the bits that it
-        gets in company.
+        gets in company. given: of each request. padding: what is in front of shorter ones.
         """
         backend = self._backend
-        tree = self._theirs(self._encode, **{name: backend.put(array[None].copy()) for name, array in given.items()})
+        arrays = {name: np.stack([one[name] for one in given]) for name in self._names if name != self._grows}
+        if self._grows:
+            each = [one[self._grows] for one in given]
+            lengths = np.array([*map(len, each)], np.int32)
+            arrays[self._grows] = np.full((len(each), lengths.max(), *each[0].shape[1:]), padding, each[0].dtype)
+            for row, array in zip(arrays[self._grows], each, strict=True):
+                row[len(row) - len(array) :] = array
+            arrays["lengths"] = lengths
+        tree = self._theirs(self._encode, **{name: backend.put(array) for name, array in arrays.items()})
         if not self._written:
             return tree
         return with_arrays(tree, backend.owns, [backend.copy(array) for _, array in arrays_in(tree, backend.owns)])
 
-    def _past(self, tree: Any, row: int) -> Past:
+    def _past(self, tree: Any, rows: list[int]) -> Past:
         """Raises InvalidModelOutput."""
         layout, arrays = self._layout, arrays_in(tree, self._backend.owns)
         if [place for place, _ in arrays] != [leaf.place for leaf in layout.leaves]:
@@ -114,7 +194,7 @@ class Encoded:
         found, width = [array for _, array in arrays], 0
         for leaf, array in zip(layout.leaves, found, strict=True):
             shape, expected = tuple(array.shape), list(leaf.shape)
-            expected[0] = 1
+            expected[0] = len(rows)
             if leaf.position is not None and len(shape) == len(expected):
                 width = width or int(shape[leaf.position])
                 expected[leaf.position] = width
@@ -123,7 +203,7 @@ class Encoded:
                     f"{self.name} must return an array {leaf.place} of shape {tuple(expected)} and dtype {leaf.dtype}, "
                     f"as for other requests; got {shape} of {array.dtype}."
                 )
-        past = Past(tree, found, [row], [width], width, 1)
+        past = Past(tree, found, rows, [width] * len(rows), width, len(rows))
         wide = self._backend.shapes.length(width) if width else 0
         return past if wide == width else layout.part(past, [0], wide)
 

@@ -414,7 +414,7 @@ class OwnCacheRunner(Runner):
         shapes = self.backend.shapes
         wide = shapes.length(int(start.max())) if int(start[0]) else 0
         self.tally.call(size * q, n * q, (size, q, wide) if shapes.compiled else None)
-        encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
+        encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size, not self.deterministic)
         return self.pasts.advance(rows.tolist(), start.tolist(), tokens, filled, encoded, keep)
 
 

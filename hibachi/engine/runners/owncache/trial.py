@@ -11,6 +11,7 @@ import numpy as np
 
 from hibachi.backend.array_backend import Array, HostArray
 from hibachi.engine.runners.extra_inputs import KNOWN
+from hibachi.engine.runners.owncache.alike import ALIKE, ALIKE_ROUGH, apart, largest
 from hibachi.engine.runners.owncache.layout import Past
 from hibachi.engine.runners.owncache.step import OwnStep, SteppedRows
 from hibachi.errors import ConfigError, NotDeterministic, text_of
@@ -21,19 +22,6 @@ TRIAL_NEW = 3
 COMMON = 4  # tokens with which two of them begin
 AHEAD = 4  # tokens with which a border is crossed
 MOST_BYTES = 2**23  # of a past that crosses a border in a trial, which takes some ten calls
-ALIKE, ALIKE_ROUGH = 1e-3, 0.05  # of the largest output: what those of a model that goes on from a past may differ by
-
-
-def apart(one: HostArray, other: HostArray) -> float:
-    """The largest difference; what is -inf in both is alike."""
-    differ = one != other
-    return float(np.abs(one[differ] - other[differ]).max()) if differ.any() else 0.0
-
-
-def largest(array: HostArray) -> float:
-    """The largest of the finite numbers, without their signs."""
-    finite = np.isfinite(array)
-    return float(np.abs(array[finite]).max()) if finite.any() else 0.0
 
 
 class OwnCacheTrial:
