@@ -318,6 +318,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         """
         params = self._params if params is None else params
         if isinstance(params, SamplingParams):
+            if n is not None and params.beams is not None:
+                params = params.with_(n=n, beams=params.beams)  # raises if the beams are fewer
             n = params.n if n is None else n
             if params.best_of is not None:
                 raise InvalidRequest(f"best_of takes hibachi.LLM; got {params.best_of}. Choose among n streams.")
