@@ -324,6 +324,11 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         each part of them. With params.beams they are the best beams, which come when the search ends; each stream has
         its score. The other parameters are those of `run`, and so is what it raises.
         """
+        params = self._params if params is None else params
+        if n is None:
+            n = params.n if isinstance(params, SamplingParams) else 1
+        elif isinstance(params, SamplingParams) and params.beams is not None:
+            params = params.with_(n=n, beams=params.beams)  # raises if the beams are fewer
         request = Request(
             prompt,
             params,
@@ -337,8 +342,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             prediction=prediction,
             terms=Terms() if terms is None else terms,
         )
-        if n is None:
-            n = params.n if isinstance(params, SamplingParams) else 1
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RUNS:
             raise InvalidRequest(f"n must be an integer from 1 to {MOST_RUNS}; got {shown(n)}.")
         return self.submit_many(self.check(self._own(request, n)), n)

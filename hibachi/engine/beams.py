@@ -66,7 +66,7 @@ def search(jobs: list[Job], silent: Sequence[Job], beams: Beams, backend: ArrayB
     for job in silent:
         job.silent = True
     rows = [*jobs, *silent]
-    ticket = linked([job.seq for job in rows], alike=True, parts=False)
+    ticket = linked([job.seq for job in rows], alike=len(rows) > 1, parts=False)  # one has nothing to fork from
     Linked(ticket, rows, Search(beams, rows, backend))
 
 
@@ -90,7 +90,7 @@ class Search(Draws):
             link.linked.draws.guide(int(plan.end[link.places[0]]))
         wide = max(link.linked.draws.candidates(sampler.vocab_size) for link in links)
         ranked = sampler.ranked(sampler.rows(out, at), jobs, plan.rows[real], plan.end[real], wide)
-        fine = np.isfinite(ranked.values[:, 0]) | (ranked.values[:, 0] == -np.inf)
+        fine = ranked.values.max(axis=1) < np.inf  # not of NaN
         tokens, over = np.zeros(len(idx), np.int32), np.zeros(len(idx), bool)
         faults, parents = dict[int, HibachiError](), list[tuple[Seq, Seq]]()
         first = place = 0
@@ -131,6 +131,8 @@ class Search(Draws):
         if not n:
             self._states[:] = [self._begin()]
         del self._states[n + 1 :]
+        if n:
+            self._states[n - 1].guides.clear()  # never to be gone back to
         for job, guided in zip(self._jobs, self._states[n].guides, strict=True):
             job.guided = guided
 

@@ -43,8 +43,8 @@ class Drawn:
 
 
 class RankedTokens(NamedTuple):
-    """The most likely tokens of n rows: log-probabilities, float32 [n, k], falling, and ids, int [n, k]; errors of
-    requests by place.
+    """The most likely tokens of n rows: log-probabilities, float32 [n, k], falling, NaN last, and ids, int [n, k], of
+    equal ones the lower first; errors of requests by place.
     """
 
     values: HostArray
@@ -202,13 +202,13 @@ class RowSampler:
         """
         n, k = len(rows), min(k, self.vocab_size)
         special = self._edits.wanted(rows, positions) if self._edits.some else np.zeros(n, bool)
-        x, faults = logits, dict[int, HibachiError]()
-        (mass,) = self.backend.fetch([self.backend.program(_mass)(logits)])()
+        x, faults, logs = logits, dict[int, HibachiError](), False
+        mass = self.backend.program(_mass)(logits)
         if special.any():
             at = np.flatnonzero(special)
             some = [jobs[i] for i in at.tolist()]
             if any(job.sampling.logits_processors or penalised(job.sampling) for job in some):
-                x, mass = self.backend.program(_log)(logits), np.zeros_like(mass)  # what these are given
+                x, logs = self.backend.program(_log)(logits, mass), True  # what these are given
             padded = self._padded(at)
             changed, _, failed = self._edits.apply(x, padded, some, _longer(rows[at], len(padded)), positions[at])
             if len(at) < n:
@@ -216,8 +216,16 @@ class RowSampler:
                 changed = self.backend.scatter_rows(x, self.backend.put(padded.astype(np.int32)), changed)
             x = changed
             faults = {int(at[i]): fault for i, fault in failed.items()}
-        values, ids = self.backend.fetch(self.backend.program(_top, k)(x))()
-        return RankedTokens(values[:n] - mass[:n, None], ids[:n], faults)
+        top = self.backend.program(_top, min(k + 1, self.vocab_size))(x)
+        values, ids, sums = (each[:n] for each in self.backend.fetch((*top, mass))())
+        order = np.lexsort((ids, -values), axis=-1)
+        values, ids = np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
+        tied = (values[:, k - 1] == values[:, -1]) & np.isfinite(values[:, -1]) & (values.shape[1] > k)
+        for i in np.flatnonzero(tied).tolist():  # libraries take any of those that are equal
+            row = self.backend.get(self.backend.float32(x[i, ...]))
+            ids[i, :k] = np.argsort(-row, kind="stable")[:k]
+        with np.errstate(invalid="ignore"):  # of infinities
+            return RankedTokens(values[:, :k] - (0 if logs else sums[:, None]), ids[:, :k], faults)
 
     def _list_size(self, wanted: int) -> int:
         """Length of the list of most likely tokens for a row that asks for this many; 0 means none."""
@@ -356,9 +364,9 @@ def _mass(backend: ArrayBackend, logits: Array) -> Array:
     return top + backend.xp.log(mass)
 
 
-def _log(backend: ArrayBackend, logits: Array) -> Array:
-    """The log-probabilities [n, V]."""
-    return backend.float32(logits) - _mass(backend, logits)[:, None]
+def _log(backend: ArrayBackend, logits: Array, mass: Array) -> Array:
+    """The log-probabilities [n, V]. mass [n]: see `_mass`."""
+    return backend.float32(logits) - mass[:, None]
 
 
 def _top(backend: ArrayBackend, k: int, x: Array) -> tuple[Array, Array]:
