@@ -63,6 +63,10 @@ class Tokens(Holding):
 
     def queue(self, request: Request) -> ItemStream[Any]:
         """`submit` for a request."""
+        return self.queue_many(request, 1)[0]
+
+    def queue_many(self, request: Request, n: int) -> list[ItemStream[Any]]:
+        """`submit` for n samples of a request."""
         facts = self.engine.facts
         given = asked(request.prompt, MOST_BYTES)
         if not facts.feedforward and given.ndim:
@@ -70,7 +74,7 @@ class Tokens(Holding):
         params = request.params
         if facts.vocab_size is not None:
             params = as_params(params, self.default_params)
-        return self.engine.submit(self.engine.check(replace(request, prompt=given, params=params)))
+        return self.engine.submit_many(self.engine.check(replace(request, prompt=given, params=params)), n)
 
     def host(self, item: Any) -> Any:
         """An item of a stream as an array on the host: [*token], or an output, which may be several. Raises ModelError

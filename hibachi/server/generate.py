@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ from hibachi.llm.dialects.tokens.writing import (
     Came,
     End,
     Opening,
+    Samples,
     Scores,
     TokenFormat,
     TokensOutput,
@@ -122,14 +123,17 @@ async def generate(served: Served, x: Exchange) -> None:
         with (
             said_by(None),
             served.record(x, params, [range(n)]) as record,
-            served.submit_tokens(request) as stream,
+            served.submit_tokens(request, said.n or 1) as streams,
         ):
-            record.text, record.stream = Generated(stream), said.stream
-            streams = STREAMS[form] if said.stream and form is not None else None
-            answer = _TokenAnswer(served, x, writer, ids, stream, record, streams)
+            record.text, record.stream = Generated(streams), said.stream
+            events = STREAMS[form] if said.stream and form is not None else None
+            each = [_TokenAnswer(served, x, writer, ids, stream, record, events, i) for i, stream in enumerate(streams)]
             try:
-                work = answer.whole(accept, form) if streams is None else answer.stream()
-                await x.while_here(work, stream.close)
+                if len(each) > 1:
+                    work = _samples(x, each, writer, form)
+                else:
+                    work = each[0].whole(accept, form) if events is None else each[0].stream()
+                await x.while_here(work, record.text.close)
             except (ModelError, NonFiniteOutput) as e:
                 if x.begun or prompt.dtype.kind != "f" or np.isfinite(prompt).all():
                     raise
@@ -139,7 +143,7 @@ async def generate(served: Served, x: Exchange) -> None:
                     code="not_finite",
                 ) from e
             finally:
-                stream.close()
+                record.text.close()
     except InvalidRequest as e:
         raise _of_prompt(e) from e
 
@@ -159,7 +163,7 @@ def _checked(request: Request, said: Parameters, facts: Facts) -> tuple[int, tup
 
 
 class _TokenAnswer:
-    """The answer to a request. ids: that end it. form: of a stream; None means it is whole."""
+    """The answer to a request. ids: that end it. form: of a stream; None means it is whole. index: of the sample."""
 
     def __init__(
         self,
@@ -170,8 +174,9 @@ class _TokenAnswer:
         stream: ItemStream[Any],
         record: Record,
         form: TokenFormat | None,
+        index: int,
     ) -> None:
-        self._served, self._x, self._writer, self._ids = served, x, writer, ids
+        self._served, self._x, self._writer, self._ids, self._index = served, x, writer, ids, index
         self._stream, self._record, self._form = stream, record, form
         self._opened, self._left = False, b""  # its first event is made; events that were not sent
         self._host = served.what.host if isinstance(served.what, Tokens) else to_host
@@ -199,7 +204,7 @@ class _TokenAnswer:
             slow = tokens.nbytes >= ASIDE and writer.lists(form)
             self._left += await self._served.arrays.aside(write, self._x.tenant) if slow else write()
         if self.over:
-            self._left += form.event(self._end())
+            self._left += form.event(self.end())
         sent, self._left = self._left, b""
         return sent
 
@@ -215,8 +220,8 @@ class _TokenAnswer:
         if self._served.what.engine.facts.feedforward:
             end, (found, size) = None, await self._output()
         else:
-            found, size = await self._tokens()
-            end = self._end()
+            found, size = await self.tokens()
+            end = self.end()
         more = None if end is None else about(end)
         if form is None:
             data, kind = await self._served.convert(partial(self._written, found), self._x.tenant)
@@ -234,7 +239,11 @@ class _TokenAnswer:
         data = write() if size < ASIDE else await self._served.arrays.aside(write, self._x.tenant)
         await self._x.answer(data, form.encode(), 200, more if form == NPY else None)
 
-    async def _tokens(self) -> tuple[HostArray, int]:
+    def told(self, tokens: HostArray) -> tuple[HostArray, End, Scores | None, float | None]:
+        """Of a sample that has ended, with these tokens."""
+        return tokens, self.end(), self._scores(len(tokens), 0), self._stream.score
+
+    async def tokens(self) -> tuple[HostArray, int]:
         """All tokens [n, *token], and their bytes."""
         parts, size = list[HostArray](), 0
         while not self.over:
@@ -283,7 +292,7 @@ class _TokenAnswer:
             self.over = True
         if not items:
             return self._writer.none()
-        self._record.got(len(items))
+        self._record.got(len(items), self._index)
         self._came += len(items)
         return self._writer.made(_joined(items, self._host))
 
@@ -293,7 +302,7 @@ class _TokenAnswer:
         since = self._came - n if since is None else since
         return self._stream.logprobs_from(since, since + n)
 
-    def _end(self) -> End:
+    def end(self) -> End:
         """End the answer. Raises EngineClosed for one that was cut off."""
         stream = self._stream
         facts = self._served.what.engine.facts
@@ -302,6 +311,16 @@ class _TokenAnswer:
         return End(
             reason_of(stream.finish_reason), stopped, answers.usage(self._record.prompt_tokens, self._came, cached)
         )
+
+
+async def _samples(x: Exchange, each: Sequence[_TokenAnswer], writer: TokenWriter, form: str | None) -> None:
+    """Send several samples in one answer. Raises Refused."""
+    if form not in (JSON, *MSGPACKS):
+        raise Refused.at(
+            "n", f" samples are an answer of {JSON} or {MSGPACK}. Accept one of them.", code="invalid_value"
+        )
+    made = [(answer, (await answer.tokens())[0]) for answer in each]
+    await x.answer(writer.samples([answer.told(tokens) for answer, tokens in made], form), form.encode(), 200)
 
 
 def _joined(items: list[Any], host: Any) -> HostArray:
@@ -376,7 +395,7 @@ def _example(served: Served) -> dict[str, Any]:
 
 GENERATE = About(
     TokensBody,
-    (Whole, TokensOutput),
+    (Whole, Samples, TokensOutput),
     (Opening, Came, End, Error),
     reads=dict.fromkeys((*MSGPACKS, NPY, BYTES), BINARY),
     writes=dict.fromkeys((NPY, MSGPACK, NDJSON), BINARY),

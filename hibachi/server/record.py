@@ -75,24 +75,25 @@ class Vectors:
 
 
 class Generated:
-    """The tokens of one request, or its output."""
+    """The tokens of one request, its samples, or its output."""
 
-    def __init__(self, stream: ItemStream[Any]) -> None:
-        self.stream = stream
+    def __init__(self, streams: Sequence[ItemStream[Any]]) -> None:
+        self.streams = streams
 
     @property
     def started(self) -> float | None:
-        return self.stream.started
+        return self.streams[0].started
 
     def reused(self, runs: int) -> int:
-        return self.stream.reused
+        return self.streams[0].reused
 
     @property
     def finish_reasons(self) -> list[Finish | None]:
-        return [self.stream.finish_reason]
+        return [stream.finish_reason for stream in self.streams]
 
     def close(self) -> None:
-        self.stream.close()
+        for stream in self.streams:
+            stream.close()
 
 
 @dataclass(slots=True, eq=False)

@@ -321,17 +321,17 @@ class Served:
             yield [Item(engine.submit(each)) for each in ready]
 
     @contextmanager
-    def submit_tokens(self, request: Request) -> Iterator[ItemStream[Any]]:
-        """`submit` for tokens of any kind, also for feed-forward: one item."""
+    def submit_tokens(self, request: Request, n: int = 1) -> Iterator[list[ItemStream[Any]]]:
+        """`submit` for n samples of tokens of any kind, also for feed-forward: one item."""
         self.check_open()
-        with self._counted(request.terms.tenant, 1):
+        with self._counted(request.terms.tenant, n):
             if isinstance(self.what, Tokens):
-                yield self.what.queue(request)
+                yield self.what.queue_many(request, n)
             else:
                 engine = self.what.engine
                 params, words, first = self.what.rules.applied(request.params or SamplingParams())
                 request = replace(request, params=params, max_tokens=None, bad_words=words, banned_first=first)
-                yield engine.submit(engine.check(request))
+                yield engine.submit_many(engine.check(request), n)
 
     @contextmanager
     def _counted(self, tenant: str, n: int) -> Iterator[None]:

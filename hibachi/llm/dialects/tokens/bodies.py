@@ -33,6 +33,9 @@ class Parameters(Sampling, kw_only=True, forbid_unknown_fields=True):
     include_stop: bool | None = None
     logprobs: int | None = None
     structured_outputs: Structured | None = None
+    n: int | None = None  # samples, or the best beams; in one answer
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     # Where its tokens have several codebooks; where the model declares inputs.
     codebooks: list[OfCodebook] | None = None
     inputs: dict[str, Raw] | None = None

@@ -14,12 +14,12 @@ from hibachi.llm.dialects.forms import OURS, made, of_structured
 from hibachi.llm.dialects.openai.bodies import Bounds, same_fields
 from hibachi.llm.dialects.openai.parse import request_id, terms_of
 from hibachi.llm.dialects.tokens.bodies import OfCodebook, Parameters
-from hibachi.request import Request, SamplingParams, StopRule
+from hibachi.request import Beams, Request, SamplingParams, StopRule
 
 _CONVERTED = ("seed", "logit_bias", "codebooks", "structured_outputs")
-_SAME = same_fields(Parameters, *_CONVERTED, "max_tokens", "stop", "include_stop")
-_SAMPLING = (*_CONVERTED, *_SAME)
-_GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
+_SAME = same_fields(Parameters, *_CONVERTED, "max_tokens", "stop", "include_stop", "n")
+_SAMPLING = (*_CONVERTED, *_SAME, "use_beam_search", "length_penalty")
+_GENERATION = ("n", "max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,10 @@ def asked_of(said: Parameters, stop: HostArray | None, model: AskedModel) -> tup
     elif said.atol:
         raise _no("atol", "has ids as tokens, which are equal or not")
     request_id(said.request_id)
+    if said.n is not None and not 1 <= said.n <= min(bounds.n, bounds.rows):
+        raise _invalid("n", f"must be an integer from 1 to {min(bounds.n, bounds.rows)}; got {shown(said.n)}")
+    if said.stream and said.n not in (None, 1):
+        raise Refused.at("n", " samples are in one answer, and no stream. Leave stream out.", code="invalid_value")
     limit = said.max_tokens
     if limit is not None and limit < 1:
         raise _invalid("max_tokens", f"must be an integer >= 1; got {shown(limit)}")
@@ -89,6 +93,10 @@ def _sampling(said: Parameters, defaults: SamplingParams, limit: int | None, bou
         changes["logit_bias"] = _biases("logit_bias", said.logit_bias, bounds)
     if said.structured_outputs is not None:
         changes["structured_outputs"] = made(OURS, of_structured(said.structured_outputs))
+    if said.use_beam_search:
+        changes["beams"] = Beams(said.n or 1, 1.0 if said.length_penalty is None else said.length_penalty)
+    elif said.length_penalty not in (None, 1):
+        raise Refused.at("length_penalty", " is of beam search: set use_beam_search, or leave it out.")
     return defaults.with_(**changes, max_tokens=limit)
 
 

@@ -86,6 +86,23 @@ class Whole(Opening, omit_defaults=True, kw_only=True):
     usage: Usage
 
 
+class Sample(Struct, omit_defaults=True):
+    """One of several for a prompt. score: of a beam."""
+
+    tokens: Any
+    finish_reason: str
+    stop_reason: int | None
+    logprobs: list[Score] | None = None
+    score: float | None = None
+
+
+class Samples(Opening, omit_defaults=True, kw_only=True):
+    """All samples of a request, or its beams, best first."""
+
+    samples: list[Sample]
+    usage: Usage
+
+
 class TokensOutput(Opening, omit_defaults=True, kw_only=True):
     """Of a feed-forward model. dtype, shape: of the output, a list or an object as it is, where that is several."""
 
@@ -146,6 +163,25 @@ class TokenWriter:
             usage=end.usage,
         )
         return _packed(found) if raw else answers.encode(found)
+
+    def samples(self, each: Sequence[tuple[HostArray, End, Scores | None, float | None]], kind: str) -> bytes:
+        """kind: JSON or MSGPACK. each: tokens [n, *token], made; how they ended; their scores, and that of the beam."""
+        raw, usages = kind == MSGPACK, [end.usage for _, end, _, _ in each]
+        found = [
+            Sample(
+                self._data(tokens, raw),
+                end.finish_reason,
+                end.stop_reason,
+                told(scores),
+                None if score is None else answers.finite(score),
+            )
+            for tokens, end, scores, score in each
+        ]
+        new = sum(usage.completion_tokens for usage in usages)
+        first = usages[0]
+        usage = msgspec.structs.replace(first, completion_tokens=new, total_tokens=first.prompt_tokens + new)
+        made = Samples(*self._about("generation.samples", raw), samples=found, usage=usage)
+        return _packed(made) if raw else answers.encode(made)
 
     def output(self, output: Any, kind: str) -> bytes:
         """output: an array, or a list, tuple or dict of them. Raises Refused."""
