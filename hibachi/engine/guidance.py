@@ -71,7 +71,7 @@ class Mixed(Draws):
     @property
     @override
     def kind(self) -> Hashable:  # type: ignore[override]  # read-only
-        return Mixed, self.mix
+        return Mixed, id(self.mix)  # it may have no hash
 
     @override
     def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:

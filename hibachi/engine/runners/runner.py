@@ -524,8 +524,10 @@ def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
     """Join the parts of the pieces of one call."""
     if len(parts) == 1:
         return parts[0]
+    faults = {i: fault for p in parts for i, fault in p.faults.items()}
+    parts = [p for p in parts if len(p.idx)]  # others of several codebooks would not fit
     if not parts:
-        return Part(nobody, np.zeros(0, np.int32), None, np.zeros(0, bool))
+        return Part(nobody, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
     logprobs, offset = {}, 0
     for p in parts:
         logprobs.update({offset + i: lp for i, lp in p.logprobs.items()})
@@ -547,6 +549,6 @@ def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         if any(p.counts is not None for p in parts)
         else None,
         logprobs=logprobs,
-        faults={i: fault for p in parts for i, fault in p.faults.items()},
+        faults=faults,
         parents=[pair for p in parts for pair in p.parents],
     )
