@@ -651,8 +651,10 @@ class Engine:
                 job, reason = seq.owner, seq.finish
                 assert reason is not None
                 if job in self._live and job.linked is not None and job.linked.draws is not None:
-                    reason = job.linked.draws.tell(job, reason, self._wakeups)
-                    self._counts.new_tokens += len(job.channel.buffer)
+                    reason, told = job.linked.draws.tell(job, reason)
+                    self._counts.new_tokens += len(told)
+                    for token in told:
+                        job.channel.push(token, self._wakeups)
                 self._ended(job, reason)
         self._wakeups.post()
         if lost is not None:
