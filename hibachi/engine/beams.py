@@ -23,7 +23,6 @@ from hibachi.engine.runners.runner import NOT_FINITE, Part, Sampler
 from hibachi.engine.runners.sampler import RowSampler, nothing_left
 from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.streams.channel import Wakeups
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.request import Beams, Finish
 
@@ -235,18 +234,16 @@ class Search(Draws):
         return bool(best / length**beams.length_penalty <= results[-1].score)
 
     @override
-    def tell(self, job: Job, reason: Finish, wakeups: Wakeups) -> Finish:
+    def tell(self, job: Job, reason: Finish) -> tuple[Finish, list[int]]:
         k, results = self._jobs.index(job), self._states[-1].results if self._states else []
         channel = job.channel
         if k >= len(results):  # there were no more
             channel.score = -np.inf
-            return reason
+            return reason, []
         result = results[k]
         channel.score = result.score
         shown = result.tokens
         if result.stop:
             channel.stop_token = shown[-1]
             shown = shown if job.request.include_stop is not False else shown[:-1]
-        for token in shown:
-            channel.push(token, wakeups)
-        return result.finish
+        return result.finish, shown

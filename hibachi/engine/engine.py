@@ -220,11 +220,12 @@ class Engine:
         if job not in self._live:
             return
         bound = [seq.owner for seq in job.seq.bound]
-        self._ended(job, Finish.CANCELLED)
-        if self._live.intersection(bound):  # its row is there for the others too
-            job.seq.owner = job
-        else:
+        stays = any(each in self._live for each in bound if each is not job)  # its row is there for the others too
+        self._ended(job, Finish.CANCELLED, stays=stays)
+        if not stays:
             self.scheduler.cancel(job.seq)
+            for each in bound:
+                _let_go(each)
 
     def drop_prefixes(self, job: Job) -> None:
         """Later requests find nothing of what was computed so far. job: not a request; its channel ends when this is
@@ -651,8 +652,10 @@ class Engine:
                 job, reason = seq.owner, seq.finish
                 assert reason is not None
                 if job in self._live and job.linked is not None and job.linked.draws is not None:
-                    reason = job.linked.draws.tell(job, reason, self._wakeups)
-                    self._counts.new_tokens += len(job.channel.buffer)
+                    reason, told = job.linked.draws.tell(job, reason)
+                    self._counts.new_tokens += len(told)
+                    for token in told:
+                        job.channel.push(token, self._wakeups)
                 self._ended(job, reason)
         self._wakeups.post()
         if lost is not None:
@@ -672,7 +675,7 @@ class Engine:
         for seq in [seq for link in parted.values() for seq in link.seqs]:
             if seq.owner is not None and not seq.owner.silent and seq.owner not in self._live:
                 self.scheduler.cancel(seq)  # as its caller wanted before they had forked
-                seq.owner = None
+                _let_go(seq.owner)
         return failed
 
     def _keep(self, seq: Seq, plan: StepPlan) -> None:
@@ -755,15 +758,17 @@ class Engine:
             self._ended(job, Finish.ERROR, fault)
         self._wakeups.post()
 
-    def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
+    def _ended(self, job: Job, reason: Finish, error: BaseException | None = None, *, stays: bool = False) -> None:
+        """stays: it has no reader any more, and goes on for others."""
         if job not in self._live:  # nobody reads it, or its reader has left before the fork
-            job.seq.owner = None
+            _let_go(job)
             return
         self._live.discard(job)
         self._paused.discard(job)
         if self.drafting is not None:
             self.drafting.forget(job.seq)
-        job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
+        if not stays:
+            _let_go(job)
         self._counts.finished += 1
         self._counts.failed += reason is Finish.ERROR
         # Last: a reader that has seen the end of its stream finds it counted.
@@ -776,8 +781,11 @@ class Engine:
             self._ended(job, reason, error() if error else None)
         self._wakeups.post()
         for job in live:
+            bound = [seq.owner for seq in job.seq.bound if seq.owner is not None]
             with suppress(Exception):  # after a failure the scheduler may be in any state
                 self.scheduler.end(job.seq, reason)  # what the recording tells of is over
+            for each in bound:  # that nobody reads
+                _let_go(each)
 
     def can_begin_again(self) -> bool:
         return self._policy is not None
@@ -806,6 +814,11 @@ class Engine:
             self.drafting.close()
         self.runner.close()
         self.recorder.close()
+
+
+def _let_go(job: Job) -> None:
+    """No circle is left: it is freed as soon as nobody wants it."""
+    job.seq.owner = job.linked = None
 
 
 def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:

@@ -66,7 +66,7 @@ class Mixed(Draws):
     kind: Hashable
 
     def __init__(self, mix: Callable[..., Any] | None, scale: float, backend: ArrayBackend) -> None:
-        self.kind, self.mix, self.scale, self.backend = (Mixed, mix), mix, scale, backend
+        self.kind, self.mix, self.scale, self.backend = (Mixed, id(mix)), mix, scale, backend  # (it may have no hash)
 
     @override
     def draw(self, sampler: Sampler, plan: StepPlan, links: Sequence[LinkRows], out: Array) -> Part:

@@ -50,7 +50,9 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One continuation of a prompt. tool_calls, reasoning: what an answer of `chat` has beside its text."""
+    """One continuation of a prompt. tool_calls, reasoning: what an answer of `chat` has beside its text. score: of a
+    beam.
+    """
 
     index: int
     text: str
@@ -60,6 +62,7 @@ class Choice:
     stopped_by: Stopped | None = None  # None means its limit was reached
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    score: float | None = None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -281,7 +284,9 @@ class TextChoice:
             raise closed(self.tokens)
         self._flush()
         logprobs = self.tokens.logprobs_from(0, len(self._ids)) if self._logprobs else None
-        return Choice(self.index, "".join(self._pieces), self._ids, reason, logprobs, self.stopped_by)
+        return Choice(
+            self.index, "".join(self._pieces), self._ids, reason, logprobs, self.stopped_by, score=self.tokens.score
+        )
 
     def likelihood(self) -> float:
         """Log-probability of all drawn tokens, the token that ended it included."""

@@ -3,7 +3,11 @@
 Continuations of one prompt are those of `run` with their seeds, and their prompt is computed once.
 """
 
+import gc
+import random
 import threading
+import time
+import weakref
 from functools import cache, partial
 
 import numpy as np
@@ -12,10 +16,16 @@ import pytest
 from hibachi import (
     AutoregressiveBatchInference,
     Beams,
+    ConfigError,
+    DeadlineExceeded,
     Guidance,
+    InvalidRequest,
     NumpyBackend,
     OutOfCapacity,
+    PromptTooLong,
+    QueueFull,
     SamplingParams,
+    Terms,
     load_model,
 )
 from hibachi.engine import build
@@ -32,6 +42,7 @@ from .frames import DrawnState
 from .linking import NEW, PROMPTS, asked, drawn, said, searched, whole
 from .models import GatedNumpy, until
 from .test_equality_matrix import Preempting, Proposing
+from .test_faults_device import Breakable, Lost
 
 KINDS = list(PROMPTS)
 HEAT = 400.0  # of the toys, whose margin is 1000
@@ -274,4 +285,199 @@ def test_what_a_step_left_that_ran_out_of_memory_is_not_drawn_from():
         with pytest.raises(OutOfCapacity):
             engine.run([99], drawn(1.0)).collect()
         assert said(streams) == want
+        whole(engine)
+
+
+@pytest.mark.parametrize("kind", ["many", "mixed", "beams"])
+def test_nothing_holds_a_request_that_is_over(kind):
+    """Not even a circle, which only a garbage collection would break: requests may hold large arrays."""
+    backend = GatedNumpy()
+    with engine_of(SumPaged(backend), backend=backend, max_num_seqs=8) as engine:
+        jobs, add = weakref.WeakSet(), engine.core.add
+
+        def noted(job):
+            jobs.update(job.group)
+            add(job)
+
+        engine.core.add = noted
+        backend.free = True
+        gc.collect()
+        gc.disable()
+        try:
+            for leave in ((), (0,), (0, 1, 2)):
+                streams = asked(engine, kind, HEAT, 3)
+                for i in leave[: len(streams)]:
+                    streams[i].close()
+                for stream in streams:
+                    if stream.finish_reason != "cancelled":
+                        stream.collect()
+                del streams, stream
+                engine.run([1], drawn(HEAT, max_tokens=2)).collect()
+                whole(engine)
+                until(lambda: not jobs)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["many", "mixed", "beams"])
+def test_a_lost_device_costs_time_only(kind):
+    backend = Breakable()
+    backend.free = True
+    with engine_of(SumPaged(backend), backend=backend, max_num_seqs=8, restart="on_failure") as engine:
+        want = said(asked(engine, kind, HEAT, 3))
+        for at in range(1, 9):
+            backend.passes = 0
+            streams = asked(engine, kind, HEAT, 3)
+            until(lambda at=at: backend.passes >= at or not engine.stats().running)
+            backend.errors.append(Lost("gone"))
+            assert said(streams) == want
+            backend.errors.clear()
+        assert engine.core.restarts
+        whole(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["many", "mixed", "beams"])
+def test_a_deadline_ends_all_of_a_link(kind, steps):
+    backend = GatedNumpy()
+    with engine_of(SumPaged(backend), backend=backend, max_num_seqs=8) as engine:
+        terms, how = Terms(timeout=0.2), drawn(HEAT)
+        if kind == "mixed":
+            streams = [engine.run([1, 2], how, guidance=Guidance(2.0, prompt=[3]), terms=terms)]
+        else:
+            streams = engine.run_many([1, 2], how if kind == "many" else searched(), 3, terms=terms)
+        other = engine.run([3], drawn(HEAT))
+        backend.wait()
+        if steps:
+            backend.let(steps)
+        time.sleep(0.25)
+        backend.open()
+        for stream in streams:
+            with pytest.raises(DeadlineExceeded):
+                stream.collect()
+        assert len(other.collect()) == NEW
+        whole(engine)
+
+
+def test_others_go_on_while_one_is_not_read():
+    with engine_of(SumPaged(NumpyBackend()), max_num_seqs=4, pause_after=2) as engine:
+        how = drawn(HEAT, max_tokens=20)
+        each = [engine.run(PROMPTS["many"], how.with_(seed=fork(7, i) if i else 7)).collect() for i in range(3)]
+        streams = engine.run_many(PROMPTS["many"], how, 3)
+        got = [stream.collect() for stream in streams[1:]]
+        until(lambda: engine.core.paused == 1)
+        guided = engine.run([1, 2], how, guidance=Guidance(2.0, prompt=[3]))
+        until(lambda: engine.core.paused == 2)
+        assert all(s.collect() for s in engine.run_many([1, 2], searched()))  # which have nothing unread till the end
+        assert [streams[0].collect(), *got] == each and len(guided.collect()) == 20
+        whole(engine)
+
+
+def test_a_queue_counts_each_of_many():
+    backend = GatedNumpy()
+    with engine_of(SumPaged(backend), backend=backend, max_num_seqs=4, max_num_queued_reqs=3) as engine:
+        first = engine.run([1], drawn(HEAT))
+        backend.wait()
+        with pytest.raises(QueueFull, match="got 1 and 7 more"):
+            engine.run_many([1], drawn(HEAT), 7)
+        streams = engine.run_many([1], drawn(HEAT), 6)
+        with pytest.raises(QueueFull, match="got 7 and 1 more"):
+            engine.run([1], drawn(HEAT))
+        for stream in streams:
+            stream.close()
+        backend.open()
+        until(lambda: engine.stats().finished >= 6)
+        assert len(engine.run_many([1], searched())[0].collect()) == NEW  # (its silent row counts for nothing)
+        assert len(first.collect()) == NEW
+        whole(engine)
+
+
+@pytest.mark.parametrize("when", ["hangs", "runs", "waits"])
+@pytest.mark.parametrize("kind", ["many", "mixed", "beams"])
+def test_closing_ends_every_stream(kind, when):
+    gate = threading.Event()
+
+    class Hangs(SumPaged):
+        def step(self, params, cache, x):
+            if (np.asarray(x.tok) == 0).any():
+                gate.wait(20)
+            return super().step(params, cache, x)
+
+    engine = engine_of(Hangs(NumpyBackend()), max_num_seqs=4, deterministic=False)
+    try:
+        if when == "hangs":
+            plug = engine.run([0], drawn(HEAT))
+            until(lambda: engine.stats().running)
+        streams = asked(engine, kind, HEAT, 3)
+        if when == "runs" and kind != "beams":
+            next(streams[0])
+        engine.close(0.2)
+        for stream in [*streams, *([plug] if when == "hangs" else [])]:
+            assert stream.channel.wait(5) and stream.finish_reason in ("closed", "length")
+    finally:
+        gate.set()
+        engine.close()
+
+
+def test_what_cannot_be_many_is_refused():
+    with engine_of(SumPaged(NumpyBackend()), max_num_seqs=4) as engine:
+        for n in (0, -1, True, 2**20, 1.5, "2"):
+            with pytest.raises(InvalidRequest, match="n must be an integer from 1 to 16384; got"):
+                engine.run_many([1], drawn(HEAT), n)
+        with pytest.raises(InvalidRequest, match=r"best_of takes .*; got 3"):
+            engine.run_many([1], drawn(HEAT, best_of=3), 2)
+        with pytest.raises(InvalidRequest, match="at least one token"):
+            engine.run_many([], drawn(HEAT), 2)
+        with pytest.raises(PromptTooLong):
+            engine.run_many([1] * 64, drawn(HEAT), 2)
+        with pytest.raises(ConfigError, match="run_many has no option 'guidance'"):
+            engine.run_many([1], drawn(HEAT), 2, guidance=Guidance())
+        assert engine.stats().waiting == engine.stats().running == 0
+        assert [len(s.collect()) for s in engine.run_many([1], drawn(HEAT), np.int64(1).item())] == [NEW]
+
+
+# ---- everything at once --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 30))])
+def test_whatever_happens_each_is_what_it_is_alone(seed):
+    """Small pools, few rows, readers that leave or are slow, and prompts that begin alike."""
+    rng = random.Random(seed)
+    make, heat = MODELS[("tiny, numpy", "own cache", "state", "both", "level 1")[seed % 5]]
+    rows = rng.randint(4, 9)
+    options = dict(max_num_seqs=rows, cache_tokens=rng.choice((64, 160)), pause_after=rng.choice((None, 3)))
+    options |= dict(max_num_batched_tokens=rows + rng.randint(0, 9), scheduling_policy=rng.choice(("fcfs", "fair")))
+    requests, answers, model = [], {}, make()
+    for _ in range(60):
+        prompt = [*rng.choice(([], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7])), *(rng.randrange(1, 10) for _ in range(4))]
+        kind, n = rng.choice(("one", "many", "mixed", "beams")), rng.randint(1, 4)
+        other = tuple(rng.randrange(1, 10) for _ in range(rng.randint(1, 6)))
+        requests.append((tuple(prompt), kind, n, rng.randrange(9), other, rng.randint(1, 6)))
+
+    def ask(engine, prompt, kind, n, number, other, new):
+        how = drawn(heat, number, max_tokens=new, stop_token_ids=[number], include_stop=bool(number % 2))
+        if kind == "many":
+            return engine.run_many(prompt, how, n, terms=Terms(tenant=str(number % 3)))
+        if kind == "beams":
+            return engine.run_many(prompt, how.with_(n=n, beams=Beams(n, number / 4 - 1), presence_penalty=0.5))
+        return [engine.run(prompt, how, guidance=Guidance(number / 3, prompt=other) if kind == "mixed" else None)]
+
+    with engine_of(model, max_num_seqs=8, enable_prefix_caching=False) as engine:
+        for request in requests:
+            answers[request] = [tokens for tokens, *_ in said(ask(engine, *request))]
+    with engine_of(model, **options) as engine:
+        waiting = []
+        for request in requests:
+            for i, stream in enumerate(ask(engine, *request)):
+                waiting.append((request, i, stream))
+            while len(waiting) > rng.randint(4, 25):
+                request, i, stream = waiting.pop(rng.randrange(len(waiting)))
+                if rng.random() < 0.2:
+                    got = stream.take(2) if rng.random() < 0.5 else []
+                    stream.close()
+                    assert got == answers[request][i][: len(got)]
+                else:
+                    assert stream.collect() == answers[request][i], (request, i)
+        for request, i, stream in waiting:
+            assert stream.collect() == answers[request][i], (request, i)
         whole(engine)

@@ -74,6 +74,28 @@ def test_log_probabilities_of_choices(llm):
     assert one(llm).cumulative_logprob is None
 
 
+def test_beams_come_best_first_with_their_scores(llm):
+    out = one(llm, n=3, beams={"width": 5})
+    assert [c.index for c in out.choices] == [0, 1, 2] and len({c.text for c in out.choices}) == 3
+    scores = [c.score for c in out.choices]
+    assert scores == sorted(scores, reverse=True) and scores[0] < 0 and one(llm).choices[0].score is None
+    for choice in out.choices:  # of 12 tokens each, whose log-probabilities are known otherwise
+        [likely] = llm.score(PROMPT, [llm.tokenizer.decode(choice.token_ids)])
+        if likely.token_ids == choice.token_ids:
+            assert choice.score * 12 == pytest.approx(likely.logprob, abs=1e-3)
+    assert one(llm, beams={"width": 5}).choices[0].token_ids == out.choices[0].token_ids
+    stop = out.choices[0].text[5:8]
+    cut = one(llm, n=3, beams={"width": 5}, stop=stop).choices
+    assert cut[0].text == out.choices[0].text[: out.choices[0].text.find(stop)] and cut[0].finish_reason == "stop"
+    assert [c.score for c in cut] == scores
+    word = out.choices[0].text.split()[0]
+    assert all(word not in c.text for c in one(llm, n=3, beams={}, bad_words=[word]).choices)
+    pieces = {i: "" for i in range(3)}
+    for piece in llm.stream(PROMPT, drawn(n=3, beams={"width": 5})):
+        pieces[piece.index] += piece.text
+    assert [*pieces.values()] == [c.text for c in out.choices]
+
+
 def test_chat_and_asyncio_have_choices_too(llm):
     assert asyncio.run(llm.agenerate(PROMPT, drawn(n=2))) == llm.generate(PROMPT, drawn(n=2))
 

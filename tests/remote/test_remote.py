@@ -55,6 +55,9 @@ def there():
         {"temperature": 0},
         {"n": 3},
         {"n": 2, "best_of": 4},
+        {"n": 3, "beams": {"width": 5, "length_penalty": 0.4}},
+        {"beams": {}, "stop": ["the"]},
+        {"n": 2, "beams": {"early_stopping": True}, "include_stop": True, "bad_words": ["the"]},
         {"logprobs": 2, "prompt_logprobs": 1},
         {"stop": ["the"]},
         {"bad_words": ["the"]},
@@ -65,6 +68,18 @@ def test_it_answers_as_an_engine_here_does(here, there, changes):
     params = PARAMS.with_(**changes)
     ours, theirs = (llm.generate(["It is a truth", [5, 6, 7]], params) for llm in (here, there))
     assert ours == theirs
+    assert all((choice.score is not None) == ("beams" in changes) for out in ours for choice in out.choices)
+
+
+def test_of_beams_each_can_be_left_and_all_are_counted():
+    wanted = PARAMS.with_(n=3, beams={}, ignore_eos=True)
+    with RemoteLLM("tiny") as there:
+        whole = there.generate([[5, 6, 7]], wanted)[0].choices
+        stream = there.stream([5, 6, 7], wanted)
+        stream.choices[0].tokens.close()
+        assert [c.tokens.collect() for c in stream.choices[1:]] == [c.token_ids for c in whole[1:]]
+        until(lambda: there.stats().finished == 6 and not there.stats().running)
+        assert there.stats().new_tokens == 5 * 20
 
 
 def test_so_do_vectors_scores_and_streams(here, there):

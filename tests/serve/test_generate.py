@@ -287,6 +287,16 @@ def test_ids_of_a_model_that_gives_logits():
         assert "0 to 9" in here.post(PATH, {"prompt": [10]}).json()["error"]["message"]
 
 
+def test_beams_of_ids(server):
+    body = {"prompt": [5, 6, 7], "max_tokens": 5, "n": 3, "use_beam_search": True}
+    told = server.post(PATH, body).json()["samples"]
+    scores = [one["score"] for one in told]
+    assert scores == sorted(scores, reverse=True) and len({*map(str, told)}) == 3
+    texts = server.complete([5, 6, 7], max_tokens=5, n=3, use_beam_search=True, return_token_ids=True)["choices"]
+    assert [one["tokens"] for one in told] == [one["token_ids"] for one in texts]
+    assert server.post(PATH, body | {"logprobs": 1}).json()["error"]["param"] == "logprobs"
+
+
 def test_a_text_model_says_the_ids_of_its_completions(server):
     whole = server.complete([5, 6, 7], return_token_ids=True, logprobs=0)["choices"][0]
     body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 8, "logprobs": 0}

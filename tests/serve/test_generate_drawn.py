@@ -11,13 +11,13 @@ import pytest
 
 import hibachi
 from hibachi import SamplingParams
-from hibachi.engine.sampling.uniforms import draws
+from hibachi.engine.sampling.uniforms import draws, fork
 from hibachi.llm.own import open_model
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokens import Tokens
 
 from .anytoken import Sung
-from .test_generate import ENGINES, FILE, MSGPACK, NPY, PATH, events_of, npy, opened, pack, post
+from .test_generate import ENGINES, FILE, MSGPACK, NPY, PATH, events_of, npy, opened, pack, post, unpacked
 
 SINGS = [[1, 2], [3, 4]]
 HOURS = [10 * i for i in range(12)]
@@ -65,6 +65,24 @@ def test_frames_are_those_of_the_engine(sung):
     for accept in ("text/event-stream", MSGPACK):
         opening, tokens, _ = events_of(sung.post(PATH, {**body, "stream": True}, headers={"Accept": accept}))
         assert (opening["shape"], opening["dtype"], tokens) == ([2], "int32", frames)
+
+
+def test_several_samples_are_one_answer(sung, spoken):
+    body = {"prompt": SINGS, "max_tokens": 6, "seed": 5, "logprobs": 1}
+    told = sung.post(PATH, body | {"n": 3}).json()
+    alone = [sung.post(PATH, body | {"seed": fork(5, i)}).json() for i in range(3)]
+    assert [one["tokens"] for one in told["samples"]] == [one["tokens"] for one in alone]
+    assert [one["logprobs"] for one in told["samples"]] == [one["logprobs"] for one in alone]
+    assert told["usage"]["completion_tokens"] == 18 and told["usage"]["prompt_tokens"] == 2
+    [packed] = unpacked(sung.post(PATH, body | {"n": 3}, headers={"Accept": MSGPACK}).content)
+    assert [np.frombuffer(one["tokens"], "int32").reshape(-1, 2).tolist() for one in packed["samples"]] == [
+        one["tokens"] for one in alone
+    ]
+    drawn = spoken.post(PATH, ask(3, n=2)).json()["samples"]
+    assert [one["tokens"] for one in drawn] == [said(3), spoken.post(PATH, ask(3, seed=fork(3, 1))).json()["tokens"]]
+    for more in ({"n": 0}, {"n": 5, "stream": True}, {"n": 10**6}):
+        assert sung.post(PATH, body | more).json()["error"]["param"] == "n"
+    assert sung.post(PATH, body | {"n": 2}, headers={"Accept": NPY}).json()["error"]["param"] == "n"
 
 
 def test_parameters_for_each_codebook(sung):

@@ -307,6 +307,19 @@ def asks_for_everything(openai, client):
     assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
     answer = client.chat.completions.create(model="tiny", messages=CHAT, max_completion_tokens=6, temperature=0, n=2)
     assert answer.choices[0].message.content == answer.choices[1].message.content
+    how = dict(
+        model="tiny", prompt="Emma", max_tokens=6, n=3, extra_body={"use_beam_search": True, "length_penalty": 0.5}
+    )
+    beams = [c.text for c in client.completions.create(**how).choices]
+    pieces = ["", "", ""]
+    for chunk in client.completions.create(**how, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+    assert pieces == beams and len({*beams}) == 3
+    best = dict(how, n=1, extra_body={"use_beam_search": True}, temperature=5.0)
+    assert len({client.completions.create(**best, seed=i).choices[0].text for i in range(3)}) == 1, "it is drawn"
+    with pytest.raises(openai.BadRequestError, match="max_num_seqs"):
+        client.completions.create(**dict(how, n=128))
     parts, used = "", None
     for chunk in client.chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=6, temperature=0, stream=True, stream_options={"include_usage": True}

@@ -371,11 +371,12 @@ class CachedRunner(Runner):
                 held, work = self._working(states, rows[again.rows], start[again.rows])
                 self._step_states(call, work, rows[again.rows], start[again.rows], again.ahead)
                 kept.append((held, work))
+        part = joined(parts, idx[:0], self.backend)
         self.advanced = True
         for held, work in kept:
             states = memory.scatter(states, self.backend.put(held), work)
         memory.keep_states(states)
-        return joined(parts, idx[:0], self.backend)
+        return part
 
     def _working(self, states: list[Array], rows: Any, start: Any) -> tuple[Any, list[Array]]:
         """Rows, padded to those of a call and one more, for the padding of a piece; and copies of their states."""

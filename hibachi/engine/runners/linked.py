@@ -15,7 +15,6 @@ from hibachi.engine.runners.job import Job, Linked
 from hibachi.engine.runners.runner import Outcome, Part, Sampler, isolate
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.engine.streams.channel import Wakeups
 from hibachi.request import Finish
 
 
@@ -39,9 +38,9 @@ class Draws(Protocol):
         """The new tokens of all rows of these links, whose outputs are rows of `out`."""
         ...
 
-    def tell(self, job: Job, reason: Finish, wakeups: Wakeups) -> Finish:
-        """A job ends: give it what it gets at its end only. Returns why it ends."""
-        return reason
+    def tell(self, job: Job, reason: Finish) -> tuple[Finish, list[int]]:
+        """A job ends. Returns why, and the tokens that it gets at its end only."""
+        return reason, []
 
 
 def forked(plan: StepPlan, idx: Any) -> tuple[Any, Any, list[tuple[Seq, Seq]]]:
