@@ -183,13 +183,13 @@ class Search(Draws):
         best = float(scores[going[0]]) if going else None
         over = best is None or self._settled(results, best, n + 1)
         moved, ids_, kept = self._placed(rows[going].tolist())
-        place = [going[k] for k in kept]
         new = SearchState(np.full(width, LOWEST), [None] * width, results, (state.trail, moved, ids_))
-        for row, i in enumerate(place):
-            ids_[row] = tokens[i]
-            new.guides[row] = guides.get(i)
-        live = self._live(kept)
-        new.scores[live] = scores[[place[row] for row in live]]
+        seen = set[int]()
+        for row, k in enumerate(kept):
+            ids_[row], new.guides[row] = tokens[going[k]], guides.get(going[k])
+            if k not in seen:  # of equal rows, the first is there for something
+                seen.add(k)
+                new.scores[row] = scores[going[k]]
         self._states.append(new)
         return moved, ids_, over
 
@@ -211,15 +211,6 @@ class Search(Draws):
             for row, k in zip(free, later + [0] * (len(free) - len(later)), strict=True):
                 moved[row], which[row] = parents[k], k
         return moved, np.zeros(width, np.int32), which if parents else []
-
-    def _live(self, kept: list[int]) -> list[int]:
-        """The rows that are there for something: of equal ones, the first that goes on from itself."""
-        seen, live = set[int](), list[int]()
-        for row, k in sorted(enumerate(kept), key=lambda pair: pair[0]):
-            if k not in seen:
-                seen.add(k)
-                live.append(row)
-        return live
 
     def _settled(self, results: list[FoundBeam], best: float, n: int) -> bool:
         """Whether the search ends after n tokens. best: the score of the best that goes on, not over its length."""
