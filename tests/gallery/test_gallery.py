@@ -30,7 +30,7 @@ OWN_CACHE = {
     "onnx_gpt": 8,
     "flax_gpt": 8,
     "bart": 16,
-    "musicgen": 15,
+    "musicgen": 16,
     "csm": 18,
     "moshi": 16,
     "deepar": 20,
