@@ -30,7 +30,7 @@ class Dia:
 
     def __init__(self, model=None, guided=False):
         self.model, self.guided = model or network("tiny"), guided
-        self.inputs = {"text": hibachi.Input((None,), "int64"), "end": hibachi.Input((), "int32")}
+        self.inputs = {"text": hibachi.Input((None,), "int64"), "end": hibachi.Input((), "int32", example=LONGEST)}
         self.late = torch.tensor(self.model.config.delay_pattern)
 
     def encode(self, text, lengths):
