@@ -43,6 +43,7 @@ from .linking import NEW, PROMPTS, asked, drawn, said, searched, whole
 from .models import GatedNumpy, until
 from .test_equality_matrix import Preempting, Proposing
 from .test_faults_device import Breakable, Lost
+from .test_own_encode import SOURCES, Translator
 
 KINDS = list(PROMPTS)
 HEAT = 400.0  # of the toys, whose margin is 1000
@@ -148,6 +149,37 @@ def test_a_model_that_draws_itself_computes_the_last_token_for_each():
         assert np.array_equal(got, each) and len(np.unique(np.array(each)[:, 0, 0])) == 5
         assert engine.meters().computed - before == 29 + 5 * NEW
         whole(engine)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared calls", "each row by itself"])
+@pytest.mark.parametrize("small", [False, True], ids=["ample", "little memory"])
+def test_an_encoder_runs_once_for_many(small, apart, serve):
+    """And once for each of the rows that are mixed, as their inputs differ."""
+    model, (one, two) = Translator(), SOURCES[:2]
+    memory = dict(cache_tokens=68, max_num_batched_tokens=10) if small else {}
+    engine = serve(model, max_num_seqs=10, max_model_len=20, block_size=4, enable_prefix_caching=not apart, **memory)
+    engine.core.runner.apart = apart
+    how = drawn(6.0)
+
+    def ask(kind):
+        if kind == "many":
+            return engine.run_many([1, 2, 3, 4], how, 4, inputs={"source": one})
+        if kind == "beams":
+            return engine.run_many([1, 2, 3], searched(), inputs={"source": two})
+        guided = Guidance(0.5, inputs={"source": two}) if kind == "mixed" else None
+        return [engine.run([5, 6], how, inputs={"source": one}, guidance=guided)]
+
+    want = {}
+    for kind, encoded in dict(many=1, beams=1, mixed=2, one=1).items():
+        model.encoded.clear()
+        want[kind] = said(ask(kind))
+        assert len(model.encoded) == encoded, kind
+    for _ in range(6):
+        streams = {kind: ask(kind) for kind in want}
+        assert {kind: said(each) for kind, each in streams.items()} == want
+    assert len({str(tokens) for tokens, *_ in want["many"]}) == 4
+    assert want["mixed"] != want["one"] and (engine.stats().preemptions or not small)
+    whole(engine)
 
 
 # ---- who leaves ----------------------------------------------------------------------------------------------------
