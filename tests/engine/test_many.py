@@ -104,7 +104,7 @@ def alone():
         with engine_of(model, enable_prefix_caching=False) as engine:
             for kind in KINDS:
                 want[kind] = said(asked(engine, kind, heat))
-            each = (engine.run(PROMPTS["many"], drawn(heat, fork(7, i) if i else 7, logprobs=1)) for i in range(5))
+            each = (engine.run(PROMPTS["many"], drawn(heat, fork(7, i), logprobs=1)) for i in range(5))
             assert want["many"] == [said([stream])[0] for stream in each], "not those of their seeds"
             assert (
                 len({str(tokens) for tokens, *_ in want["many"]}) > 2 and len({str(b[0]) for b in want["beams"]}) == 3
@@ -155,9 +155,7 @@ def test_the_prompt_is_computed_once():
 def test_a_model_that_draws_itself_computes_the_last_token_for_each():
     prompt = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
     with AutoregressiveBatchInference(DrawnState(), max_num_seqs=8, enable_prefix_caching=False) as engine:
-        each = [
-            engine.run(prompt, SamplingParams(seed=fork(7, i) if i else 7, max_tokens=NEW)).collect() for i in range(5)
-        ]
+        each = [engine.run(prompt, SamplingParams(seed=fork(7, i), max_tokens=NEW)).collect() for i in range(5)]
         before = engine.meters().computed
         got = [s.collect() for s in engine.run_many(prompt, SamplingParams(seed=7, max_tokens=NEW), 5)]
         assert np.array_equal(got, each) and len(np.unique(np.array(each)[:, 0, 0])) == 5
@@ -408,7 +406,7 @@ def test_a_deadline_ends_all_of_a_link(kind, steps):
 def test_others_go_on_while_one_is_not_read():
     with engine_of(SumPaged(NumpyBackend()), max_num_seqs=4, pause_after=2) as engine:
         how = drawn(HEAT, max_tokens=20)
-        each = [engine.run(PROMPTS["many"], how.with_(seed=fork(7, i) if i else 7)).collect() for i in range(3)]
+        each = [engine.run(PROMPTS["many"], how.with_(seed=fork(7, i))).collect() for i in range(3)]
         streams = engine.run_many(PROMPTS["many"], how, 3)
         got = [stream.collect() for stream in streams[1:]]
         until(lambda: engine.core.paused == 1)
@@ -494,7 +492,7 @@ def test_a_fault_before_the_fork_is_of_all_and_after_it_of_one():
     with engine_of(Sick(NumpyBackend()), max_num_seqs=20, deterministic=False) as engine:
         each = []
         for i in range(12):
-            stream = engine.run([1, 2, 3], drawn(HEAT, fork(7, i) if i else 7))
+            stream = engine.run([1, 2, 3], drawn(HEAT, fork(7, i)))
             each.append((stream.take(NEW), stream.finish_reason))
         streams = engine.run_many([1, 2, 3], drawn(HEAT), 12)
         got = [(stream.take(NEW), stream.finish_reason) for stream in streams]
@@ -528,9 +526,7 @@ def test_prompts_that_are_embeddings(preempts, monkeypatch):
         want = {kind: said(ask(kind)) for kind in kinds}
         streams = {kind: ask(kind) for kind in kinds}
         assert {kind: said(each) for kind, each in streams.items()} == want
-        alone = (
-            engine.run(None, drawn(1.0, fork(7, i) if i else 7, logprobs=1), prompt_embeds=embeds) for i in range(4)
-        )
+        alone = (engine.run(None, drawn(1.0, fork(7, i), logprobs=1), prompt_embeds=embeds) for i in range(4))
         assert said(alone) == want["many"] and bool(engine.stats().preemptions) == preempts
         whole(engine, replays=not preempts)
 
