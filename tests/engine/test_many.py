@@ -12,6 +12,8 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hibachi import (
     AutoregressiveBatchInference,
@@ -20,6 +22,7 @@ from hibachi import (
     DeadlineExceeded,
     Guidance,
     InvalidRequest,
+    NonFiniteOutput,
     NumpyBackend,
     OutOfCapacity,
     PromptTooLong,
@@ -41,8 +44,10 @@ from ..guide.toyguides import rule, toy_guides
 from .frames import DrawnState
 from .linking import NEW, PROMPTS, asked, drawn, said, searched, whole
 from .models import GatedNumpy, until
+from .test_beams import own_cache
 from .test_equality_matrix import Preempting, Proposing
 from .test_faults_device import Breakable, Lost
+from .test_own_encode import SOURCES, Translator
 
 KINDS = list(PROMPTS)
 HEAT = 400.0  # of the toys, whose margin is 1000
@@ -52,12 +57,19 @@ def tiny(backend):
     return load_model(TINY, backend.invariant(), max_model_len=64)
 
 
+def small_gpt():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=60, n_positions=64, n_embd=64, n_layer=2, n_head=4, initializer_range=0.4)
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+
+
 MODELS = {  # (make, temperature)
     "tiny, numpy": (lambda: tiny(NumpyBackend()), 1.0),
     "tiny, torch": (lambda: tiny(TorchBackend()), 1.0),
     "tiny, jax": (lambda: tiny(JaxBackend()), 1.0),
     "level 1": (lambda: SumLogits(NumpyBackend()), HEAT),
     "own cache": (lambda: SumOwn(NumpyBackend()), HEAT),
+    "own cache, torch": (lambda: own_cache.Gpt(small_gpt()), 1.0),
     "own state": (lambda: SumOwnState(TorchBackend()), HEAT),
     "state": (lambda: SumState(NumpyBackend()), HEAT),
     "both": (lambda: SumBoth(TorchBackend()), HEAT),
@@ -73,9 +85,11 @@ CONDITIONS = {
 
 
 def engine_of(model, **options):
-    deterministic = True if isinstance(model, SumOwn) else None  # each row by itself, if nothing else will do
+    """Deterministic: own caches compute each row by itself, if nothing else will do."""
+    own = isinstance(model, (SumOwn, own_cache.Gpt))
+    how = dict(max_model_len=64, block_size=4, deterministic=True if own else None)
     return AutoregressiveBatchInference(
-        model, **{"max_model_len": 64, "block_size": 4, "deterministic": deterministic} | options
+        model, **how | (dict(backend="torch") if not hasattr(model, "backend") else {}) | options
     )
 
 
@@ -90,7 +104,7 @@ def alone():
         with engine_of(model, enable_prefix_caching=False) as engine:
             for kind in KINDS:
                 want[kind] = said(asked(engine, kind, heat))
-            each = (engine.run(PROMPTS["many"], drawn(heat, fork(7, i) if i else 7, logprobs=1)) for i in range(5))
+            each = (engine.run(PROMPTS["many"], drawn(heat, fork(7, i), logprobs=1)) for i in range(5))
             assert want["many"] == [said([stream])[0] for stream in each], "not those of their seeds"
             assert (
                 len({str(tokens) for tokens, *_ in want["many"]}) > 2 and len({str(b[0]) for b in want["beams"]}) == 3
@@ -104,7 +118,8 @@ def conditions():
     for name in MODELS:
         for condition in CONDITIONS if "jax" not in name else ("company", "preempted"):
             pages = "tiny" in name or name == "both"
-            if pages or condition not in ("little memory", "preempted") or (name, condition) == ("state", "preempted"):
+            others = [("state", "preempted"), ("own cache, torch", "little memory")]
+            if pages or condition not in ("little memory", "preempted") or (name, condition) in others:
                 yield name, condition
 
 
@@ -140,14 +155,43 @@ def test_the_prompt_is_computed_once():
 def test_a_model_that_draws_itself_computes_the_last_token_for_each():
     prompt = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
     with AutoregressiveBatchInference(DrawnState(), max_num_seqs=8, enable_prefix_caching=False) as engine:
-        each = [
-            engine.run(prompt, SamplingParams(seed=fork(7, i) if i else 7, max_tokens=NEW)).collect() for i in range(5)
-        ]
+        each = [engine.run(prompt, SamplingParams(seed=fork(7, i), max_tokens=NEW)).collect() for i in range(5)]
         before = engine.meters().computed
         got = [s.collect() for s in engine.run_many(prompt, SamplingParams(seed=7, max_tokens=NEW), 5)]
         assert np.array_equal(got, each) and len(np.unique(np.array(each)[:, 0, 0])) == 5
         assert engine.meters().computed - before == 29 + 5 * NEW
         whole(engine)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared calls", "each row by itself"])
+@pytest.mark.parametrize("small", [False, True], ids=["ample", "little memory"])
+def test_an_encoder_runs_once_for_many(small, apart, serve):
+    """And once for each of the rows that are mixed, as their inputs differ."""
+    model, (one, two) = Translator(), SOURCES[:2]
+    memory = dict(cache_tokens=68, max_num_batched_tokens=10) if small else {}
+    engine = serve(model, max_num_seqs=10, max_model_len=20, block_size=4, enable_prefix_caching=not apart, **memory)
+    engine.core.runner.apart = apart
+    how = drawn(6.0)
+
+    def ask(kind):
+        if kind == "many":
+            return engine.run_many([1, 2, 3, 4], how, 4, inputs={"source": one})
+        if kind == "beams":
+            return engine.run_many([1, 2, 3], searched(), inputs={"source": two})
+        guided = Guidance(0.5, inputs={"source": two}) if kind == "mixed" else None
+        return [engine.run([5, 6], how, inputs={"source": one}, guidance=guided)]
+
+    want = {}
+    for kind, encoded in dict(many=1, beams=1, mixed=2, one=1).items():
+        model.encoded.clear()
+        want[kind] = said(ask(kind))
+        assert len(model.encoded) == encoded, kind
+    for _ in range(6):
+        streams = {kind: ask(kind) for kind in want}
+        assert {kind: said(each) for kind, each in streams.items()} == want
+    assert len({str(tokens) for tokens, *_ in want["many"]}) == 4
+    assert want["mixed"] != want["one"] and (engine.stats().preemptions or not small)
+    whole(engine)
 
 
 # ---- who leaves ----------------------------------------------------------------------------------------------------
@@ -362,7 +406,7 @@ def test_a_deadline_ends_all_of_a_link(kind, steps):
 def test_others_go_on_while_one_is_not_read():
     with engine_of(SumPaged(NumpyBackend()), max_num_seqs=4, pause_after=2) as engine:
         how = drawn(HEAT, max_tokens=20)
-        each = [engine.run(PROMPTS["many"], how.with_(seed=fork(7, i) if i else 7)).collect() for i in range(3)]
+        each = [engine.run(PROMPTS["many"], how.with_(seed=fork(7, i))).collect() for i in range(3)]
         streams = engine.run_many(PROMPTS["many"], how, 3)
         got = [stream.collect() for stream in streams[1:]]
         until(lambda: engine.core.paused == 1)
@@ -434,6 +478,57 @@ def test_what_cannot_be_many_is_refused():
             engine.run_many([1], drawn(HEAT), 2, guidance=Guidance())
         assert engine.stats().waiting == engine.stats().running == 0
         assert [len(s.collect()) for s in engine.run_many([1], drawn(HEAT), np.int64(1).item())] == [NEW]
+
+
+class Sick(SumLogits):
+    """What has a token 9 is NaN."""
+
+    def logits(self, tokens, lengths):
+        out = super().logits(tokens, lengths)
+        return np.where((tokens == 9).any(axis=1)[:, None], np.nan, out)
+
+
+def test_a_fault_before_the_fork_is_of_all_and_after_it_of_one():
+    with engine_of(Sick(NumpyBackend()), max_num_seqs=20, deterministic=False) as engine:
+        each = []
+        for i in range(12):
+            stream = engine.run([1, 2, 3], drawn(HEAT, fork(7, i)))
+            each.append((stream.take(NEW), stream.finish_reason))
+        streams = engine.run_many([1, 2, 3], drawn(HEAT), 12)
+        got = [(stream.take(NEW), stream.finish_reason) for stream in streams]
+        assert got == each and {reason for _, reason in got} == {"error", "length"}
+        for kind in ("many", "beams"):
+            errors = []
+            for stream in engine.run_many([1, 9, 3], drawn(HEAT) if kind == "many" else searched(), 3):
+                with pytest.raises(NonFiniteOutput) as e:
+                    stream.collect()
+                errors.append(e.value)
+            assert len({*map(id, errors)}) == 3, "each has an error of its own"
+        whole(engine)
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_prompts_that_are_embeddings(preempts, monkeypatch):
+    if preempts:
+        monkeypatch.setattr(build, "RecordedScheduler", Preempting)
+    embeds, others = np.random.default_rng(0).normal(size=(2, 9, 256)).astype(np.float32)
+    with engine_of(tiny(NumpyBackend()), max_num_seqs=16) as engine:
+
+        def ask(kind):
+            if kind == "many":
+                return engine.run_many(None, drawn(1.0, logprobs=1), 4, prompt_embeds=embeds)
+            if kind == "beams":
+                return engine.run_many(None, searched(), prompt_embeds=embeds)
+            guided = Guidance(1.5, prompt_embeds=others[:4]) if kind == "mixed" else Guidance(1.5, prompt=[5, 6])
+            return [engine.run(None, drawn(1.0, logprobs=1), prompt_embeds=embeds, guidance=guided)]
+
+        kinds = ("many", "beams", "mixed", "mixed with ids")
+        want = {kind: said(ask(kind)) for kind in kinds}
+        streams = {kind: ask(kind) for kind in kinds}
+        assert {kind: said(each) for kind, each in streams.items()} == want
+        alone = (engine.run(None, drawn(1.0, fork(7, i), logprobs=1), prompt_embeds=embeds) for i in range(4))
+        assert said(alone) == want["many"] and bool(engine.stats().preemptions) == preempts
+        whole(engine, replays=not preempts)
 
 
 # ---- everything at once --------------------------------------------------------------------------------------------

@@ -243,7 +243,11 @@ class Layout:
         Where nothing changes, arrays are the same ones. If it raises, the others are lost.
         """
         pasts = {id(past): past for group in groups for past, _ in group.picks}.values()
-        same, sources = [group.unchanged for group in groups], [group.sources for group in groups]
+        whole = {id(group.picks[0][0]): k for k, group in reversed([*enumerate(groups)]) if group.unchanged}
+        same = [
+            whole.get(id(group.picks[0][0])) == k for k, group in enumerate(groups)
+        ]  # one only, as it is written to
+        sources = [group.sources for group in groups]
         made = []
         for group, as_is in zip(groups, same, strict=True):
             tree = group.picks[0][0].tree
