@@ -402,7 +402,7 @@ def value_of(name: str, given: Any) -> Any:
         return int(given)  # a column of integers with gaps is one of floats to many programs
     if name == "logit_bias" and isinstance(given, Mapping):
         return {_token(token): bias for token, bias in given.items() if bias is not None}
-    if name == "structured_outputs" and isinstance(given, Mapping):
+    if name in ("structured_outputs", "beams") and isinstance(given, Mapping):
         return {field: said for field, said in given.items() if said is not None}  # a struct has all that any row has
     return given
 
