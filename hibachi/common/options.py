@@ -122,6 +122,7 @@ def check_variables(what: str, variables: Iterable[str]) -> None:
 
 def check_options(what: str, options: Any, known: Iterable[str], error: type[HibachiError] = ConfigError) -> None:
     """Check options that are passed on to another function. Raises the error for an unknown name."""
+    known = [*known]
     if unknown := options.keys() - set(known):
         raise error(_told(what, min(unknown), known))
 

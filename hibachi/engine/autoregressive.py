@@ -53,7 +53,7 @@ from hibachi.engine.speculation.ngram import ExpectedTokens
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.engine.trie import Trie, TrieGuides
-from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, PromptTooLong, shown
 from hibachi.request import MOST_RUNS, Guidance, Pooling, Request, SamplingParams, Terms
 
 T = TypeVar("T", default=Any)  # an array of the model's library
@@ -274,8 +274,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stop_rule: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's stop_token.
         include_stop: deliver the token that ends the stream as its last item. It takes precedence over
         params.include_stop; None in both means True.
-        guidance: a second row beside the request, of whose logits its own are drawn away; or several, with a function
-        that mixes them. Of models that return logits.
+        guidance: a second row, whose logits are mixed into the request's before each draw; or several, with a function
+        that mixes them. Takes logits.
         terms: priority, tenant, deadlines, cache salt.
 
         Level 0 streams yield native arrays (*tok); with sampling they yield ints. Raises InvalidRequest, PromptTooLong,
@@ -357,7 +357,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 f"guidance mixes logits, and {type(self.model).__name__} returns tokens: expected a model with "
                 f"`logits`, or with a `step` that returns logits."
             )
-        others = [self.check(beside(request, each)) for each in guidance]
+        try:
+            others = [self.check(beside(request, each)) for each in guidance]
+        except (InvalidRequest, PromptTooLong) as e:
+            raise type(e)(f"The guidance of the request: {e}") from None
         link(job, others, guidance, backend).check(built.facts.limits)
 
     def _own(self, request: Request, n: int | None = None) -> Request:

@@ -216,14 +216,14 @@ class Engine:
             else:
                 self.scheduler.free(job.seq)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, reason: Finish = Finish.CANCELLED) -> None:
         if job not in self._live:
             return
         bound = [seq.owner for seq in job.seq.bound]
         stays = any(each in self._live for each in bound if each is not job)  # its row is there for the others too
-        self._ended(job, Finish.CANCELLED, stays=stays)
+        self._ended(job, reason, stays=stays)
         if not stays:
-            self.scheduler.cancel(job.seq)
+            self.scheduler.cancel(job.seq, reason)
             for each in bound:
                 _let_go(each)
 
@@ -248,6 +248,9 @@ class Engine:
     def feed(self, job: Job, tokens: Any) -> None:
         """The caller gives what stands from the newest token on, [m, *tok]; None means that this stays."""
         if job not in self._live:
+            return
+        if tokens is not None and self.scheduler.known(job.seq) - 1 + len(tokens) >= job.seq.end:
+            self.cancel(job, Finish.LENGTH)
             return
         for seq in () if tokens is None else job.seq.bound:
             at, guided = self.scheduler.known(seq) - 1, seq.owner.guided

@@ -40,11 +40,6 @@ class TokenFeed:
             assert job.kind is not None
             given, n = self._prompts.more(tokens, job.kind)
         room = job.seq.end - 1 - self._tokens
-        if 0 < room < n:
-            raise InvalidRequest(
-                f"Behind {self._tokens} tokens there is room for {room} more and one of the model's; got {n}. Feed "
-                f"fewer, or start with a larger max_tokens or max_model_len."
-            )
         try:
             self._turns.pop()
         except IndexError:

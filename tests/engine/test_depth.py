@@ -247,8 +247,8 @@ def test_what_codebooks_may_not_differ_in_is_refused(name):
 
 
 WRONG = {
-    "a shape": (lambda logits, past: (logits[:, :5], past), InvalidModelOutput, r"\.depth must return shape \(1, 7\)"),
-    "too few rows": (lambda logits, past: (logits[:0], past), InvalidModelOutput, r"\.depth must return shape"),
+    "a shape": (lambda logits, past: (logits[:, :5], past), InvalidModelOutput, r"1 must .* \(1, 7\);.*vocab_sizes"),
+    "too few rows": (lambda logits, past: (logits[:0], past), InvalidModelOutput, r"\.depth of .* must return shape"),
     "no pair": (lambda logits, past: logits, InvalidModelOutput, r"\.depth must return a pair \(logits, past\)"),
     "an error": (lambda logits, past: 1 // 0, ModelError, "ZeroDivisionError"),
     "nan": (lambda logits, past: (logits * np.nan, past), NonFiniteOutput, "NaN"),
@@ -319,6 +319,12 @@ def test_a_depth_of_other_parameters_is_refused(serve):
     model = DEPTHS["state"]()
     model.depth = lambda hidden: hidden
     with pytest.raises(ConfigError, match=r"depth is called as `depth\(k, given, codes, past\)`"):
+        serve(model)
+
+    async def depth(k, given, codes, past): ...
+
+    model.depth = depth
+    with pytest.raises(ConfigError, match=r"\.depth is called within a step: expected no `async`"):
         serve(model)
 
 

@@ -191,8 +191,6 @@ def test_limits_stops_and_ends(serve):
     engine = serve(SumPaged(NumpyBackend()))
     stream = engine.run([1, 2], GREEDY, max_tokens=4, fed=True)
     assert next(stream) == 4
-    with pytest.raises(InvalidRequest, match="Behind 2 tokens there is room for 3 more and one of the model's; got 4"):
-        stream.feed([1, 1, 1, 1])
     stream.feed([1, 1, 1])
     assert next(stream) == 7
     until(lambda: stream.finish_reason == "length")
@@ -200,6 +198,15 @@ def test_limits_stops_and_ends(serve):
     with pytest.raises(RequestError, match=r"has ended \(length\)"):
         stream.feed(1)
     assert stream.collect() == []
+    with pytest.raises(InvalidRequest, match=r"^The guidance of the request: A prompt must hold at least one token"):
+        engine.run([1, 2], GREEDY, guidance=Guidance(prompt=[]))
+    guidance = Guidance(0, prompt=[4])
+    for more in {}, {"guidance": guidance}:
+        stream = engine.run([1, 2], GREEDY, max_tokens=4, fed=True, **more)
+        assert next(stream) is not None
+        stream.feed([1, 1, 1, 1])  # no room for another item
+        assert stream.collect() == [] and stream.finish_reason == "length"
+    until(lambda: engine.stats().running == 0)
     stream = engine.run([1, 2], GREEDY, stop_rule=[8], fed=True)
     assert next(stream) == 4
     stream.feed(8)  # the caller's tokens stop nothing

@@ -155,6 +155,8 @@ def test_what_depends_on_another_field_is_checked_with_it():
         SamplingParams().with_(logit_bias=3, temperature=-1)
     with pytest.raises(InvalidRequest, match="SamplingParams has no option 'hot'"):
         SamplingParams().with_(warm=1, seed=2, hot=1)
+    with pytest.raises(InvalidRequest, match=r"Beams has no option 'zz'; expected one of width, .*early_stopping"):
+        SamplingParams(beams={"zz": 1})
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def asked(columns, **values):
         ("structured_outputs", '{"regex": "a"}', {"regex": "a"}),
         ("structured_outputs", {"regex": None, "json": {"a": None}}, {"json": {"a": None}}),
         ("structured_outputs", "", None),
+        ("beams", {"width": 5, "length_penalty": None}, {"width": 5}),
         ("structured_outputs", "a+", "a+"),
     ],
 )

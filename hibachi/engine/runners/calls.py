@@ -64,7 +64,8 @@ def mend_shape(call: str, expected: tuple[int | None, ...], shape: tuple[int, ..
         how = "set `vocab_size = None`: `step` returns tokens then" if step else "name the method `forward(tokens)`"
         return f"If these are token ids, {how}."
     if logits and len(shape) > 1 and shape[:-1] == expected[:-1]:
-        return f"`vocab_size` says {expected[-1]} ids, and the model gives {shape[-1]} numbers: make both the same."
+        size = "vocab_size` (or `vocab_sizes`, of a codebook)" if ".depth" in call else "vocab_size`"
+        return f"`{size} says {expected[-1]} ids, and the model gives {shape[-1]} numbers: make both the same."
     if call.endswith(".forward") and len(expected) == 1 and len(shape) > 1 and rows:
         return (
             "If these are logits, call the method `logits(self, tokens, lengths)` and set `vocab_size`: then the "

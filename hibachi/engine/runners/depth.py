@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,8 @@ class DepthCalls:
 
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         takes = "params" in parameters_of(model.depth)
+        if iscoroutinefunction(model.depth):
+            raise ConfigError(f"{type(model).__name__}.depth is called within a step: expected no `async`. Drop it.")
         check_takes(model, "depth", *["params"] * takes, "k", "given", "codes", "past")
         self.name, self.sizes, self.theirs = f"{type(model).__name__}.depth", sizes_of(model), Theirs()
         self._model, self._backend, self._takes = model, backend, takes
@@ -105,8 +108,8 @@ class DepthCalls:
                 f"{self.name} must return a pair (logits, past); got {type(answer).__qualname__}. Return both, and "
                 f"None for a past that is not needed."
             )
-        expected = codes.shape[0], self.sizes[k]
-        return check_output(answer[0], self._backend, expected, self.name, kind="logits"), answer[1]
+        expected, call = (codes.shape[0], self.sizes[k]), f"{self.name} of codebook {k}"
+        return check_output(answer[0], self._backend, expected, call, kind="logits"), answer[1]
 
     def check(self, given: Any, frames: HostArray) -> None:
         """The first time, compute frames [n, codebooks] twice. Raises as `logits` does, and InvalidModelOutput for a

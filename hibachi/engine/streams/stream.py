@@ -257,11 +257,11 @@ class ItemStream(Closing, Generic[T]):
         """Go on, with the token that the caller gives; for streams of `run(fed=True)`, and once for each item.
 
         tokens: what stands in the place of the last item, one token or several, [m, *tok]; the next item comes after
-        all of them. None means the item itself. Behind the last item it does nothing. It never waits, and may be called
-        in any thread.
+        all of them. None means the item itself. Where they leave no room for another item the stream ends, as "length".
+        Behind the last item it does nothing. It never waits, and may be called in any thread.
 
-        Raises InvalidRequest for tokens of another kind, ids beyond the vocabulary, more than there is room for, and
-        where no item was read since the last time: then nothing has happened. Raises RequestError once the stream has
+        Raises InvalidRequest for tokens of another kind, ids beyond the vocabulary, and where no item was read since
+        the last time: then nothing has happened. Raises RequestError once the stream has
         ended, and InvalidCall for other streams.
         """
         if self.feeder is None:

@@ -54,7 +54,7 @@ class ArrayTask(ColumnRows, EngineTask[Tokens]):
         self._params: Sequence[str] = () if self._forward else PARAMS
 
     def check(self, columns: Sequence[str] | None) -> None:
-        self._columns.only(self._params, "this model returns no logits to sample from")
+        self._columns.only(self._params, "this model returns no logits of single ids")
         if self._columns.talks:
             raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
         super().check(columns)

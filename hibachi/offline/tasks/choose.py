@@ -133,7 +133,8 @@ def _texts(settings: BatchSettings, opened: list[Opened]) -> tuple[Texts, str | 
     if isinstance(found, Texts):
         return found, template
     found.close()
-    raise ConfigError(no_text(settings.model, "returns tokens, or one output for each input"))
+    how = "Name the column of its tokens by --tokens-column, or use --task forward"
+    raise ConfigError(no_text(settings.model, f"makes no text. {how}"))
 
 
 def _tokens(settings: BatchSettings, opened: list[Opened], **more: Any) -> Tokens:

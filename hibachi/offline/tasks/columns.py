@@ -22,7 +22,7 @@ NEW_TOKENS = 16  # of a row for which nothing says a limit, as of a completion o
 _INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs",
              "num_speculative_tokens")  # fmt: skip
 _TEXTS = ("stop", "bad_words")
-LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks", "structured_outputs")
+LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks", "structured_outputs", "beams")
 _FLAGS = {"true": True, "false": False}  # as JSON, Python and spreadsheets write them
 # How Arrow's types begin.
 _TEXT = ("string", "large_string")
@@ -402,7 +402,7 @@ def value_of(name: str, given: Any) -> Any:
         return int(given)  # a column of integers with gaps is one of floats to many programs
     if name == "logit_bias" and isinstance(given, Mapping):
         return {_token(token): bias for token, bias in given.items() if bias is not None}
-    if name == "structured_outputs" and isinstance(given, Mapping):
+    if name in ("structured_outputs", "beams") and isinstance(given, Mapping):
         return {field: said for field, said in given.items() if said is not None}  # a struct has all that any row has
     return given
 
