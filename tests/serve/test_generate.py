@@ -295,6 +295,9 @@ def test_beams_of_ids(server):
     texts = server.complete([5, 6, 7], max_tokens=5, n=3, use_beam_search=True, return_token_ids=True)["choices"]
     assert [one["tokens"] for one in told] == [one["token_ids"] for one in texts]
     assert server.post(PATH, body | {"logprobs": 1}).json()["error"]["param"] == "logprobs"
+    with opened("Next", max_num_seqs=2) as here:
+        refused = here.post(PATH, {"prompt": [1], "n": 3, "use_beam_search": True}).json()["error"]
+        assert refused["param"] == "n" and "max_num_seqs=2; got 3" in refused["message"]
 
 
 def test_a_text_model_says_the_ids_of_its_completions(server):

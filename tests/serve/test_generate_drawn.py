@@ -69,6 +69,7 @@ def test_frames_are_those_of_the_engine(sung):
 
 def test_several_samples_are_one_answer(sung, spoken):
     body = {"prompt": SINGS, "max_tokens": 6, "seed": 5, "logprobs": 1}
+    assert sung.post(PATH, body | {"use_beam_search": True}).json()["error"]["param"] == "use_beam_search"
     told = sung.post(PATH, body | {"n": 3}).json()
     alone = [sung.post(PATH, body | {"seed": fork(5, i)}).json() for i in range(3)]
     assert [one["tokens"] for one in told["samples"]] == [one["tokens"] for one in alone]

@@ -42,9 +42,10 @@ def check_fits(limits: Limits, link: Link) -> None:
     """Check that the sequences of a link can run at once. Raises InvalidRequest."""
     n = len(link.seqs)
     if n > limits.rows:
-        raise InvalidRequest(
+        raise InvalidRequest.about(
+            ("n",),
             f"Linked sequences run at once: expected at most max_num_seqs={limits.rows}; got {n}. Ask for fewer, or "
-            f"give the engine more rows."
+            f"give the engine more rows.",
         )
     if not limits.blocks:
         return
@@ -56,9 +57,10 @@ def check_fits(limits: Limits, link: Link) -> None:
     else:  # each may have to compute all of its tokens again
         need = sum(-(-(seq.end - 1) // size) for seq in link.seqs)
     if need > usable:
-        raise InvalidRequest(
+        raise InvalidRequest.about(
+            ("n",),
             f"{n} linked sequences need {need * size} positions of the cache at once; it has {usable * size}. Ask for "
-            f"fewer, or for fewer new tokens, or give the engine more kv_cache_memory_bytes."
+            f"fewer, or for fewer new tokens, or give the engine more kv_cache_memory_bytes.",
         )
 
 

@@ -67,6 +67,8 @@ def asked_of(said: Parameters, stop: HostArray | None, model: AskedModel) -> tup
             if said.codebooks and codebooks is None:
                 raise _no("codebooks", "has tokens that are single ids")
             _at_most("codebooks", len(said.codebooks or ()), codebooks or 0, " in number")
+            if said.use_beam_search and codebooks is not None:
+                raise _no("use_beam_search", "has tokens of several codebooks")
             ends = () if said.ignore_eos or defaults.ignore_eos else model.eos_ids
             params = _sampling(said, defaults, limit, bounds).with_(stop_token_ids=(*ids, *ends))
             if codebooks and stop is not None:
