@@ -40,7 +40,7 @@ from hibachi.engine.forms import own_vocabulary
 from hibachi.engine.guidance import as_guidance, beside, link
 from hibachi.engine.guide.protocol import Grammar, Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
-from hibachi.engine.many import together
+from hibachi.engine.many import counted, together
 from hibachi.engine.promise import Promise
 from hibachi.engine.prompts import HostPrompts
 from hibachi.engine.runners.job import Job
@@ -54,7 +54,7 @@ from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.engine.trie import Trie, TrieGuides
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, PromptTooLong, shown
-from hibachi.request import MOST_RUNS, Guidance, Pooling, Request, SamplingParams, Terms
+from hibachi.request import Guidance, Pooling, Request, SamplingParams, Terms
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
@@ -324,11 +324,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         each part of them. With params.beams they are the best beams, which come when the search ends; each stream has
         its score. The other parameters are those of `run`, and so is what it raises.
         """
-        params = self._params if params is None else params
-        if n is None:
-            n = params.n if isinstance(params, SamplingParams) else 1
-        elif isinstance(params, SamplingParams) and params.beams is not None:
-            params = params.with_(n=n, beams=params.beams)  # raises if the beams are fewer
+        params, n = counted(self._params if params is None else params, n)
         request = Request(
             prompt,
             params,
@@ -342,16 +338,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             prediction=prediction,
             terms=Terms() if terms is None else terms,
         )
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RUNS:
-            raise InvalidRequest(f"n must be an integer from 1 to {MOST_RUNS}; got {shown(n)}.")
         return self.submit_many(self.check(self._own(request, n)), n)
 
     def _guide(self, job: Job, request: Request, guidance: tuple[Guidance, ...]) -> None:
         """Link a request with rows that guide it. Raises InvalidRequest."""
         built, backend = self._built, self._backend
         assert built is not None
-        if request.params is not None and request.params.beams is not None:
-            raise InvalidRequest("guidance mixes logits before a draw; got beams, which draw nothing. Leave one out.")
         if built.runner.sampler is None or not isinstance(backend, ArrayBackend):
             raise InvalidRequest(
                 f"guidance mixes logits, and {type(self.model).__name__} returns tokens: expected a model with "

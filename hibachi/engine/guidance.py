@@ -52,7 +52,9 @@ def beside(request: Request, guidance: Guidance) -> Request:
 
 
 def link(job: Job, others: Sequence[Job], guidance: Sequence[Guidance], backend: ArrayBackend) -> Linked:
-    """Link a request with the rows that guide it."""
+    """Link a request with the rows that guide it. Raises InvalidRequest."""
+    if job.request.params is not None and job.request.params.beams is not None:
+        raise InvalidRequest("guidance mixes logits before a draw; got beams, which draw nothing. Leave one out.")
     for other in others:
         other.silent = True
     jobs = [job, *others]

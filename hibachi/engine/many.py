@@ -11,7 +11,19 @@ from hibachi.engine.scheduler.links import most_alike
 from hibachi.engine.scheduler.sequence import linked
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.streams.channel import Channel
-from hibachi.request import Beams
+from hibachi.errors import InvalidRequest, shown
+from hibachi.request import MOST_RUNS, Beams, SamplingParams
+
+
+def counted(params: SamplingParams | None, n: int | None) -> tuple[SamplingParams | None, int]:
+    """The parameters of n continuations, and n. n: None means params.n. Raises InvalidRequest."""
+    if n is None:
+        n = params.n if isinstance(params, SamplingParams) else 1
+    elif isinstance(params, SamplingParams) and params.beams is not None:
+        params = params.with_(n=n, beams=params.beams)  # raises if the beams are fewer
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_RUNS:
+        raise InvalidRequest(f"n must be an integer from 1 to {MOST_RUNS}; got {shown(n)}.")
+    return params, n
 
 
 def together(jobs: Sequence[Job], runner: Runner, limits: Limits) -> list[Job]:

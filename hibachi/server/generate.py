@@ -47,9 +47,9 @@ from hibachi.llm.dialects.tokens.writing import (
     Came,
     End,
     Opening,
-    Samples,
     Scores,
     TokenFormat,
+    TokenSamples,
     TokensOutput,
     TokenWriter,
     Whole,
@@ -395,7 +395,7 @@ def _example(served: Served) -> dict[str, Any]:
 
 GENERATE = About(
     TokensBody,
-    (Whole, Samples, TokensOutput),
+    (Whole, TokenSamples, TokensOutput),
     (Opening, Came, End, Error),
     reads=dict.fromkeys((*MSGPACKS, NPY, BYTES), BINARY),
     writes=dict.fromkeys((NPY, MSGPACK, NDJSON), BINARY),

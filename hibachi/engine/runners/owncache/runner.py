@@ -251,7 +251,7 @@ class OwnCacheRunner(Runner):
         self.idle()
         calls = [*self._calls(plan)]
         if len(calls) == 1 or self.apart or not draws_at_once(self.sampler):
-            return self.isolated((idx, self._tried(plan)) for idx in calls)
+            return self.isolated((idx, _tried(self._forward, plan)) for idx in calls)
         assert isinstance(self.head, Sampled)
         frames = StepFrames(plan, self.head, self._computed)
         stepped = self.isolated((idx, frames.step) for idx in calls)
@@ -268,14 +268,6 @@ class OwnCacheRunner(Runner):
             self.pasts.fork(pairs)
             if self._encoded is not None:
                 self._encoded.fork(pairs)
-
-    def _tried(self, plan: StepPlan) -> Callable[[Any], Part]:
-        """A call for `isolate`: a row that fails is tried again without proposals, once it is alone. None fails for
-        them.
-        """
-        bare = plan if plan.draft is None else replace(plan, draft=None)
-        first = iter([plan])
-        return lambda idx: self._forward(next(first, plan if len(idx) > 1 else bare), idx)
 
     def _calls(self, plan: StepPlan) -> Iterator[Any]:
         """Which rows of a step share a call: [n] places in the plan each."""
@@ -299,17 +291,7 @@ class OwnCacheRunner(Runner):
         if not self._trial.mixes and len(plan.rows) > 1:
             self._meeting.step([len(group) for group in groups.values()])
         for group in groups.values():
-            yield from self._fitting(np.array(group), plan.end)
-
-    def _fitting(self, idx: Any, end: Any) -> Iterator[Any]:
-        """Rows in as many parts as memory wants, those of like length together."""
-        if len(idx) * int(end[idx].max()) <= self._most or len(idx) == 1:
-            yield idx
-            return
-        order = idx[np.argsort(end[idx], kind="stable")]
-        half = len(order) // 2
-        for part in (order[:half], order[half:]):
-            yield from self._fitting(np.sort(part), end)
+            yield from _fitting(np.array(group), plan.end, self._most)
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         if plan.draft is not None and plan.draft[idx].any():
@@ -416,6 +398,24 @@ class OwnCacheRunner(Runner):
         self.tally.call(size * q, n * q, (size, q, wide) if shapes.compiled else None)
         encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size, not self.deterministic)
         return self.pasts.advance(rows.tolist(), start.tolist(), tokens, filled, encoded, keep)
+
+
+def _tried(forward: Callable[[StepPlan, Any], Part], plan: StepPlan) -> Callable[[Any], Part]:
+    """A call for `isolate`: a row that fails is tried again without proposals, once alone. None fails for them."""
+    bare = plan if plan.draft is None else replace(plan, draft=None)
+    first = iter([plan])
+    return lambda idx: forward(next(first, plan if len(idx) > 1 else bare), idx)
+
+
+def _fitting(idx: Any, end: Any, most: int) -> Iterator[Any]:
+    """Rows in as many parts as `most` positions want, those of like length together."""
+    if len(idx) * int(end[idx].max()) <= most or len(idx) == 1:
+        yield idx
+        return
+    order = idx[np.argsort(end[idx], kind="stable")]
+    half = len(order) // 2
+    for part in (order[:half], order[half:]):
+        yield from _fitting(np.sort(part), end, most)
 
 
 def _pieces(n: int) -> list[int]:

@@ -86,7 +86,7 @@ class Whole(Opening, omit_defaults=True, kw_only=True):
     usage: Usage
 
 
-class Sample(Struct, omit_defaults=True):
+class TokenSample(Struct, omit_defaults=True):
     """One of several for a prompt. score: of a beam."""
 
     tokens: Any
@@ -96,10 +96,10 @@ class Sample(Struct, omit_defaults=True):
     score: float | None = None
 
 
-class Samples(Opening, omit_defaults=True, kw_only=True):
+class TokenSamples(Opening, omit_defaults=True, kw_only=True):
     """All samples of a request, or its beams, best first."""
 
-    samples: list[Sample]
+    samples: list[TokenSample]
     usage: Usage
 
 
@@ -168,7 +168,7 @@ class TokenWriter:
         """kind: JSON or MSGPACK. each: tokens [n, *token], made; how they ended; their scores, and that of the beam."""
         raw, usages = kind == MSGPACK, [end.usage for _, end, _, _ in each]
         found = [
-            Sample(
+            TokenSample(
                 self._data(tokens, raw),
                 end.finish_reason,
                 end.stop_reason,
@@ -180,7 +180,7 @@ class TokenWriter:
         new = sum(usage.completion_tokens for usage in usages)
         first = usages[0]
         usage = msgspec.structs.replace(first, completion_tokens=new, total_tokens=first.prompt_tokens + new)
-        made = Samples(*self._about("generation.samples", raw), samples=found, usage=usage)
+        made = TokenSamples(*self._about("generation.samples", raw), samples=found, usage=usage)
         return _packed(made) if raw else answers.encode(made)
 
     def output(self, output: Any, kind: str) -> bytes:
