@@ -215,6 +215,10 @@ def test_codebooks_of_other_sizes(how, library, serve):
             assert all(sum(np.exp([*each.values()])) == pytest.approx(1, abs=1e-4) for each in scores)
     with pytest.raises(InvalidRequest, match=r"codebook 1 must be from 0 to 2 .*got 3 in frame 1"):
         engine.run([[0, 0, 0], [0, 3, 0]], params(0))
+    fed = engine.run(prompts[0], params(0), fed=True)
+    next(fed)
+    with pytest.raises(InvalidRequest, match=r"feed takes .*codebook 1 must be from 0 to 2 .*got 3 in frame 0"):
+        fed.feed([0, 3, 0])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
