@@ -339,12 +339,13 @@ def test_one_program_serves_all_codebooks(serve):
     traced = []
 
     class Traced(DEPTHS["state"]):
-        params = ()
-
         def depth(self, params, k, given, codes, past):
             traced.append((len(codes), past is None))
-            return super().depth(k, given, codes, past)
+            logits, past = super().depth(k, given, codes, past)
+            return logits * params[0], past
 
-    engine = serve(Traced("jax"), backend="jax", max_num_seqs=4, deterministic=False)
+    model = Traced("jax")
+    model.params = (np.float32(1),)
+    engine = serve(model, backend="jax", max_num_seqs=4, deterministic=False)
     assert all(map(np.array_equal, together(engine), RIGHT))
     assert len(traced) == len({*traced})
