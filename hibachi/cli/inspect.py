@@ -22,6 +22,7 @@ from hibachi.engine.build import codebooks_of
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.ladder import ModelKind
+from hibachi.engine.runners.depth import sizes_of
 from hibachi.engine.runners.extra_inputs import declared_by
 from hibachi.engine.speculation.choose import check_same
 from hibachi.errors import ConfigError
@@ -82,13 +83,16 @@ def _own(spec: str, for_programs: bool) -> int:
     level, layers = kind.level, list(model.cache_spec()) if kind is ModelKind.PAGED else []
     paged = [layer for layer in layers if isinstance(layer, Paged)]
     states = [layer for layer in layers if isinstance(layer, State)]
+    codebooks = codebooks_of(model) if level and vocab is not None else None
     facts = {
         "model": f"{place(type(model).__module__)}:{type(model).__qualname__}",
         "level": level,
         "own_cache": kind is ModelKind.OWN_CACHE,
         "samples": "the engine" if level and vocab is not None else "the model itself",
         "vocab_size": vocab if level else None,
-        "codebooks": codebooks_of(model) if level and vocab is not None else None,
+        "codebooks": codebooks,
+        "vocab_sizes": sizes_of(model) if codebooks else None,
+        "depth": bool(codebooks) and callable(getattr(model, "depth", None)),
         "draws": declared_by(model).draws,
         "inputs": {name: [list(one.shape), one.dtype, one.per] for name, one in declared_by(model).inputs.items()},
         "max_model_len": getattr(model, "max_model_len", None),
@@ -105,8 +109,8 @@ def _own(spec: str, for_programs: bool) -> int:
     _line("level", level_told(kind).removeprefix("level "))
     _line("drawn by", facts["samples"])
     _line("vocabulary", facts["vocab_size"] or "any tokens")
-    if facts["codebooks"]:
-        _line("codebooks", facts["codebooks"])
+    if codebooks:
+        _line("codebooks", f"{codebooks}{', drawn in depth' * facts['depth']}, of {facts['vocab_sizes']} ids")
     if facts["draws"]:
         _line("draws", f"{facts['draws']} uniform and normal numbers a token")
     for name, (shape, dtype, per) in facts["inputs"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -38,13 +38,19 @@ _OF_ONE_ID = (  # parameters that name ids, or count them
 )
 
 
-def check_ids(prompt: HostArray, vocab: int) -> None:
-    """Raise InvalidRequest for ids [n] outside the vocabulary."""
+def check_ids(prompt: HostArray, vocab: int, sizes: Sequence[int] = ()) -> None:
+    """Raise InvalidRequest for ids [n] outside the vocabulary, and in frames [n, codebooks] beyond these sizes."""
     least, most = int(prompt.min()), int(prompt.max())
     if least < 0 or most >= vocab:
         raise InvalidRequest(
             f"Token ids must be from 0 to {vocab - 1} (the model's vocabulary); got {least} to {most}. Is this the "
             f"tokenizer of this model?"
+        )
+    if sizes and (wrong := np.argwhere(prompt >= np.array(sizes))).size:
+        at, k = wrong[0].tolist()
+        raise InvalidRequest(
+            f"Ids of codebook {k} must be from 0 to {sizes[k] - 1} (the model's vocab_sizes); got {prompt[at, k]} in "
+            f"frame {at}."
         )
 
 
@@ -85,7 +91,6 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | 
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
         _check_codebooks(params, facts)
-        _check_frames(prompt, facts)
     limit = None if limit is None else int(limit)
     if request.allowed is not None:
         _check_allowed(request.allowed, params, facts)
@@ -176,16 +181,6 @@ def _seeded(given: Any, seeded: bool) -> SamplingParams | None:
             f"{', '.join(others)}. Leave these out; the model draws with its own random numbers."
         )
     return params
-
-
-def _check_frames(prompt: Any, facts: Facts) -> None:
-    """Raise InvalidRequest for ids in frames [n, codebooks] that their codebooks do not have."""
-    if facts.vocab_sizes and (wrong := np.argwhere(prompt >= np.array(facts.vocab_sizes))).size:
-        at, k = wrong[0].tolist()
-        raise InvalidRequest(
-            f"Ids of codebook {k} must be from 0 to {facts.vocab_sizes[k] - 1} (the model's vocab_sizes); got "
-            f"{prompt[at, k]} in frame {at} of the prompt."
-        )
 
 
 def _check_codebooks(params: SamplingParams, facts: Facts) -> None:

@@ -37,7 +37,7 @@ from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
 from hibachi.engine.feeding import TokenFeed
 from hibachi.engine.forms import own_vocabulary
-from hibachi.engine.guidance import as_guidance, beside, link
+from hibachi.engine.guidance import guide
 from hibachi.engine.guide.protocol import Grammar, Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
 from hibachi.engine.many import counted, together
@@ -53,7 +53,7 @@ from hibachi.engine.speculation.ngram import ExpectedTokens
 from hibachi.engine.streams.channel import Channel
 from hibachi.engine.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.engine.trie import Trie, TrieGuides
-from hibachi.errors import ConfigError, EngineError, InvalidRequest, PromptTooLong, shown
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.request import Guidance, Pooling, Request, SamplingParams, Terms
 
 T = TypeVar("T", default=Any)  # an array of the model's library
@@ -296,7 +296,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         )
         job = self.check(request := self._own(request))
         if guidance is not None:
-            self._guide(job, request, as_guidance(guidance))
+            assert self._built is not None
+            guide(job, request, guidance, self._built, self.check)
         return self.submit(job)
 
     @spelled
@@ -339,21 +340,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             terms=Terms() if terms is None else terms,
         )
         return self.submit_many(self.check(self._own(request, n)), n)
-
-    def _guide(self, job: Job, request: Request, guidance: tuple[Guidance, ...]) -> None:
-        """Link a request with rows that guide it. Raises InvalidRequest."""
-        built, backend = self._built, self._backend
-        assert built is not None
-        if built.runner.sampler is None or not isinstance(backend, ArrayBackend):
-            raise InvalidRequest(
-                f"guidance mixes logits, and {type(self.model).__name__} returns tokens: expected a model with "
-                f"`logits`, or with a `step` that returns logits."
-            )
-        try:
-            others = [self.check(beside(request, each)) for each in guidance]
-        except (InvalidRequest, PromptTooLong) as e:
-            raise type(e)(f"The guidance of the request: {e}") from None
-        link(job, others, guidance, backend).check(built.facts.limits)
 
     def _own(self, request: Request, n: int | None = None) -> Request:
         """A request with the model's own parameters, where it has none; those of each of n continuations. n: None means

@@ -126,7 +126,8 @@ def build(
     if isinstance(backend, NineBackend):
         return _nine(spec, backend, policy, tokens, deterministic)
     vocab = spec.vocab_size
-    prompts = HostPrompts(backend, vocab_size=vocab, codebooks=spec.codebooks, **tokens)
+    sizes = () if spec.codebooks is None else sizes_of(spec.model)
+    prompts = HostPrompts(backend, vocab_size=vocab, sizes=sizes, **tokens)
     tables = Tables(spec.rows, prompts.kind)
     sampler = None if vocab is None else _sampler(backend, spec, vocab, tables)
     beside = _beside(spec, backend)

@@ -11,13 +11,14 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.engine.build import Built
 from hibachi.engine.runners.frames import FrameSampler
 from hibachi.engine.runners.job import Job, Linked
 from hibachi.engine.runners.linked import Draws, LinkRows, firsts, for_all
 from hibachi.engine.runners.runner import Part, Sampler, check_output, drawn_part
 from hibachi.engine.scheduler.sequence import linked
 from hibachi.engine.scheduler.step import StepPlan
-from hibachi.errors import InvalidRequest, shown, text_of
+from hibachi.errors import InvalidRequest, PromptTooLong, shown, text_of
 from hibachi.request import Guidance, Request, SamplingParams
 
 
@@ -51,15 +52,27 @@ def beside(request: Request, guidance: Guidance) -> Request:
     )
 
 
-def link(job: Job, others: Sequence[Job], guidance: Sequence[Guidance], backend: ArrayBackend) -> Linked:
-    """Link a request with the rows that guide it. Raises InvalidRequest."""
-    if job.request.params is not None and job.request.params.beams is not None:
+def guide(job: Job, request: Request, given: Any, built: Built, check: Callable[[Request], Job]) -> None:
+    """Link a request with the rows that guide it. given: see `as_guidance`. check: makes a job. Raises InvalidRequest,
+    and what `check` raises.
+    """
+    guidance, backend = as_guidance(given), built.runner.backend
+    if request.params is not None and request.params.beams is not None:
         raise InvalidRequest("guidance mixes logits before a draw; got beams, which draw nothing. Leave one out.")
+    if built.runner.sampler is None or not isinstance(backend, ArrayBackend):
+        raise InvalidRequest(
+            f"guidance mixes logits, and {built.facts.model} returns tokens: expected a model with `logits`, or with a "
+            f"`step` that returns logits."
+        )
+    try:
+        others = [check(beside(request, each)) for each in guidance]
+    except (InvalidRequest, PromptTooLong) as e:
+        raise type(e)(f"The guidance of the request: {e}") from None
     for other in others:
         other.silent = True
     jobs = [job, *others]
     ticket = linked([each.seq for each in jobs], alike=False, parts=False)
-    return Linked(ticket, jobs, Mixed(guidance[0].mix, guidance[0].scale, backend))
+    Linked(ticket, jobs, Mixed(guidance[0].mix, guidance[0].scale, backend)).check(built.facts.limits)
 
 
 class Mixed(Draws):

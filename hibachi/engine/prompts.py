@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -74,10 +75,11 @@ def dtype_of(given: Any, host: HostArray, backend: ArrayBackend) -> Any:
     return np.dtype(name) if name in ("float32", "float16") else host.dtype
 
 
-def check_tokens(host: HostArray, own: TokenKind | None, vocab: int | None) -> None:
+def check_tokens(host: HostArray, own: TokenKind | None, vocab: int | None, sizes: Sequence[int]) -> None:
     """Check that a prompt consists of tokens of this kind. Raises InvalidRequest.
 
-    own: the kind of all tokens, if it is fixed. vocab: the number of token ids, if it is fixed.
+    own: the kind of all tokens, if it is fixed. vocab: the number of token ids, if it is fixed. sizes: the same of each
+    codebook.
     """
     if host.ndim == 0:
         raise InvalidRequest(
@@ -100,7 +102,7 @@ def check_tokens(host: HostArray, own: TokenKind | None, vocab: int | None) -> N
             f"is one sequence, (sequence, *token), without a dimension for the batch: call `run` once for each."
         )
     if vocab is not None:
-        check_ids(host, vocab)
+        check_ids(host, vocab, sizes)
 
 
 _MENDS = dict.fromkeys("USO", "Tokenize it first.")
@@ -111,7 +113,7 @@ class HostPrompts:
     """Converts arrays of any library, lists and numbers to arrays on the host.
 
     token: a token of the kind that all requests have, a number or an array (*tok); None means each request has its own
-    kind. vocab_size: prompts are token ids below it; None means any numbers. codebooks: ids of a token; None means a
+    kind. vocab_size: prompts are token ids below it; None means any numbers. sizes: ids of each codebook; () means a
     token is one id. stop: a rule for all requests.
     """
 
@@ -126,14 +128,15 @@ class HostPrompts:
         stop_token: Any,
         padding_token: Any,
         stop: Any = None,
-        codebooks: int | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self._backend, self._vocab, self._own = backend, vocab_size, None if stop is None else as_rule(stop)
+        self._sizes = sizes
         self._stop, self._padding = stop_token, padding_token
         self._fitted, self._dtypes = dict[TokenKind, Fitted](), dict[Any, Any]()
         self._stoppers: WeakValueDictionary[tuple[TokenKind, StopRule], Stopper] = WeakValueDictionary()
         self._of_ids: WeakValueDictionary[tuple[TokenKind, tuple[int, ...]], Stopper] = WeakValueDictionary()
-        self.kind = None if vocab_size is None else kind_of_ids(codebooks)
+        self.kind = None if vocab_size is None else kind_of_ids(len(sizes) or None)
         if vocab_size is None and token is not None:
             one = self.host(token)
             if one.dtype.kind not in "iufb":
@@ -144,7 +147,7 @@ class HostPrompts:
 
     def taken(self, prompt: Any) -> tuple[HostArray, TokenKind, int]:
         host = self.host(prompt)
-        check_tokens(host, self.kind, self._vocab)
+        check_tokens(host, self.kind, self._vocab, self._sizes)
         own = self.kind
         if own is None:
             own = TokenKind(host.shape[1:], self._kept(dtype_of(prompt, host, self._backend)))
@@ -154,7 +157,7 @@ class HostPrompts:
         host = self.host(given)
         host = host[None] if host.ndim == len(kind.shape) else host
         try:
-            check_tokens(host, kind, self._vocab)
+            check_tokens(host, kind, self._vocab, self._sizes)
             return self._cast(host, kind), len(host)
         except InvalidRequest as e:
             raise InvalidRequest(f"feed takes one token {kind.shape} or several, as a prompt has them. {e}") from None

@@ -226,7 +226,7 @@ def test_a_full_pipe_blocks_no_caller_and_is_bounded(stage, monkeypatch):
         heard = []
         while not heard or heard[-1][-1] != [7]:
             what, number, *contents = own.puppet.hear()
-            heard.append((what, number, contents and contents[0].prompt.tolist()))
+            heard.append((what, number, contents and contents[-1].prompt.tolist()))
         return heard
 
     hearing = Background(hear)

@@ -161,3 +161,12 @@ def test_a_model_of_the_user(inspect, facts):
     assert (status, d["level"], d["own_cache"], d["vocab_size"]) == (0, 1, True, 10)
     assert "between levels 1 and 2, a cache of its own" in inspect("hibachi.testing.toys:SumOwn")[1]
     assert inspect("hibachi.testing.toys:Nobody")[0] == 1
+
+
+def test_a_model_of_frames_in_depth(inspect, tmp_path):
+    (tmp_path / "sung.py").write_text(
+        "class Sung:\n    codebooks, vocab_size, vocab_sizes = 2, 9, (9, 4)\n"
+        "    def logits(self, tokens, lengths): ...\n    def depth(self, k, given, codes, past): ...\n"
+    )
+    status, out, _ = inspect(f"{tmp_path}/sung.py:Sung")
+    assert status == 0 and "codebooks     2, drawn in depth, of (9, 4) ids" in out

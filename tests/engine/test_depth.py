@@ -215,6 +215,10 @@ def test_codebooks_of_other_sizes(how, library, serve):
             assert all(sum(np.exp([*each.values()])) == pytest.approx(1, abs=1e-4) for each in scores)
     with pytest.raises(InvalidRequest, match=r"codebook 1 must be from 0 to 2 .*got 3 in frame 1"):
         engine.run([[0, 0, 0], [0, 3, 0]], params(0))
+    fed = engine.run(prompts[0], params(0), fed=True)
+    next(fed)
+    with pytest.raises(InvalidRequest, match=r"feed takes .*codebook 1 must be from 0 to 2 .*got 3 in frame 0"):
+        fed.feed([0, 3, 0])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -335,12 +339,13 @@ def test_one_program_serves_all_codebooks(serve):
     traced = []
 
     class Traced(DEPTHS["state"]):
-        params = ()
-
         def depth(self, params, k, given, codes, past):
             traced.append((len(codes), past is None))
-            return super().depth(k, given, codes, past)
+            logits, past = super().depth(k, given, codes, past)
+            return logits * params[0], past
 
-    engine = serve(Traced("jax"), backend="jax", max_num_seqs=4, deterministic=False)
+    model = Traced("jax")
+    model.params = (np.float32(1),)
+    engine = serve(model, backend="jax", max_num_seqs=4, deterministic=False)
     assert all(map(np.array_equal, together(engine), RIGHT))
     assert len(traced) == len({*traced})

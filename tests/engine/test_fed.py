@@ -256,7 +256,7 @@ def test_it_ends_while_it_waits(serve):
     late = engine.run([1], GREEDY, terms=Terms(timeout=0.05), fed=True)
     left, dropped, closed = (engine.run([1, 2], GREEDY, fed=True) for _ in range(3))
     assert [next(stream) for stream in (late, left, dropped, closed)] == [2, 4, 4, 4]
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match="feed it sooner, as it waited for that"):
         next(late)
     with pytest.raises(RequestError, match=r"ended \(error\)"):
         late.feed()

@@ -154,7 +154,7 @@ def too_late(seq: Seq, now: float) -> DeadlineExceeded:
     due = (seq.deadline if ended else seq.start_by) or now
     return DeadlineExceeded(
         f"The request is late: it should have {'ended' if ended else 'started'} {now - due:.3g} s ago. Allow more "
-        f"time, or give the engine less to do."
+        f"time, or {'read or feed it sooner, as it waited for that' if seq.paused else 'give the engine less to do'}."
     )
 
 

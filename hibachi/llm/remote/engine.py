@@ -474,7 +474,7 @@ def _checked(request: Request, facts: Facts, forms: Forms) -> Request:
         sent = replace(sent, prompt=None, embeds=embeds)
     else:
         prompt = asked(request.prompt, MOST_UNSENT)
-        check_tokens(prompt, kind_of(facts), facts.vocab_size)
+        check_tokens(prompt, kind_of(facts), facts.vocab_size, facts.vocab_sizes)
         sent = checked(request, prompt, len(prompt), facts, forms)
     _check_sendable(sent)
     return sent
