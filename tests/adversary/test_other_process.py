@@ -73,7 +73,7 @@ class Puppet:
         self.say("step", [], [(number, token, None) for token in tokens], {}, [])
 
     def finish(self, number):
-        self.say("step", [], [], {}, [(number, Finish.LENGTH, None, (None, 0.0))])
+        self.say("step", [], [], {}, [(number, Finish.LENGTH, None, (None, None, None))])
 
     def beat(self, state="running"):
         self.say("beat", Health(state, f"It is {state}."), Stats(), Meters(limit=4))
@@ -252,7 +252,7 @@ def test_one_request_larger_than_the_bound_goes_if_nothing_waits(stage, monkeypa
     large = own.stream([1] * 100_000)
     with pytest.raises(QueueFull):
         own.stream([1])
-    assert len(own.puppet.hear()[2].prompt) == 100_000 and large.finish_reason is None
+    assert len(own.puppet.hear()[-1].prompt) == 100_000 and large.finish_reason is None
 
 
 def test_pause_and_resume_come_in_their_order(stage, monkeypatch):
@@ -467,7 +467,7 @@ def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
     own = stage(restart="on_failure")
     stream, first = own.stream(), own.puppet
     number = first.hear()[1]
-    first.say("step", [], [], {}, [(number, Finish.ERROR, EngineFailed("The loop failed."), (None, 0.0))])
+    first.say("step", [], [], {}, [(number, Finish.ERROR, EngineFailed("The loop failed."), (None, None, None))])
     first.beat("failed")
     with pytest.raises(EngineFailed, match="loop"):
         stream.collect()
