@@ -590,7 +590,9 @@ class Guidance:
     mix: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        _check(_is_real(self.scale) and abs(self.scale) <= MOST_FLOAT, "scale", "a finite number", self.scale)
+        _check(
+            _is_real(self.scale) and abs(self.scale) <= MOST_FLOAT, "scale", "a number from -1e30 to 1e30", self.scale
+        )
         _check(self.mix is None or callable(self.mix), "mix", "a function (or None)", self.mix)
 
 

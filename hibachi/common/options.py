@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
-from hibachi.errors import ConfigError, HibachiError, InvalidCall
+from hibachi.errors import ConfigError, HibachiError, InvalidCall, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -47,8 +47,8 @@ def meant(name: str, known: Iterable[str], *, flags: bool = False) -> str:
         new, more = nearest(name, known), ""
     if new is None:
         return ""
-    shown = f"--{new.replace('_', '-')}" if flags else repr(new)
-    return f"did you mean {shown}? {more}".strip()
+    spelt = f"--{new.replace('_', '-')}" if flags else repr(new)
+    return f"did you mean {spelt}? {more}".strip()
 
 
 def spelled_fields(cls: type[T]) -> type[T]:
@@ -124,7 +124,7 @@ def check_options(what: str, options: Any, known: Iterable[str], error: type[Hib
     """Check options that are passed on to another function. Raises the error for an unknown name."""
     known = [*known]
     if unknown := options.keys() - set(known):
-        raise error(_told(what, min(unknown), known))
+        raise error(_told(what, min(name if isinstance(name, str) else shown(name) for name in unknown), known))
 
 
 def _told(what: str, name: str, known: Iterable[str]) -> str:

@@ -199,7 +199,7 @@ class Draw:
 
     def _arguments(self, values: dict[str, Any]) -> None:
         rng = self.rng
-        for name in ("max_tokens", "stop_rule", "include_stop"):
+        for name in ("max_tokens", "stop_rule", "include_stop", "allowed", "guidance"):
             if rng.random() < 0.15:
                 values[name] = rng.choice(ODD if rng.random() < 0.3 else RUN[name])
         if rng.random() < 0.15:

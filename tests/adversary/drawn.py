@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import hibachi
-from hibachi import SamplingParams, StopRule, StructuredOutputs, Terms
+from hibachi import Beams, Guidance, SamplingParams, StopRule, StructuredOutputs, Terms, Trie
 
 from ..lib.filters import TRIED
 
@@ -27,6 +27,7 @@ STOP = 7  # a stop token of some innocent requests
 SALTS = (None, "a", "b", "c")  # of all requests: those with one salt share prefixes, as long as they are in the cache
 HUGE, NAN, INF = 10**400, float("nan"), float("inf")
 MANY = 10**5
+BEAMS = (None, Beams(), Beams(1), Beams(3, -30.0), Beams(512, early_stopping="never"), {"width": 4})
 LONG, SURROGATES = "a" * MANY, "\ud800 \udfff"
 
 
@@ -308,6 +309,7 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         **{name: (*tried.right, *tried.far) for name, tried in TRIED.items()},
         "seed": (0, 3, 2**31, 2**63, 2**64 + 5, HUGE, None),
         "max_tokens": WHOLE,
+        "beams": (*BEAMS, {"width": 0}, {"length_penalty": NAN}, {"early_stopping": "soon"}, {"widht": 3}, [], 7),
         "stop": TEXTS,
         "stop_token_ids": IDS,
         "ignore_eos": (True, False),
@@ -523,6 +525,28 @@ ARRAYS: dict[str, Any] = {
 }
 INPUTS = (None, {}, [], (), "ab", 3, [("speaker", [1, 2])], {1: 2}, {"unknown": 1}, {SURROGATES: 1}, Unreadable())
 
+
+def raises(*_: Any) -> Any:
+    raise ValueError("planted")
+
+
+GUIDANCE = (
+    *(
+        None,
+        [],
+        [None],
+        {},
+        7,
+        Guidance(),
+        Guidance(3.0, prompt=[1]),
+        Guidance(prompt=[WORDS + 10**6]),
+        Guidance(prompt=[]),
+    ),
+    *(Guidance(prompt=range(2000)), Guidance(9e29, prompt=[2]), [Guidance(prompt=[1]), Guidance(prompt=[2])]),
+    *(Guidance(prompt=[3], mix=raises), Guidance(mix=lambda own, other: own[0]), Guidance(mix=lambda *_: None)),
+    *([Guidance(prompt=[4], mix=lambda *all: all[-1])] * 2, Guidance(mix=lambda own, other: own * NAN)),
+)
+
 # What `run` takes; "prompt", "params", "terms" and "prompt_embeds" are drawn from what stands above.
 RUN: dict[str, tuple[Any, ...]] = {
     "prediction": (
@@ -552,5 +576,8 @@ RUN: dict[str, tuple[Any, ...]] = {
     "include_stop": (None, True, False),
     "prompt_embeds": (),
     "inputs": INPUTS,
+    "allowed": (None, Trie([[1, 2], [1, 3, 4], [5] * 9]), Trie([[WORDS]]), Trie([[2**31 - 1]]), [[1, 2]], {}, 7),
+    "fed": (),  # nobody would feed it: tests/engine/test_fed.py
+    "guidance": GUIDANCE,
     "terms": (),
 }

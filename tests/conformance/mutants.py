@@ -371,6 +371,8 @@ ATTENTION = [
               inputs(pos=lambda x: x.pos - (x.pos > 1))),
     attention("equals_slow_attention_on_single_tokens_beside_a_chunk", "takes the first row's blocks for all",
               inputs(tile_row=lambda x: x.tile_row * 0)),
+    broken("a_row_goes_on_from_another_whose_last_block_is_copied", "copies nothing",
+           copy_blocks=lambda b, cache, source, to: cache),
     attention("gives_the_same_whatever_the_size_of_the_tiles", "takes all tiles for full",
               inputs(tile_of=lambda x: np.arange(len(x.tile_of)))),
     attention("never_looks_ahead", "sees one token ahead", inputs(pos=lambda x: x.pos + 1)),

@@ -87,8 +87,8 @@ def refusing(texts, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path, body, field, form", WAYS)
 def test_a_form_is_checked_before_it_is_queued(here, texts, checked, monkeypatch, path, body, field, form, stream):
-    queued, run = [], texts.engine.submit
-    monkeypatch.setattr(texts.engine, "submit", lambda job, *a: queued.append(job.request.params) or run(job, *a))
+    queued, run = [], texts.engine.submit_many
+    monkeypatch.setattr(texts.engine, "submit_many", lambda job, n: queued.append(job.request.params) or run(job, n))
     answer = here.post(path, {**body, "max_tokens": 4, "stream": stream})
     assert answer.status_code == 200 and '"error"' not in answer.text
     assert [of for of, _ in checked] == [form] and checked[0][1].startswith("hibachi-check")
