@@ -50,9 +50,33 @@ class File:
         return "/".join(parts[:2]) if parts[0] == "hibachi" else parts[0]
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of its tree: a walk takes far longer than what is asked on it."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def tokens(self) -> list[tuple[int, int, int]]:
+        """(type, first line, last line) of its names, numbers, strings (docstrings, too) and operators."""
+        nothing = {
+            tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+        }  # fmt: skip
+        found = tokenize.generate_tokens(io.StringIO(self.source).readline)
+        return [(token.type, token.start[0], token.end[0]) for token in found if token.type not in nothing]
+
+    @cached_property
     def code(self) -> set[int]:
-        """The numbers of its lines of code."""
-        return _code(self.source, self.tree)
+        """The numbers of its lines that hold code: no blank ones, comments and docstrings."""
+        lines = {line for _, first, last in self.tokens for line in range(first, last + 1)}
+        for node in self.nodes:
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[0] if node.body else None
+                if (
+                    isinstance(first, ast.Expr)
+                    and isinstance(first.value, ast.Constant)
+                    and isinstance(first.value.value, str)
+                ):
+                    lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+        return lines
 
     @property
     def code_lines(self) -> int:
@@ -74,32 +98,9 @@ def read(root: Path, path: Path) -> File:
     return File(path.relative_to(root).as_posix(), ast.parse(source), source)
 
 
-def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
-    """Its names, numbers, strings (docstrings, too) and operators."""
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    return (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in nothing)
-
-
-def _code(source: str, tree: ast.Module) -> set[int]:
-    """Numbers of the lines that hold code: no blank ones, comments and docstrings."""
-    lines: set[int] = set()
-    for token in _tokens(source):
-        lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return lines
-
-
 def classes(file: File) -> Iterator[tuple[str, int]]:
     """(name, lines of code) of each class of a file."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ClassDef):
             yield node.name, len(file.code.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
 
@@ -110,7 +111,7 @@ def classes(file: File) -> Iterator[tuple[str, int]]:
 def imports(file: File, modules: set[str]) -> set[str]:
     """Our modules that a file imports, wherever the import stands: within functions and for type checkers, too."""
     found: set[str] = set()
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -192,7 +193,7 @@ def private_reads(file: File) -> Iterator[tuple[int, str]]:
     """(line, what) of every `x._y` where x is not self, cls or super(), and not a module of somebody else's; and of
     private names that are imported from another file."""
     foreign = _foreign(file)
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             value = node.value
             if isinstance(value, ast.Name) and value.id in SELF | foreign:
@@ -222,7 +223,7 @@ def _root(node: ast.expr) -> str:
 def _foreign(file: File) -> set[str]:
     """Names of modules and objects of the standard library and of other packages."""
     out: set[str] = set()
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             out.update((a.asname or a.name).split(".")[0] for a in node.names if a.name.split(".")[0] not in PACKAGES)
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] not in PACKAGES:
@@ -323,7 +324,7 @@ def walk(root: Path) -> str:
         engine.close()
         seen.pop("hibachi/testing/toys.py", None)
         functions = sum(map(len, seen.values()))
-        lines = sum(f.code_lines for f in files(root) if f.path in seen)
+        lines = sum(read(root, root / path).code_lines for path in seen)
         out.append(
             f"level {level}: {len(seen)} files of {lines} lines, {functions} functions\n  " + "\n  ".join(sorted(seen))
         )
@@ -333,17 +334,18 @@ def walk(root: Path) -> str:
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 
-def shipped(root: Path) -> list[File]:
-    """What hatchling puts into our wheels by their pyproject.toml, except the conformance suite that goes along."""
+def shipped(root: Path, known: Iterable[File] = ()) -> list[File]:
+    """What hatchling puts into our wheels by their pyproject.toml, except the conformance suite that goes along. known:
+    files that were read before."""
     from hatchling.builders.wheel import WheelBuilder
 
-    out = []
+    out, read_before = [], {root / f.path: f for f in known}
     for folder in (root, *(root / top for top in PACKAGES)):
         if (folder / "pyproject.toml").exists():
             for included in WheelBuilder(str(folder)).recurse_included_files():
                 path = Path(included.path)
                 if path.suffix == ".py" and root / "conformance" not in path.parents:
-                    out.append(read(root, path))
+                    out.append(read_before.get(path) or read(root, path))
     return out
 
 
@@ -356,10 +358,10 @@ def entries(root: Path) -> int:
 def tokens(file: File) -> int:
     """An f-string is one token, as it was before Python 3.12."""
     found = inside = 0
-    for token in _tokens(file.source):
-        kind = tokenize.tok_name[token.type]
+    for number, line, _ in file.tokens:
+        kind = tokenize.tok_name[number]
         inside -= kind == "FSTRING_END"
-        found += not inside and kind != "FSTRING_END" and token.start[0] in file.code
+        found += not inside and kind != "FSTRING_END" and line in file.code
         inside += kind == "FSTRING_START"
     return found
 
@@ -368,16 +370,18 @@ def keyword_arguments(file: File) -> Iterator[str]:
     """For each `name=value` in a call: "same" or "other" where it only hands on a name or an attribute of one (`x`,
     `self.x`, `a.b.x`), with a last name that is the argument's own, an underscore before it aside, or another name;
     "made" for any other value."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         for argument in node.keywords if isinstance(node, ast.Call) else ():
             if argument.arg is not None:
-                last = ast.unparse(argument.value).rpartition(".")[2].lstrip("_")
-                yield ("same" if last == argument.arg else "other") if _root(argument.value) else "made"
+                value = argument.value
+                last = value.attr if isinstance(value, ast.Attribute) else _root(value)
+                same = last.lstrip("_") == argument.arg
+                yield ("same" if same else "other") if _root(value) else "made"
 
 
 def functions(file: File) -> Iterator[tuple[str, int, int]]:
     """(name, parameters, lines of code) of each function and method; self, cls, *args and **kwargs are not counted."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             lines = file.code.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1))
@@ -402,13 +406,16 @@ def table(root: Path) -> dict[str, int]:
     within = [pair for pair in crossed if all(room.startswith("hibachi/") for room in pair)]
     arguments = Counter(kind for f in product for kind in keyword_arguments(f))
     made = [function for f in product for function in functions(f)]
-    tests = [read(root, path) for path in (root / "tests").rglob("*.py")]
-    reads = [f.path for f in tests for _ in private_reads(f)]
+    tests, reads = 0, []
+    for path in (root / "tests").rglob("*.py"):  # (their trees are not kept: there are many)
+        test = read(root, path)
+        tests += test.code_lines
+        reads += [test.path for _ in private_reads(test)]
     return {
         "product: lines of code": sum(f.code_lines for f in product),
         "product: tokens": sum(map(tokens, product)),
-        "in wheels: lines of code": sum(f.code_lines for f in shipped(root)),
-        "tests: lines of code": sum(f.code_lines for f in tests),
+        "in wheels: lines of code": sum(f.code_lines for f in shipped(root, all_files)),
+        "tests: lines of code": tests,
         "conformance: lines of code": sum(f.code_lines for f in all_files if f.room == "conformance"),
         "entries in hibachi/": entries(root),
         "pairs of rooms, one importing the other": len(crossed),

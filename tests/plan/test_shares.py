@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.engine.scheduler.policy import Shares
+from hibachi.engine.scheduler.policy import Fair, Shares
 from hibachi.engine.scheduler.scheduler import Scheduler
-from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits
 
 from ..lib.leaks import kept
@@ -20,8 +20,8 @@ from .test_bounds import LARGEST, QUIET, Town, limits_of
 class House:
     """A scheduler of `rows` rows, in which each step brings a token to whoever runs."""
 
-    def __init__(self, rows=8, weights=None, **limits):
-        self.policy = Shares(weights)
+    def __init__(self, rows=8, weights=None, policy=Shares, **limits):
+        self.policy = policy(weights)
         self.scheduler = Scheduler(
             Limits(rows, **({"budget": 64, "chunk": 64, "max_model_len": 200} | limits)), self.policy
         )
@@ -32,11 +32,18 @@ class House:
             self.scheduler.add(seq)
         return seqs
 
+    def link(self, tenant, n, *, parts, **terms):
+        """Sequences of one prompt. Not parts: they draw together to the end, as beams do."""
+        seqs = [Seq(2, 100, tenant=tenant, **terms) for _ in range(n)]
+        self.scheduler.add(linked(seqs, alike=True, parts=parts))
+        return seqs
+
     def step(self):
         """Who was sent back before the step, and its plan."""
         sent = [seq for seq, _ in self.scheduler.make_room()]
         plan = self.scheduler.schedule()
-        self.scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool))
+        forks = [(seq, seq.link.seqs[0]) for seq in plan.seqs if seq.vacant]
+        self.scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool), None, forks)
         self.scheduler.check()
         return sent, plan
 
@@ -67,6 +74,62 @@ def test_both_hold_as_many_while_both_wait_and_no_more_change_hands():
     for _ in range(20):
         sent, plan = house.step()
         assert not sent and not plan.fresh
+
+
+def test_samples_that_have_forked_give_rows_back_one_by_one():
+    house = House()
+    seqs = house.link("many", 8, parts=True)
+    house.link("many", 8, parts=True)
+    house.step()
+    house.step()
+    house.add("few")
+    assert house.step()[0] == [seqs[7]] and house.rows == {"many": 7, "few": 1}
+    house.add("few", 30)
+    assert house.step()[0] == [seqs[6], seqs[5], seqs[4]] and house.rows == {"many": 4, "few": 4}
+    seen = list[str]()
+    while seqs[4].finish is None:
+        sent, plan = house.step()
+        assert not sent
+        seen += [seq.tenant for seq in plan.fresh]
+    assert set(seen) == {"few", "many"} and not any(seq.alone for seq in seqs[:4])
+
+
+def test_what_draws_together_gives_rows_back_together():
+    house = House()
+    last = [house.link("many", 4, parts=False) for _ in range(2)][1]
+    house.step()
+    assert house.rows == {"many": 8}
+    house.add("few")
+    assert set(house.step()[0]) == set(last) and house.rows == {"many": 4, "few": 1}
+    whole = House()
+    whole.link("many", 8, parts=False)
+    whole.step()
+    whole.add("few")
+    assert whole.step()[0] == [] and whole.rows == {"many": 8}, "the first of a tenant is never sent back"
+
+
+def test_nobody_is_sent_back_for_linked_sequences_that_cannot_start_then():
+    house = House()
+    many = house.add("many", 30)
+    house.step()
+    house.link("few", 6, parts=True)
+    assert house.step()[0] == [] and house.rows == {"many": 8}
+    for seq in many[:4]:
+        house.scheduler.cancel(seq)
+    sent, plan = house.step()
+    assert sent == [many[7], many[6]] and [seq.tenant for seq in plan.fresh] == ["few"] * 6
+    assert house.rows == {"many": 2, "few": 6}, "and of those that would have started meanwhile none did"
+
+
+def test_a_fair_turn_counts_the_tokens_of_all_that_are_linked():
+    house, tokens = House(rows=4, policy=Fair, max_model_len=12), Counter()
+    for _ in range(40):
+        house.link("linked", 4, parts=True)
+        house.add("single", 4)
+    for _ in range(200):
+        _, plan = house.step()
+        tokens.update({tenant: n for tenant, n in Counter(seq.tenant for seq in plan.seqs).items()})
+    assert 0.8 < tokens["linked"] / tokens["single"] < 1.25, tokens
 
 
 def test_rows_that_are_not_wanted_are_everybodys():

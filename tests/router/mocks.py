@@ -130,6 +130,7 @@ class Mock:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", self.port))
             self._server = await self._loop.create_server(lambda: _Connection(self), sock=listener, backlog=512)
+            self._listener = listener
 
         self._do(go())
         return self
@@ -139,6 +140,10 @@ class Mock:
 
         async def go() -> None:
             if self._server is not None:
+                # What was accepted is begun first: asyncio loses a connection that it begins after its server closed.
+                self._loop.remove_reader(self._listener)
+                for _ in range(4):
+                    await asyncio.sleep(0)
                 self._server.close()
                 self._server = None
             for line in list(self.lines):

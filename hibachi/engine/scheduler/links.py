@@ -64,6 +64,12 @@ def check_fits(limits: Limits, link: Link) -> None:
         )
 
 
+def tokens_of(link: Link) -> tuple[int, int]:
+    """The tokens of linked sequences at their end, and at their start: of one prompt for all that have the same."""
+    begun = link.seqs[0].prompt_len if link.alike else sum(seq.prompt_len for seq in link.seqs)
+    return begun + sum(seq.end - seq.prompt_len for seq in link.seqs), begun
+
+
 def waited(seqs: Sequence[Seq], q: Ints, left: Ints) -> Ints:
     """What rows compute, where some draw together with others: their last tokens only when all of them can.
 

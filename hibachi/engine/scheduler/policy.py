@@ -93,9 +93,9 @@ class RankQueue:
     def pop(self) -> Seq:
         return heapq.heappop(self._heap)[2]
 
-    def count(self, most: int) -> int:
-        """Number of sequences that wait in it, counted up to `most`."""
-        return sum(1 for _ in islice(self, most))
+    def rows(self, most: int) -> int:
+        """The rows that its first `most` sequences would take."""
+        return sum(len(seq.bound) for seq in islice(self, most))
 
     def __iter__(self) -> Iterator[Seq]:
         return (seq for *_, seq in self._heap if seq.finish is None)
@@ -348,7 +348,8 @@ class Shares:
     When another tenant waits and all rows are taken, the one with the most gives some back (`displaced`), until both
     hold as many. The last of its requests that started, never its first, go back to the queue and compute the end of
     their tokens again. So a new tenant waits one step where another holds more than one row, however much others have
-    asked for. A class gives rows to its own tenants and to better classes.
+    asked for. A class gives rows to its own tenants and to better classes. Linked sequences hold a row each; they go
+    back one by one where each is on its own (samples after their fork), else all together or not at all.
 
     `Fair` counts tokens and takes no row back: a request that arrives while all rows are taken waits until one ends.
     Here no bound is given: how soon the requests of a tenant after its first start depends on later arrivals.
@@ -358,7 +359,9 @@ class Shares:
         """weights: a tenant's share (1 if not named); a tenant with weight 2 may hold twice the rows."""
         self._weights = _weights(weights)
         self._queues: dict[int, dict[Hashable, RankQueue]] = {}  # by class and tenant
-        self._holders: set[Seq] = set()  # sequences that started and have not ended, even if paused and without a row
+        # What started and has not ended, even if paused and without a row. A ticket stands for its sequences, but for
+        # those that were sent back alone.
+        self._holders: set[Seq] = set()
         self._served: dict[Hashable, int] = {}  # when each tenant that is here was last served
         self._started = 0
         self._ripe = 64  # classes at which all are looked through
@@ -402,30 +405,31 @@ class Shares:
         return self._weights.get(tenant, 1.0)
 
     def displaced(self) -> list[Seq]:
-        """The sequence that must give back its row, because a tenant with fewer rows waits; asked when no row is
-        free.
+        """The sequences that must give back their rows, because a tenant with fewer rows waits; asked when too few are
+        free. A ticket stands for all of its sequences.
         """
         heads = self._heads()
         if not heads:
             return []
         held: dict[Hashable, list[Seq]] = {}
-        for seq in sorted((s for s in self._holders if s.row >= 0), key=lambda s: s.rank):
-            held.setdefault(seq.tenant, []).append(seq)
-        rows = Counter({tenant: len(seqs) for tenant, seqs in held.items()})
+        for seq in sorted(self._holders, key=lambda s: s.rank):
+            held.setdefault(seq.tenant, []).extend(_apart(seq))
+        rows = self._rows()
         priority = next(iter(heads.values())).priority
-        waiting = {t: self._queues[priority][t].count(rows.total()) for t in heads}
+        waiting = {t: self._queues[priority][t].rows(rows.total()) for t in heads}
         out: list[Seq] = []
         while waiting:
             taker = min(waiting, key=lambda t: (self._load(rows, t, 1), self._served[t]))
             givers = [t for t, seqs in held.items() if t != taker and len(seqs) > 1 and seqs[-1].priority >= priority]
             giver = max(givers, key=lambda t: self._load(rows, t, 0), default=None)
-            if giver is None or self._load(rows, giver, -1) < self._load(rows, taker, 1):
+            given = 0 if giver is None else len(held[giver][-1].bound)
+            if giver is None or self._load(rows, giver, -given) < self._load(rows, taker, 1):
                 break
             out.append(held[giver].pop())
-            rows[giver] -= 1
-            rows[taker] += 1
-            waiting[taker] -= 1
-            if not waiting[taker]:
+            rows[giver] -= given
+            rows[taker] += given
+            waiting[taker] -= given
+            if waiting[taker] <= 0:
                 del waiting[taker]
         return out
 
@@ -453,7 +457,10 @@ class Shares:
         return heads
 
     def _rows(self) -> Counter[Hashable]:
-        return Counter(seq.tenant for seq in self._holders if seq.row >= 0)
+        rows = Counter[Hashable]()
+        for seq in self._holders:
+            rows[seq.tenant] += sum(len(each.bound) for each in _apart(seq))
+        return rows
 
     def _load(self, rows: Counter[Hashable], tenant: Hashable, more: int) -> float:
         """The rows that a tenant would hold with this many more, over its weight."""
@@ -465,6 +472,13 @@ class Shares:
             seq.tenant == tenant for seq in self._holders
         ):
             self._served.pop(tenant, None)
+
+
+def _apart(seq: Seq) -> list[Seq]:
+    """Of a sequence that holds rows, or of a ticket: what can be sent back by itself."""
+    if seq.link is None or not seq.link.parted or seq is not seq.link.ticket:
+        return [seq] if seq.row >= 0 else []
+    return [each for each in seq.link.seqs if each.row >= 0 and not each.alone]
 
 
 class WaitingServed:

@@ -21,7 +21,7 @@ import numpy as np
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.checkpoints import Checkpoints
 from hibachi.engine.scheduler.copies import Copied, Copies
-from hibachi.engine.scheduler.links import check_fits, others_of, tail, waited
+from hibachi.engine.scheduler.links import check_fits, others_of, tail, tokens_of, waited
 from hibachi.engine.scheduler.policy import Fcfs, Policy
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import (
@@ -130,6 +130,7 @@ class Scheduler:
             each.end = self.limits.fit(each.prompt_len, each.max_new)
         if seq.link is not None:
             check_fits(self.limits, seq.link)
+            seq.end, seq.link.tokens = tokens_of(seq.link)
         if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
             raise QueueFull(
                 f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting "
@@ -247,7 +248,13 @@ class Scheduler:
                 return self._preempt(paused[-1:] if others_run else paused)
         if self.displaced is None or (len(self.free_rows) >= len(next_.bound) and not self.short(next_)):
             return []
-        return self._preempt([each for seq in self.displaced() for each in (seq.link.seqs if seq.link else [seq])])
+        return self._preempt(self.asked_back(next_))
+
+    def asked_back(self, next_: Seq) -> list[Seq]:
+        """The sequences that the policy sends back so that this one can start; none if it could not then either."""
+        given = [] if self.displaced is None else self.displaced()
+        seqs = [each for s in given for each in (s.link.seqs if s.link and s is s.link.ticket else [s])]
+        return seqs if len(self.free_rows) + len(seqs) >= len(next_.bound) else []
 
     def short(self, seq: Seq) -> bool:
         """Whether it found too few blocks, and none has become free since."""
@@ -1048,14 +1055,16 @@ class Scheduler:
         for each in (*bound, ticket):
             each.finish = reason
         # (It was charged by `pop`: one that never started owes the policy nothing.)
+        if link is not None:
+            link.tokens += len(bound) * (tokens - seq.prompt_len)
         if ticket.started and (link is None or not link.parted or seq.alone):
-            self.policy.left(ticket, tokens)
+            self.policy.left(ticket, tokens if link is None or link.parted else link.tokens)
         if link is None:
             return
         link.seqs = [each for each in link.seqs if each.finish is None]
         if link.parted and not link.seqs:
             link.ticket.finish = reason
-            self.policy.left(link.ticket, tokens)
+            self.policy.left(link.ticket, link.tokens)
 
     def _vacate(self, seq: Seq) -> None:
         row = seq.row

@@ -82,6 +82,7 @@ class Link:
     parts: bool
     early: bool = False
     forked: bool = False
+    tokens: int = 0  # of those that have ended, and the prompts of all
 
     @property
     def parted(self) -> bool:

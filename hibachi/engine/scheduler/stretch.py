@@ -59,7 +59,7 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
         return None
     if any(seq.draft for seq in scheduler.order):  # nobody knows how many tokens it gets
         return None
-    if scheduler.waiting and scheduler.displaced is not None and scheduler.displaced():
+    if scheduler.waiting and (next_ := scheduler.policy.peek()) is not None and scheduler.asked_back(next_):
         return None
     most = _closed(scheduler) if scheduler.waiting and scheduler.free_rows else None
     if most == 0:
