@@ -399,8 +399,9 @@ def files_to_the_first_token(root: Path) -> dict[int, int]:
     return {int(level): int(n) for level, n in re.findall(r"^level (\d): (\d+) files", said, re.MULTILINE)}
 
 
-def table(root: Path) -> dict[str, int]:
-    all_files = files(root)
+def table(root: Path, known: list[File] | None = None) -> dict[str, int]:
+    """known: `files(root)`, where these were read before."""
+    all_files = files(root) if known is None else known
     product = [f for f in all_files if f.room != "conformance"]
     crossed = crossings(all_files)
     within = [pair for pair in crossed if all(room.startswith("hibachi/") for room in pair)]
