@@ -18,7 +18,7 @@ import torch
 
 from hibachi.backend.array_backend import ArrayBackend, LayerCache
 from hibachi.backend.layout import Paged, StepInputs
-from hibachi.llm.model.extras import need
+from hibachi.common.installed import need
 
 PAGED, LOOK = "hibachi", "hibachi_look"
 

@@ -18,8 +18,8 @@ import torch
 
 from hibachi.backend.array_backend import ArrayBackend, LayerCache
 from hibachi.backend.layout import CacheSpec, StepInputs
+from hibachi.common.installed import need
 from hibachi.errors import ConfigError, HibachiError, InvalidModelFiles, UnknownArchitecture
-from hibachi.llm.model.extras import need
 from hibachi.llm.model.fields import Fields, read_json
 from hibachi.llm.model.files import open_files
 from hibachi.llm.model.weights import OWN_HEAD, Checkpoint, refuse_quantized

@@ -24,10 +24,11 @@ from benchmarks.bench.profile import from_json, table
 from benchmarks.bench.randommodel import SHAPES, write_model
 from benchmarks.bench.session import Session, bounds, ceilings, decoder_of, document
 from hibachi.backend.discover import best_backend, load_backend
+from hibachi.backend.kernels.threads import processors
 from hibachi.backend.library import check_numerics
 from hibachi.cli import sim
-from hibachi.cli.bench import add_commands, vocabulary_of
-from hibachi.cli.main import CommandParser, run_words
+from hibachi.cli.bench import vocabulary_of
+from hibachi.cli.main import CommandParser, add_command, run_words
 from hibachi.cli.options import MODEL, SETTINGS, model_arguments, model_options
 from hibachi.common.installed import version
 from hibachi.common.phases import short_duration
@@ -36,7 +37,7 @@ from hibachi.errors import ConfigError
 from hibachi.llm.llm import LLM
 from hibachi.llm.model.describe import describe
 from hibachi.llm.model.files import locate
-from hibachi.testing.bench.machine import cores, machine
+from hibachi.testing.bench.machine import machine
 from hibachi.testing.bench.report import Slo
 
 
@@ -55,19 +56,18 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.set_defaults(command="bench")
-    add_commands(
-        top.add_subparsers(required=True, metavar="WHAT"),
-        {
-            "throughput": (throughput, _throughput_arguments),
-            "latency": (latency, _latency_arguments),
-            "compare": (compare, _compare_arguments),
-            "growth": (growing, _growth_arguments),
-            "model": (model, _model_arguments),
-            "work": (write_work, _work_arguments),
-            "sim": (replay, _replay_arguments),
-            "picture": (picture, _picture_arguments),
-        },
-    )
+    what = top.add_subparsers(required=True, metavar="WHAT")
+    for name, run, fill in (
+        ("throughput", throughput, _throughput_arguments),
+        ("latency", latency, _latency_arguments),
+        ("compare", compare, _compare_arguments),
+        ("growth", growing, _growth_arguments),
+        ("model", model, _model_arguments),
+        ("work", write_work, _work_arguments),
+        ("sim", replay, _replay_arguments),
+        ("picture", picture, _picture_arguments),
+    ):
+        add_command(what, name, run.__doc__, run, fill)
     return top
 
 
@@ -142,7 +142,7 @@ def _session_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=64, metavar="N", help="most requests that run at once (default: 64)")
     add("--requests", type=int, default=64, metavar="N", help="requests of W1, W2 and W3 (default: 64)")
     add("--repeat", type=int, default=3, metavar="N", help="how often each work is measured (default: 3)")
-    add("--threads", type=int, default=cores(), metavar="N", help="threads of each engine (default: all cores)")
+    add("--threads", type=int, default=processors(), metavar="N", help="threads of each engine (default: all cores)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the works (default: 0)")
     text = "use prefix caches for works that are files (default: no)"
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False, help=text)

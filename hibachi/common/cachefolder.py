@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,6 +16,18 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hibachi"
     except RuntimeError as e:
         raise FileNotFoundError(f"there is no home to keep anything in, and XDG_CACHE_HOME is not set ({e})") from e
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    made = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        made.write_text(text)
+        move(made, path)
+    except OSError:
+        with suppress(OSError):
+            made.unlink()
+        raise
 
 
 def move(made: Path, to: Path) -> None:

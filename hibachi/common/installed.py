@@ -1,4 +1,4 @@
-"""Versions and entry points of the installed packages.
+"""Versions and entry points of the installed packages, and those that are optional.
 
 Looking through all packages takes some 10 ms, so it is done once, and again when a folder that Python imports from has
 changed.
@@ -6,14 +6,15 @@ changed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-from hibachi.errors import ConfigError, MissingExtra, text_of
+from hibachi.errors import ConfigError, MissingExtra, shown, text_of
 
 
 def version(package: str = "hibachi") -> str:
@@ -51,6 +52,27 @@ def plugin(group: str, name: str, ours: Mapping[str, Any], what: str, unknown: s
         raise MissingExtra(f"{what} needs what is not installed: {text_of(e)}") from e
     except Exception as e:
         raise ConfigError(f"{what} cannot be loaded: {text_of(e)}") from e
+
+
+def with_methods(given: object, methods: Sequence[str], what: str, see: str) -> None:
+    """Raise ConfigError unless it is an object with these methods. what: how errors begin. see: what describes them."""
+    missing = [name for name in methods if not callable(getattr(given, name, None))]
+    if missing or isinstance(given, type):
+        why = f"without {', '.join(missing)}" if missing else "a class: pass an instance"
+        raise ConfigError(f"{what} has the methods {', '.join(methods)}; got {shown(given)}, {why}. See {see}.")
+
+
+def need(module: str, what: str, extra: str = "text") -> Any:
+    """The module, imported. Raises MissingExtra, which says that `what` needs it, and the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name != module:  # the library is there, but something below it is not
+            raise
+        raise MissingExtra(
+            f"{what} needs the package {module!r}, which is not installed. "
+            f"It is in the extra {extra!r}: pip install '.[{extra}]' in the checkout."
+        ) from e
 
 
 @lru_cache(maxsize=1)

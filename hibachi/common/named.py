@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,25 @@ def is_named(spec: str) -> bool:
     if spec.endswith(".py"):
         return Path(spec).is_file()
     return _NAME.fullmatch(spec) is not None and not Path(spec).exists()
+
+
+def source_of(spec: str) -> Path | None:
+    """The file of the module that such a name begins with, which is not imported for that; None: it has none."""
+    module = spec.rpartition(":")[0] or spec
+    if module.endswith(".py"):
+        return Path(module)
+    look_here()
+    name, *rest = module.split(".")
+    try:
+        found = importlib.util.find_spec(name)
+        for part in rest:
+            if found is None:
+                return None
+            name = f"{name}.{part}"
+            found = PathFinder.find_spec(name, found.submodule_search_locations)
+    except (ImportError, ValueError):
+        return None
+    return None if found is None or not found.has_location or found.origin is None else Path(found.origin)
 
 
 def object_named(spec: str) -> Any:

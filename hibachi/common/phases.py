@@ -280,6 +280,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600:,}:{whole // 60 % 60:02}:{whole % 60:02} h"
 
 
+def short_bytes(n: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n} B"
+
+
 def short_duration(seconds: float | None) -> str:
     """3.2 ms, 1.5 s, 280 s; "-" for None and NaN."""
     if seconds is None or seconds != seconds:

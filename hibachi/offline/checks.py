@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from hibachi.common.installed import need
 from hibachi.errors import ConfigError, printable
-from hibachi.llm.model.extras import need
 from hibachi.offline.batch import Batch
 from hibachi.offline.files import arrowtypes
 from hibachi.offline.files.rows import BATCH, Row

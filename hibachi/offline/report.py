@@ -12,9 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hibachi.common.installed import version
+from hibachi.common.installed import need, version
 from hibachi.errors import ConfigError, printable
-from hibachi.llm.model.extras import need
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hibachi.common.locks import locked
 from hibachi.errors import ConfigError
 
 _FAR = (1 << 31) - 2  # a byte beyond what most files have, which also old C libraries can lock
@@ -103,13 +104,10 @@ def lock(file: int, path: Path) -> None:
     if sys.platform == "win32":
         _lock_far(file, path)
     else:
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(_busy(path)) from None
-        except OSError:  # a file system that has no locks
+        mine = locked(file)
+        if mine is False:
+            raise Busy(_busy(path))
+        if mine is None:
             return
     try:
         gone = not os.path.samestat(os.fstat(file), os.lstat(path))

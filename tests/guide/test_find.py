@@ -45,12 +45,3 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtra, match="'guided'"):
         find.guides_for(made.tiny())
-
-
-def test_whether_there_is_a_library_is_known_without_importing_it(monkeypatch):
-    monkeypatch.delenv("HIBACHI_GUIDES", raising=False)
-    assert find.installed()
-    monkeypatch.setattr(find, "find_spec", lambda name: None)
-    assert not find.installed()
-    monkeypatch.setenv("HIBACHI_GUIDES", "another")
-    assert find.installed()

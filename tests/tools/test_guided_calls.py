@@ -5,7 +5,6 @@ import json
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.engine.forms import Forms, guides_text
 from hibachi.llm.chatformat.format import (
     HERMES,
     CallBegun,
@@ -21,7 +20,6 @@ from hibachi.llm.chatformat.grammar.answer import checked_form
 from hibachi.llm.chatformat.reading.parser import Parser
 from hibachi.llm.chatformat.reading.reader import AnswerReader
 from hibachi.llm.chatformat.tools import Tool, Toolbox
-from hibachi.llm.tokenizers.own import NoTokenizer
 
 TOOLS = (
     Tool(
@@ -133,11 +131,3 @@ def test_a_call_that_must_come_is_whole_json():
         text = llm.generate("He ", SamplingParams(max_tokens=99, temperature=0, structured_outputs=form))[0].text
         first = text.split("</tool_call>")[0].removeprefix("<tool_call>")
         assert json.loads(first)["name"] in ("walk", "dance", "rest")
-
-
-def test_whether_texts_can_be_guided_is_known(monkeypatch):
-    with LLM("tiny", backend="numpy") as llm:
-        assert guides_text(llm.engine.forms, llm.tokenizer)
-        assert not guides_text(llm.engine.forms, NoTokenizer()) and not guides_text(Forms(), llm.tokenizer)
-        monkeypatch.setattr("hibachi.engine.forms.installed", lambda: False)
-        assert not guides_text(llm.engine.forms, llm.tokenizer)

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,7 @@ from hibachi.backend.kernels.build import (
 from hibachi.backend.kernels.threads import why_so_many
 from hibachi.backend.kernels.trial import Choice, cpuinfo, settled, use
 from hibachi.common.cachefolder import cache_folder
+from hibachi.common.locks import locked
 from hibachi.common.phases import phase, phases_shown
 from hibachi.errors import HibachiError
 
@@ -251,9 +253,9 @@ def _made(path: Path, make: Callable[[Path], object]) -> Path:
     if not whole():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path.with_suffix(".lock")) as locked:
+            with _alone(path.with_suffix(".lock")) as mine:
                 if not whole():
-                    for left in path.parent.glob(f"{unfinished(path)}*") if locked else ():
+                    for left in path.parent.glob(f"{unfinished(path)}*") if mine else ():
                         shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
                     if path.exists():
                         _log.warning("%s is damaged, as after a full disk; it is made anew.", path)
@@ -273,21 +275,13 @@ def _alone(path: Path) -> Iterator[bool]:
 
     False means there are no locks here.
     """
-    try:
-        import fcntl  # not on Windows
-    except ImportError:
-        yield False
-        return
-    locked = True
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if (mine := locked(file.fileno())) is False:
             if not phases_shown():
                 _log.warning("Waiting for another process, which compiles kernels")
             with phase("waiting for another process, which compiles kernels"):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as e:  # some file systems of networks have no locks; then the work is perhaps done twice
-            locked = False
-            _log.info("%s cannot be locked: %s", path, e)
-        yield locked
+                while (mine := locked(file.fileno())) is False:
+                    time.sleep(0.1)
+        if mine is None:  # then the work is perhaps done twice
+            _log.info("%s cannot be locked", path)
+        yield bool(mine)

@@ -12,7 +12,6 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 
 from hibachi.backend.kernels.abi import Kernels
 from hibachi.backend.kernels.threads import most_threads
-from hibachi.common.cachefolder import move
+from hibachi.common.cachefolder import keep
 
 ROWS = (1, 8, 16, 64)
 """Rows of a product, one of each kind that has a distance of its own (linear.h)."""
@@ -64,14 +63,10 @@ def settled(candidates: Mapping[str, Kernels], libraries: Mapping[str, str], fol
     if (kept := _kept(file, name, libraries)) is not None:
         return kept
     found = trial(candidates, libraries, name)
-    made = file.with_suffix(f".{time.monotonic_ns()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made.write_text(json.dumps(asdict(found), indent=1))
-        move(made, file)
+        keep(file, json.dumps(asdict(found), indent=1))
     except OSError as e:
-        with suppress(OSError):
-            made.unlink()
         _log.warning(
             "%s cannot be written (%s): which kernels are the fastest is measured anew at each start.", file, e
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 
 from hibachi.common.installed import plugin
 from hibachi.engine.guide.protocol import Guides, Vocabulary
@@ -11,11 +10,6 @@ from hibachi.engine.guide.protocol import Guides, Vocabulary
 GROUP = "hibachi.guides"
 VARIABLE = "HIBACHI_GUIDES"
 OWN = "llguidance"
-
-
-def installed() -> bool:
-    """Whether there is a library for `guides_for`; nothing is imported."""
-    return (os.environ.get(VARIABLE) or OWN) != OWN or find_spec(OWN) is not None
 
 
 def guides_for(vocabulary: Vocabulary) -> Guides:

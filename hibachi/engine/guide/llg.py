@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -12,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 from time import thread_time
-from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
+from hibachi.common.installed import need
 from hibachi.engine.guide.checks import MEMORY, SECONDS, Checks
 from hibachi.engine.guide.matchers import Matchers, Original
 from hibachi.engine.guide.protocol import Counted, FormRefused, Grammar, Guide, GuideFailed, Vocabulary
 from hibachi.engine.guide.worker import make_tokenizer
-from hibachi.errors import MissingExtra, shown
+from hibachi.errors import shown
 from hibachi.structured import StructuredOutputs
 
 LIMITS = {
@@ -46,7 +45,7 @@ class LlguidanceGuides:
     """Makes guides for one vocabulary. Callable from any thread. Raises MissingExtra without the library."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._library = _need()
+        self._library = need("llguidance", "structured_outputs", "guided")
         self._vocabulary = vocabulary
         self.size = len(vocabulary.tokens)
         self.eos_ids = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
@@ -447,18 +446,6 @@ def failure_of(matcher: Any) -> GuideFailed | None:
 def raise_error_of(matcher: Any) -> None:
     if (failure := failure_of(matcher)) is not None:
         raise failure
-
-
-def _need() -> ModuleType:
-    try:
-        return importlib.import_module("llguidance")
-    except ModuleNotFoundError as e:
-        if e.name != "llguidance":  # it is there, but something below it is not
-            raise
-        raise MissingExtra(
-            "structured_outputs need the package 'llguidance', which is not installed. It is in the extra 'guided': "
-            "pip install '.[guided]' in the checkout."
-        ) from e
 
 
 _living: WeakSet[LlguidanceGuides] = WeakSet()

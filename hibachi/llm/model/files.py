@@ -13,7 +13,7 @@ from typing import Any
 from hibachi.errors import ConfigError, InvalidModelFiles
 from hibachi.llm.model.fields import Config, is_int, read_json
 from hibachi.llm.model.generation import Generation
-from hibachi.llm.model.gguf import GGUF, find_gguf
+from hibachi.llm.model.gguf import GGUF, find_gguf, parts
 from hibachi.llm.model.hub import local_snapshot, parse_name
 from hibachi.llm.model.weights import Checkpoint, Tensors
 from hibachi.llm.tokenizers import Tokenizer
@@ -51,6 +51,16 @@ class ModelFiles:
     def tensors(self) -> Tensors:
         """The tensors by their names in the files; those of a GGUF file have canonical names."""
         return self.checkpoint() if self.gguf is None else self.gguf
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files that what it computes depends on: settings, and those that hold its tensors. Raises as
+        `checkpoint`.
+        """
+        if self.gguf is not None:
+            return parts(self.path)
+        held = {stored.file for stored in self.checkpoint().entries.values()}
+        return sorted(held | {path for path in self.path.glob("*.json") if path.is_file()})
 
     @property
     def dtype(self) -> str | None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hibachi.common.installed import need
 from hibachi.common.phases import ending_at_once, in_command, phase, phases_shown
 from hibachi.errors import InvalidModelFiles, MissingExtra
-from hibachi.llm.model.extras import need
 from hibachi.llm.model.fields import read_json
 from hibachi.llm.model.gguf.file import parts
 

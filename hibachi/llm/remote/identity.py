@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from hibachi.common.named import look_here
+from hibachi.common.named import source_of
 from hibachi.engine.batchengine import Facts
 from hibachi.llm.model import MEANING
 from hibachi.llm.model.files import SHIPPED, locate
@@ -57,22 +55,9 @@ def _files(model: str) -> list[tuple[Path, str]]:
 
 
 def _sources(model: str) -> list[tuple[Path, str]]:
-    """The file of the module of a model of one's own, which is not imported for that; []: it has none."""
-    module = model.rpartition(":")[0] or model
-    if module.endswith(".py"):
-        return [(Path(module), "")]
-    look_here()
-    name, *rest = module.split(".")
-    try:
-        spec = importlib.util.find_spec(name)
-        for part in rest:
-            if spec is None:
-                return []
-            name = f"{name}.{part}"
-            spec = PathFinder.find_spec(name, spec.submodule_search_locations)
-    except (ImportError, ValueError):
-        return []
-    return [] if spec is None or not spec.has_location or spec.origin is None else [(Path(spec.origin), "")]
+    """The file of a model of one's own; []: it has none."""
+    file = source_of(model)
+    return [] if file is None else [(file, "")]
 
 
 def _read(path: Path, take: Callable[[bytes], object]) -> None:

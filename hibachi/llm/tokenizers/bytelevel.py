@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hibachi.errors import InvalidModelFiles
-from hibachi.llm.model.extras import need, panicked
+from hibachi.common.installed import need
+from hibachi.errors import InvalidModelFiles, panicked
 from hibachi.llm.model.fields import MOST_VOCABULARY, read_text
 from hibachi.llm.tokenizers.ids import check_ids, read_unique
 from hibachi.llm.tokenizers.patterns import QWEN2

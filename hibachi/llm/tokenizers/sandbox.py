@@ -20,8 +20,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hibachi.common.installed import need
 from hibachi.errors import ConfigError
-from hibachi.llm.model.extras import need
 
 SECONDS = 10.0
 MEMORY = 2**30

@@ -18,8 +18,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from hibachi.common.installed import need
 from hibachi.errors import InvalidModelFiles
-from hibachi.llm.model.extras import need
 from hibachi.llm.tokenizers.charsmap import Charsmap
 from hibachi.llm.tokenizers.merges import LONGEST, cuts
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hibachi.common.installed import need
 from hibachi.errors import InvalidModelFiles
-from hibachi.llm.model.extras import need
 from hibachi.llm.model.fields import read_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

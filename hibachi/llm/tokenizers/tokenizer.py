@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hibachi.errors import InvalidModelFiles, InvalidRequest, text_of
-from hibachi.llm.model.extras import need, panicked
+from hibachi.common.installed import need
+from hibachi.errors import InvalidModelFiles, InvalidRequest, panicked, text_of
 from hibachi.llm.model.fields import read_json
 from hibachi.llm.tokenizers import bytelevel
 from hibachi.llm.tokenizers.chat import choose_template, read_templates, render_chat

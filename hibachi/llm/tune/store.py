@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hibachi.common.cachefolder import move
+from hibachi.common.cachefolder import keep
 from hibachi.common.installed import version
 from hibachi.errors import ConfigError
 from hibachi.llm.tune.cases import ModelSizes
@@ -53,11 +51,7 @@ def write(path: Path, sizes: ModelSizes, deterministic: bool, trials: list[Kerne
         "taken": taken,
         "trials": [asdict(t) for t in trials],
     }
-    made = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        made.write_text(json.dumps(found, indent=1))
-        move(made, path)
+        keep(path, json.dumps(found, indent=1))
     except OSError as e:
-        with suppress(OSError):
-            made.unlink()
         raise ConfigError(f"The kernels cannot be written to {path}: {e}.") from e

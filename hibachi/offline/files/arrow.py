@@ -9,7 +9,7 @@ import zoneinfo
 from collections.abc import Callable, Generator
 from typing import Any
 
-from hibachi.llm.model.extras import need
+from hibachi.common.installed import need
 from hibachi.offline.files import jsonl
 from hibachi.offline.files.rows import BATCH, Row
 

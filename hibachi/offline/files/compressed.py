@@ -6,7 +6,7 @@ import io
 import zlib
 from typing import Any, BinaryIO, Literal, Protocol
 
-from hibachi.llm.model.extras import need
+from hibachi.common.installed import need
 from hibachi.offline.files.rows import BATCH
 
 Compression = Literal["gzip", "zstd"]

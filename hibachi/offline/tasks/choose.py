@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from hibachi.common.installed import need
 from hibachi.common.named import object_named
 from hibachi.engine.build import returns_ids
 from hibachi.errors import ConfigError
-from hibachi.llm.model.extras import need
 from hibachi.llm.own import is_own, no_text
 from hibachi.llm.remote.identity import name_of
 from hibachi.llm.remote.opening import open_settled

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from hibachi.common.installed import version
+from hibachi.common.named import source_of
 from hibachi.llm.holding import about
 from hibachi.llm.model import MEANING
 from hibachi.llm.model.files import locate
@@ -48,8 +47,8 @@ def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:
     weights: read all of them. For a model of one's own: the file that its class stands in. Raises InvalidModelFiles.
     """
     if is_own(model):
-        file = _source(model)
-        return {"name": model} if file is None else {"name": model, "source": _digest(file)}
+        file = source_of(model)
+        return {"name": model} if file is None or not file.is_file() else {"name": model, "source": _digest(file)}
     place = locate(model)
     files = parts(place) if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file() and _of_model(f))
     found: dict[str, Any] = {"name": model, "files": {}}
@@ -98,18 +97,6 @@ def _short(value: Any) -> str:
 def _of_model(file: Path) -> bool:
     """A run's own output may lie beside the model."""
     return file.suffix in _WEIGHTS or any(fnmatch(file.name, pattern) for pattern in _OTHERS)
-
-
-def _source(model: str) -> Path | None:
-    """The Python file that a name leads to, which is not imported for that, though the package around it may be."""
-    module = model.rpartition(":")[0] or model
-    if module.endswith(".py"):
-        return Path(module)
-    with suppress(ImportError, ValueError, AttributeError):
-        spec = importlib.util.find_spec(module)
-        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
-            return Path(spec.origin)
-    return None
 
 
 def _digest(file: Path) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.backend.kernels.threads import processors
+
 _PROC = Path("/proc")
 
 
@@ -17,19 +19,11 @@ def machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": cores(),
+        "cores": processors(),
         "memory_gib": _memory(),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
 
 
 def _processor() -> str | None:

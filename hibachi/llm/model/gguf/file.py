@@ -25,8 +25,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from hibachi.backend.stored import AGAIN, BLOCKS, PLAIN, HostArray, Stored, windows
+from hibachi.common.installed import need
 from hibachi.errors import InvalidModelFiles
-from hibachi.llm.model.extras import need
 
 Metadata: TypeAlias = Mapping[str, Any]
 Shape: TypeAlias = tuple[int, ...]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hibachi.errors import InvalidModelFiles, UnknownArchitecture
-from hibachi.llm.model.extras import need, panicked
+from hibachi.common.installed import need
+from hibachi.errors import InvalidModelFiles, UnknownArchitecture, panicked
 from hibachi.llm.model.gguf.cuts import CUTS, OLD, Cut
 from hibachi.llm.model.gguf.ends import MARKERS, known_ends, special_id
 from hibachi.llm.model.gguf.file import Metadata
