@@ -4,6 +4,7 @@ The world and all that is asserted after each call are in `world.py`.
 """
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -55,6 +56,24 @@ def test_every_stream_equals_its_solo_run_where_prefixes_are_copied(seed, n, unl
     rng = random.Random(seed)
     world = random_world(rng, copies=True)
     drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky)
+
+
+TOLD = Counter()
+
+
+@settings(max_examples=400, **QUIET)
+@given(
+    seed=st.integers(0, 2**32), n=st.integers(1, 24), unlucky=st.booleans(), copies=st.booleans(), guess=st.booleans()
+)
+def test_every_stream_equals_its_solo_run_whatever_tiers_keep(seed, n, unlucky, copies, guess):
+    rng = random.Random(seed)
+    proposals = random.Random(seed) if guess else None
+    world = random_world(rng, copies=copies, proposals=proposals, tier=random.Random(seed))
+    TOLD.update(drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky))
+
+
+def test_and_tiers_were_used():
+    assert TOLD["stored"] > 1000 and TOLD["loaded"] > 300, TOLD
 
 
 def test_prefixes_are_copied_from_rows_and_taken_over_from_who_has_gone():

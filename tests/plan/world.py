@@ -17,6 +17,7 @@ from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, Shares, Waitin
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
+from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.errors import PromptTooLong, QueueFull
 from hibachi.request import Finish
 
@@ -116,11 +117,14 @@ class World:
 
     strict: poison is only given to rows that emit, with one step in flight: then nobody else may be harmed.
     every: look at everything after each so many calls (streams, and what each step does, are always looked at).
-    proposals: a source of random numbers; rows are proposed tokens then, right ones and wrong ones.
+    proposals: a source of random numbers; rows are proposed tokens then, right ones and wrong ones. tier: likewise;
+    what is stored is found again then, for a while.
     """
 
-    def __init__(self, limits, policy=None, depth=1, *, padded=False, strict=True, every=1, grows=True, proposals=None):
-        self.proposals = proposals
+    def __init__(
+        self, limits, policy=None, depth=1, *, padded=False, strict=True, every=1, grows=True, proposals=None, tier=None
+    ):
+        self.proposals, self.forgets, self.tier = proposals, tier, {}
         self.limits, self.depth, self.padded, self.every = limits, depth, padded, every
         self.strict = strict and depth == 1
         self.scheduler = Scheduler(limits, policy, self.key if grows else None)
@@ -134,6 +138,8 @@ class World:
         self.calls = 0
         self.salts = {}  # of who wrote to a block
         self.tally = Counter()  # how requests ended
+        if tier is not None:
+            self.scheduler.tiers = Tiers(b"root", self.tier.get)
         self.poison = set()  # requests whose next step, if it emits, writes POISON
 
     # ---- what the scheduler asks --------------------------------------------------------------------------------
@@ -371,8 +377,29 @@ class World:
         self.host[seq.row] = -1
         self.host[seq.row, : seq.length] = known
 
+    def store(self, stores):
+        """What is told to be stored is stored, and something that was is lost."""
+        for block, name in stores.blocks:
+            held = self.memory_of(block).copy()
+            assert held.min() >= 0, "it is not sound"
+            assert held.tolist() == self.tier.setdefault(name, (held, self.salts[block]))[0].tolist(), (
+                "one name for two"
+            )
+        self.tally["stored"] += len(stores.blocks)
+        if self.tier and self.forgets.random() < 0.2:
+            del self.tier[self.forgets.choice(list(self.tier))]
+
+    def memory_of(self, block):
+        size = self.limits.block_size
+        return self.device.memory[block * size : (block + 1) * size]
+
     def fly(self, plan):
         s, limits, size = self.scheduler, self.limits, self.limits.block_size
+        if s.tiers:
+            self.store(plan.stores)
+            for block, _, (held, salt) in plan.loads.blocks:
+                self.memory_of(block)[:], self.salts[block] = held, salt
+                self.tally["loaded"] += 1
         for seq, start in zip(plan.seqs, plan.start.tolist(), strict=True):
             for block in seq.blocks[-(-start // size) :]:  # it has written to none of these
                 self.salts[block] = seq.salt
@@ -456,6 +483,8 @@ class World:
                 self.tally["accepted"] += len(drawn) - 1
         for seq in committed.finished:
             self.ended(seq.owner, seq.finish)
+        if s.tiers:
+            self.store(s.take_stores())
         for i, seq, ok in zip(at.tolist(), seqs, alive.tolist(), strict=True):
             if ok and seq.owner.feeds and seq.finish is None and seq.row == plan.rows[i]:
                 seq.owner.waits = True
@@ -604,7 +633,9 @@ SHARES = (Shares, lambda: Shares({"x": 2.0, "y": 0.5}))
 POLICIES = KEEPING + SHARES
 
 
-def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES, copies=False, proposals=None):
+def random_world(
+    rng, *, depth=None, strict=True, policy=None, policies=POLICIES, copies=False, proposals=None, tier=None
+):
     """A world with few rows, few blocks and tight budgets."""
     rows = rng.randint(1, 6)
     budget = max(rows, rng.randint(1, 40))
@@ -628,6 +659,7 @@ def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES
         strict=strict,
         grows=rng.random() < 0.8,
         proposals=proposals,
+        tier=tier,
     )
 
 

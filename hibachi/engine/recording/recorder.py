@@ -24,10 +24,11 @@ from typing import Any, TextIO
 import numpy as np
 from typing_extensions import override
 
+from hibachi.engine.scheduler.copies import Copied
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Bools, Committed, Ints, Limits, Sent, StepPlan
+from hibachi.engine.scheduler.step import Bools, Committed, Ints, KnownStart, Limits, Published, Sent, StepPlan
 from hibachi.errors import ConfigError
 from hibachi.request import Finish
 
@@ -139,6 +140,8 @@ class Recorder:
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
                 words |= {"seq": seq.number, "sent": sent_words(sent), "error": error}
+            case "load", (seq, blocks, loaded, state):
+                words |= {"seq": seq.number, "blocks": blocks, "loaded": loaded, "state": state}
             case (("slow" | "feed"), (seq, tokens)):
                 words |= {"seq": seq.number, "tokens": tokens}
             case "room", (sent,):
@@ -304,6 +307,22 @@ class RecordedScheduler(Scheduler):
     def drop_prefixes(self) -> None:
         self._note("drop")
         super().drop_prefixes()
+
+    @override
+    def _reserve(
+        self,
+        seq: Seq,
+        at_work: list[Seq],
+        published: list[Published],
+        copied: list[Copied],
+        more: int = 0,
+        *,
+        finds: bool = True,
+    ) -> KnownStart | None:
+        found = super()._reserve(seq, at_work, published, copied, more, finds=finds)
+        if found is not None and (found.loaded or found.state is not None):
+            self._note("load", seq, found.blocks, found.loaded, found.state is not None)
+        return found
 
     @override
     def schedule(self, now: float = 0.0) -> StepPlan | None:

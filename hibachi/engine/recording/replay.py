@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.engine.recording.recorder import sent_words, words_of
 from hibachi.engine.scheduler import policy as policies
@@ -17,6 +18,7 @@ from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq, linked
 from hibachi.engine.scheduler.step import Limits, StepPlan
+from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.errors import HibachiError
 from hibachi.request import Finish
 
@@ -48,6 +50,29 @@ def replay(dump: dict[str, Any], policy: Policy | None = None) -> int:
     return player.steps
 
 
+class _Recorded(Tiers):
+    """Tiers that have what those of the recording had."""
+
+    def __init__(self, root: bytes, find: Callable[[bytes], Any | None]) -> None:
+        super().__init__(root, find)
+        self.loads: dict[Seq, tuple[int, int, bool]] = {}
+        """{sequence: (its blocks, how many of them are loaded, whether a state is)} of the next step"""
+
+    @override
+    def names(self, seq: Seq, n: int) -> list[bytes]:
+        return [b""] * n
+
+    @override
+    def found(self, seq: Seq, start: int, most: int) -> list[tuple[bytes, Any]]:
+        blocks, loaded, _ = self.loads.get(seq, (0, 0, False))
+        return [(b"", None)] * loaded if loaded and start == blocks - loaded else []
+
+    @override
+    def state(self, seq: Seq, start: int, most: int) -> tuple[int, Any] | None:
+        blocks, _, state = self.loads.get(seq, (0, 0, False))
+        return (blocks, True) if state else None
+
+
 class _Player:
     def __init__(self, limits: Limits, policy: Policy, *, grows: bool) -> None:
         self.scheduler = Scheduler(limits, policy, self._key_of if grows else None)
@@ -56,6 +81,7 @@ class _Player:
         self._seqs: dict[int, Seq] = {}
         self._grown: dict[tuple[int, int], Hashable] = {}
         self._plans: deque[StepPlan] = deque()  # not yet committed
+        self._tiers = self.scheduler.tiers = _Recorded(b"", lambda name: None)
 
     def _key_of(self, seq: Seq, n: int) -> Hashable:
         return self._grown[seq.number, n]
@@ -75,9 +101,12 @@ class _Player:
                 s.add(seq, now)
                 self._seqs |= dict(zip([number, *numbers], [seq, *seqs], strict=True))
                 expected, got = [number, *numbers], [each.number for each in (seq, *seqs)]
+            case "load":
+                self._tiers.loads[self._seqs[event.pop("seq")]] = event["blocks"], event["loaded"], event["state"]
             case "plan":
                 self._grown |= {(number, at): key for number, at, key in event["grown"]}
                 plan = s.schedule(event["now"])
+                self._tiers.loads.clear()
                 expected, got = event["plan"], None if plan is None else words_of(plan)
                 if plan is not None:
                     self._plans.append(plan)

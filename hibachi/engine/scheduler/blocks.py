@@ -41,6 +41,9 @@ class BlockPool:
         self._place: dict[int, tuple[Hashable, Hashable]] = {}  # where in the trie; of published blocks
         self._node = [0] * total  # the number of what is published
         self._nodes = 0
+        self._names: dict[int, bytes] = {}  # of published blocks that are not known to be sound yet
+        self.named: list[tuple[int, Hashable, bytes]] = []
+        """(block, node, name) of published blocks that have become sound since this was emptied, if they have names."""
 
     @property
     def usable(self) -> int:
@@ -134,6 +137,10 @@ class BlockPool:
 
     def vouch(self, blocks: Iterable[int]) -> None:
         """Mark these blocks as sound."""
+        if self._names:
+            blocks = list(blocks)
+            named = ((block, self._names.pop(block, None)) for block in blocks)
+            self.named += [(block, self._node[block], name) for block, name in named if name is not None]
         self._unsound.difference_update(blocks)
 
     def unsound(self, blocks: Iterable[int]) -> list[int]:
@@ -161,8 +168,10 @@ class BlockPool:
             node = self._node[block]
         return found, node
 
-    def publish(self, block: int, parent: Hashable, key: Hashable) -> Hashable:
-        """Publish a full block; returns its node, or the node of equal contents that are published already."""
+    def publish(self, block: int, parent: Hashable, key: Hashable, name: bytes | None = None) -> Hashable:
+        """Publish a full block; returns its node, or the node of equal contents that are published already. name: for
+        `named`.
+        """
         place = parent, key
         known = self._trie.get(place)
         if known is not None:
@@ -172,6 +181,8 @@ class BlockPool:
         self._place[block] = place
         self._nodes += 1
         self._node[block] = self._nodes
+        if name is not None:
+            self._names[block] = name
         return self._nodes
 
     def withdraw(self, blocks: Iterable[int]) -> None:
@@ -189,6 +200,7 @@ class BlockPool:
 
     def _withdraw(self, block: int) -> None:
         place = self._place.pop(block, None)
+        self._names.pop(block, None)
         if place is not None:
             del self._trie[place]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hibachi.common.installed import plugin
+from hibachi.common.installed import plugin, with_methods
 from hibachi.engine.scheduler.policy import Fair, Fcfs, Policy, Priority, Shares, WaitingServed
-from hibachi.errors import ConfigError
 
 GROUP = "hibachi.policies"
 SHIPPED: dict[str, Callable[[], Policy]] = {
@@ -30,12 +29,6 @@ def policy_of(given: Any) -> Policy:
     if isinstance(given, str):
         unknown = f"No policy is called {given!r}: expected one of {{known}}, or a policy object."
         given = plugin(GROUP, given, dict(sorted(SHIPPED.items())), f"The policy {given!r}", unknown)()
-    missing = [name for name in _METHODS if not callable(getattr(given, name, None))]
-    if missing or isinstance(given, type):
-        raise ConfigError(
-            f"A policy has the methods {', '.join(_METHODS)}; got {given!r}"
-            + (f", without {', '.join(missing)}" if missing else ", a class: pass an instance")
-            + ". See hibachi.Policy."
-        )
+    with_methods(given, _METHODS, "A policy", "hibachi.Policy")
     policy: Policy = given
     return policy

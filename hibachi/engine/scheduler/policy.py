@@ -412,7 +412,7 @@ class Shares:
         if not heads:
             return []
         held: dict[Hashable, list[Seq]] = {}
-        for seq in sorted(self._holders, key=lambda s: s.rank):
+        for seq in sorted(self._holders, key=lambda s: (s.rank, s.number)):  # those that were linked have one rank
             held.setdefault(seq.tenant, []).extend(_apart(seq))
         rows = self._rows()
         priority = next(iter(heads.values())).priority

@@ -20,16 +20,20 @@ import numpy as np
 
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.checkpoints import Checkpoints
-from hibachi.engine.scheduler.copies import Copied, Copies
+from hibachi.engine.scheduler.copies import Copied, Copies, CopySource
 from hibachi.engine.scheduler.links import check_fits, others_of, tail, tokens_of, waited
+from hibachi.engine.scheduler.names import state_name
 from hibachi.engine.scheduler.policy import Fcfs, Policy
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import (
     NEVER,
     Bools,
     Committed,
+    EntryLoad,
+    EntryStores,
     Index,
     Ints,
+    KnownStart,
     Limits,
     Move,
     Published,
@@ -38,6 +42,7 @@ from hibachi.engine.scheduler.step import (
     Sent,
     StepPlan,
 )
+from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.errors import QueueFull
 from hibachi.request import Finish
 
@@ -81,6 +86,7 @@ class Scheduler:
         self.waits = 0  # rows whose last known tokens wait for others: see `Link`
         # Waiting sequences that may not start yet: held ones, and those that were preempted while paused.
         self._parked: set[Seq] = set()
+        self.tiers: Tiers | None = None
         self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
         self._held_back: Seq | None = None  # the sequence that was to start in the last step and could not
         self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
@@ -99,8 +105,10 @@ class Scheduler:
         return new
 
     def count_on(self, before: Scheduler) -> None:
-        """Go on with the counters of another scheduler."""
-        self.counts = before.counts
+        """Go on with the counters of another scheduler, and with its tiers."""
+        self.counts, self.tiers = before.counts, before.tiers
+        if self.tiers:
+            self.tiers.forget()
         if self.pool and before.pool:
             self.pool.evictions = before.pool.evictions
         if self.checkpoints and before.checkpoints:
@@ -380,8 +388,11 @@ class Scheduler:
         sent = self._preempt(self.order)
         if self.pool:
             self.pool.reset()
+            self.pool.named.clear()
         if self.checkpoints:
             self.checkpoints.reset()
+        if self.tiers:
+            self.tiers.forget()
         return sent
 
     def drop_prefixes(self) -> None:
@@ -390,6 +401,8 @@ class Scheduler:
             self.pool.drop()
         if self.checkpoints:
             self.checkpoints.reset()
+        if self.pool:
+            self.pool.named.clear()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -499,7 +512,24 @@ class Scheduler:
             copies=copied,
             draft=draft,
             linked=bool(self.waits or parting),
+            stores=self.take_stores() if self.tiers else None,
+            loads=self.tiers.take_loads(self.pool, self.table) if self.tiers else None,
         )
+
+    def take_stores(self) -> EntryStores:
+        """What has become sound since the last call, to be stored before anything else is written: (block, name), and
+        (checkpoint, name) of states.
+        """
+        assert self.tiers
+        named: list[tuple[int, Hashable, bytes]] = []
+        if (pool := self.pool) is not None:
+            named, pool.named = pool.named, []
+            if self.copies:  # what a row has is kept by nobody yet
+                here = [each for each in named if pool.publishes(each[0], each[1])]
+                pool.named = [each for each in here if not pool.is_idle(each[0])]
+                named = [each for each in here if pool.is_idle(each[0])]
+        states, self.tiers.stored_states = self.tiers.stored_states, []
+        return EntryStores([(block, name) for block, _, name in named], states)
 
     def refresh(self) -> None:
         self.order = [s for s in self.order if s.row >= 0]
@@ -639,7 +669,8 @@ class Scheduler:
                     return NEVER
                 keys.append(self._key_of(seq, n))
             block = seq.blocks[n]
-            seq.node = node = pool.publish(block, seq.node, keys[n])
+            name = self.tiers.names(seq, n + 1)[n] if self.tiers else None
+            seq.node = node = pool.publish(block, seq.node, keys[n], name)
             seq.published = n + 1
             new.append((block, node))
         return seq.published
@@ -672,7 +703,7 @@ class Scheduler:
                 self._held_back = seq
                 break
             group = list(seq.bound)
-            hits = [self._hit(each, known) for each, (known, _) in zip(group, found, strict=True)]
+            hits = [self._hit(each, of.blocks) for each, of in zip(group, found, strict=True)]
             shares = self._shares_of(group, hits, tokens_left, alone=not (self.running or started))
             if shares is None:
                 self._give_back(group, copied)
@@ -680,15 +711,17 @@ class Scheduler:
                 break
             policy.pop(seq)
             self.waiting -= 1
-            for each, hit, q, (_, slot) in zip(group, hits, shares, found, strict=True):
+            for each, hit, q, of in zip(group, hits, shares, found, strict=True):
                 row = each.row = self.free_rows.pop()
                 each.rank = seq.rank
                 self.paused_rows += each.paused
-                if slot is not None:
-                    restores.append((row, slot))
+                if of.slot is not None:
+                    restores.append((row, of.slot))
+                if of.state is not None and self.tiers:
+                    self.tiers.states.append(EntryLoad(row, int(self.table.generation[row]), of.state))
                 tokens_left -= q
                 self.table.enter(row, each.length, hit, each.end)
-                self._place(each, hit, q, published)
+                self._place(each, hit, q, of, published)
                 if hit + q < each.length or (self.copies and not each.vacant):
                     at_work = [*at_work, each]
                 each.started = True
@@ -732,7 +765,7 @@ class Scheduler:
             return shares if any(shares) else None
         return shares
 
-    def _place(self, seq: Seq, hit: int, q: int, published: list[Published]) -> None:
+    def _place(self, seq: Seq, hit: int, q: int, of: KnownStart, published: list[Published]) -> None:
         """Note the blocks of a sequence that starts, and publish those that its first q tokens fill."""
         row, size = seq.row, self.limits.block_size
         if self.pool:
@@ -746,10 +779,11 @@ class Scheduler:
         if seq.keys is not None and not (seq.started or seq.begun or seq.vacant):
             self.counts.prefix_queries += seq.length
             self.counts.prefix_hits += hit
+            self.counts.tier_hits += of.loaded * size if self.pool else hit * (of.state is not None)
 
     def _reserved(
         self, seq: Seq, at_work: list[Seq], published: list[Published], copied: list[Copied]
-    ) -> list[tuple[int, int | None]] | None:
+    ) -> list[KnownStart] | None:
         """`_reserve` for a sequence, or for all those of a ticket; None, and nothing reserved, if one cannot start."""
         if seq.link is None or seq.link.parted:
             found = self._reserve(seq, at_work, published, copied)
@@ -766,8 +800,8 @@ class Scheduler:
             for each in others:
                 each.vacant = True
                 each.blocks = self.pool.alloc(more) or [] if self.pool else []
-            return [found] + [(0, None)] * len(others)
-        got = list[tuple[int, int | None]]()
+            return [found] + [KnownStart(0)] * len(others)
+        got = list[KnownStart]()
         for each in seq.link.seqs:  # of which none waits for what others of them compute
             found = self._reserve(each, [] if got else at_work, published, copied, finds=not (self.copies and got))
             if found is None:
@@ -799,29 +833,32 @@ class Scheduler:
         more: int = 0,
         *,
         finds: bool = True,
-    ) -> tuple[int, int | None] | None:
-        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None means not yet.
+    ) -> KnownStart | None:
+        """Give a sequence its blocks; None means not yet.
 
         more: blocks that must be left for others. finds: it may begin with what others have computed.
         """
         pool, limits = self.pool, self.limits
         # At least the last token must be computed; and one before, where others go on from it.
         most = (seq.length - 1 - _forks_early(seq)) // limits.block_size
-        slot = None
+        slot = state = None
+        tiers = self.tiers if seq.keys is not None and not seq.begun and finds else None
         if seq.keys is None or seq.begun or not finds:
             most = 0
         elif self.checkpoints:
-            ahead = self._to_come(seq, most, at_work)
+            ahead, last = self._to_come(seq, most, at_work), most
             most, slot = self.checkpoints.find(seq.salt, seq.keys, most) or (0, None)
+            if tiers and (kept := tiers.state(seq, most, last)) and self._reaches(seq, kept[0]):
+                most, slot, state = kept[0], None, kept[1]
             if ahead > most:
                 return None  # another makes a better checkpoint
         if not pool:
-            return (most, slot) if self.checkpoints else (0, None)
+            return KnownStart(most, slot, state) if self.checkpoints else KnownStart(0)
         found: list[int] = []
         node = pool.root(seq.salt)
         if seq.keys is not None:
             found, node = pool.match(seq.salt, seq.keys, most)
-            while self.checkpoints and len(found) < most:  # blocks of its prefix were taken
+            while self.checkpoints and state is None and len(found) < most:  # blocks of its prefix were taken
                 most, slot = self.checkpoints.find(seq.salt, seq.keys, len(found)) or (0, None)
                 found, node = pool.match(seq.salt, seq.keys, most)
             if self.checkpoints and not {block for *_, new in published for block, _ in new}.isdisjoint(found):
@@ -842,6 +879,7 @@ class Scheduler:
                 if sound is None:
                     return None  # another has computed the same, or does so in this step
                 found, node = pool.match(seq.salt, seq.keys, sound)
+        brought = tiers.found(seq, len(found), most) if tiers and len(found) < most else []
         idle = found if self.copies is None else self.copies.idle(found)  # or held by others, where blocks are shared
         need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(idle)
         spare = 0  # blocks to be left for running sequences, so that they do not preempt it at once
@@ -858,10 +896,35 @@ class Scheduler:
             return None
         self._stuck = None
         seq.blocks, seq.node = found + new, node
-        if self.copies and found:
+        if self.copies and (found or brought):
             seq.blocks = self.copies.given(found, idle, new)
             copied.append((seq, sources))
-        return len(found), slot
+        if tiers and brought:
+            nodes = self._bring(seq, len(found), brought, published)
+            sources += [CopySource(node, -1) for node in nodes]
+        return KnownStart(len(found) + len(brought), slot, state, len(brought))
+
+    def _reaches(self, seq: Seq, n: int) -> bool:
+        """Whether the first n blocks of a sequence are here, or in a tier."""
+        if not self.pool or not self.tiers or seq.keys is None:
+            return True
+        found = len(self.pool.match(seq.salt, seq.keys, n)[0])
+        return found + len(self.tiers.found(seq, found, n)) == n
+
+    def _bring(
+        self, seq: Seq, start: int, brought: list[tuple[bytes, Any]], published: list[Published]
+    ) -> list[Hashable]:
+        """Publish what is loaded into the blocks of a sequence from `start` on; returns the nodes."""
+        assert self.pool and self.tiers and seq.keys is not None
+        new: list[tuple[int, Hashable]] = []
+        published.append((seq, start, seq.node, seq.keys, new))
+        for n, (_, data) in enumerate(brought, start):
+            block = seq.blocks[n]
+            seq.node = self.pool.publish(block, seq.node, seq.keys[n])
+            new.append((block, seq.node))
+            self.tiers.blocks.append(EntryLoad(block, seq.node, data))
+        self.pool.vouch([block for block, _ in new])
+        return [node for _, node in new]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -956,6 +1019,8 @@ class Scheduler:
                 if self.checkpoints:
                     for n, slot in self._slots.pop(seqs[i], ()):
                         self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
+                        if self.tiers and (names := self.tiers.names(seqs[i], n)[n - 1 : n]):
+                            self.tiers.stored_states.append((slot, state_name(names[0])))
         moves = [self._fork(seq, source) for seq, source in parents if seq.row >= 0 and source.row >= 0]
         over = stopped | (length >= table.end[rows])
         finished: list[Seq] = []
@@ -996,7 +1061,7 @@ class Scheduler:
             seq.blocks = shared + own
             seq.published, seq.node = min(source.published, full), source.node
         if self.pool:
-            seq.keys = None if source.keys is None else list(source.keys)
+            seq.keys, seq.names = None if source.keys is None else list(source.keys), list(source.names)
             self.block_table[row, : len(seq.blocks)] = seq.blocks
             table.capacity[row] = len(seq.blocks) * size
             table.published[row] = seq.published if seq.keys is not None else NEVER

@@ -25,6 +25,7 @@ class Seq:
     # it the salt that they must have in common. None means nothing. The list grows with the generated tokens.
     keys: list[Hashable] | None = None
     salt: Hashable = None
+    names: list[bytes] = field(default_factory=list)  # of its first blocks, as far as anybody has asked
     # Begun elsewhere: the contents of its prompt's blocks are given, and its first new token is known.
     begun: bool = False
     # It waits for something else than a row, such as its grammar, and does not start before `Scheduler.free`.
@@ -102,7 +103,7 @@ class Link:
 def linked(seqs: Sequence[Seq], *, alike: bool, parts: bool, early: bool = False) -> Seq:
     """Link sequences of the same terms; returns their ticket, which is queued for them."""
     first = seqs[0]
-    ticket = replace(first, owner=None, keys=None, blocks=[], held=any(seq.held for seq in seqs))
+    ticket = replace(first, owner=None, keys=None, names=[], blocks=[], held=any(seq.held for seq in seqs))
     link = Link(ticket, [*seqs], alike, parts, early)
     for seq in (ticket, *seqs):
         seq.link = link

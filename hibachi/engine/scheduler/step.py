@@ -124,6 +124,41 @@ class RowTable:
         self.generation[row] += 1
 
 
+class KnownStart(NamedTuple):
+    """What a starting sequence need not compute: full blocks, of which the last `loaded` come from a tier; and the
+    checkpoint that it starts from, or a state from a tier.
+    """
+
+    blocks: int
+    slot: int | None = None
+    state: Any = None
+    loaded: int = 0
+
+
+class EntryLoad(NamedTuple):
+    """To write into a block, or into the state of a row, before a step. of: the block's node in the trie, or the row's
+    generation.
+    """
+
+    at: int
+    of: Hashable
+    data: Any
+
+
+class EntryLoads(NamedTuple):
+    """Into blocks, and into the states of rows."""
+
+    blocks: list[EntryLoad]
+    states: list[EntryLoad]
+
+
+class EntryStores(NamedTuple):
+    """(block, name), and (checkpoint, name) of recurrent states."""
+
+    blocks: list[tuple[int, bytes]]
+    states: list[tuple[int, bytes]]
+
+
 Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
 # The sequence that published blocks in a step; how many it had published before, and the node of the last of them; its
 # keys; the new (block, node) pairs.
@@ -151,6 +186,9 @@ class StepPlan:
     draft: Ints | None = None  # proposed tokens to compute behind the q tokens; None means no row has any
     # Some of its sequences may be linked. Those with q = 0 go on from another, with its first new token.
     linked: bool = False
+    # Before the step: what is read to be kept in tiers, and then what is written; None means there are no tiers.
+    stores: EntryStores | None = None
+    loads: EntryLoads | None = None
     end: Ints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -184,4 +222,5 @@ class SchedulerCounts:
 
     prefix_queries: int = 0  # prompt tokens of started sequences that were allowed to share
     prefix_hits: int = 0  # of these, tokens that were found computed
+    tier_hits: int = 0  # of these, tokens that were kept beside the device's memory
     preemptions: int = 0

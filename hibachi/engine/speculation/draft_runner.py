@@ -2,7 +2,7 @@
 
 Its keys and values lie in pools of its own, under the numbers of the main model's blocks. So what rows share for the
 main model they share here, and what a row finds in its blocks after it was preempted is found here as well. Nobody
-tells this file when a block gets another owner: each full block has a stamp, made of the tokens up to its end.
+tells this file when a block gets another owner: each full block has a name, made of the tokens up to its end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hibachi.engine.sampling.draw import PLAIN, path_of
 from hibachi.engine.sampling.rows import pick, total
 from hibachi.engine.sampling.uniforms import uniform, uniforms
 from hibachi.engine.scheduler.lower import lower, lower_one
+from hibachi.engine.scheduler.names import chained
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.speculation.protocol import NOTHING, Tokens
@@ -185,13 +186,13 @@ class _Past:
     """What is computed of a request in its row.
 
     length: tokens when it was last asked for; the first `done` of them are computed in its own blocks. guess: tokens
-    computed behind these, which may come. stamps: of its full blocks.
+    computed behind these, which may come. names: of its full blocks.
     """
 
     done: int = 0
     length: int = 0
     guess: list[int] = field(default_factory=list)
-    stamps: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
     bad: bool = False  # there is nothing to guess from
 
     def keep(self, tokens: Tokens, size: int) -> None:
@@ -205,7 +206,7 @@ class _Past:
             self.done += 1
         self.guess, self.length = [], len(tokens)
         self.done = min(self.done, self.length - 1)
-        del self.stamps[self.done // size :]
+        del self.names[self.done // size :]
 
 
 class _Row(NamedTuple):
@@ -261,7 +262,7 @@ class DraftModel:
         self._seeds = np.zeros(limits.rows, np.uint64)
         # Who has each row, and its length when it got it: with another one it has other blocks.
         self._held: list[tuple[Seq, int] | None] = [None] * limits.rows
-        self._stamps: HostArray = np.zeros(max(limits.blocks, 1), np.int64)  # of blocks; 0 means none
+        self._names: list[bytes | None] = [None] * max(limits.blocks, 1)  # of what is in each block
         self._pasts: dict[Seq, _Past] = {}
         self._failures = 0
 
@@ -307,7 +308,7 @@ class DraftModel:
     def _fail(self, error: BaseException) -> None:
         """A call raised: what the pools hold is not known."""
         drop_frames(error)
-        self._stamps[:] = 0
+        self._names = [None] * len(self._names)
         self._pasts.clear()
         self._failures += 1
         if self._failures == PATIENCE:
@@ -334,8 +335,8 @@ class DraftModel:
             return None
         room = self.calls.own(row, seq.blocks, anew=anew)
         past.keep(tokens, self._size)
-        # From here on, its blocks are written to.
-        self._stamps[seq.blocks[past.done // self._size : (len(tokens) + most) // self._size + 1]] = 0
+        for block in seq.blocks[past.done // self._size : (len(tokens) + most) // self._size + 1]:
+            self._names[block] = None  # from here on, they are written to
         return _Row(i, seq, past, tokens, most, room)
 
     def _enter(self, seq: Seq, tokens: Tokens) -> _Past:
@@ -348,25 +349,25 @@ class DraftModel:
         self._warmth[row], self._greedy[row] = 1 / max(params.temperature or 1, COLDEST), params.temperature == 0
         self._plain[row], self._seeds[row] = path_of(params, self._sampler.vocab_size) == PLAIN, job.seed
         for block in seq.blocks[: (len(tokens) - 1) // self._size]:
-            stamp = self._stamp(past, tokens)
-            if self._stamps[block] != stamp:
+            name = self._next_name(past, tokens)
+            if self._names[block] != name:
                 break
-            past.stamps.append(stamp)
-        past.done = len(past.stamps) * self._size
+            past.names.append(name)
+        past.done = len(past.names) * self._size
         return past
 
-    def _stamp(self, past: _Past, tokens: Tokens) -> int:
+    def _next_name(self, past: _Past, tokens: Tokens) -> bytes:
         """Of the first block that has none."""
-        at, before = len(past.stamps) * self._size, past.stamps[-1] if past.stamps else 0
-        return hash((before, tokens[at : at + self._size].tobytes()))
+        at, before = len(past.names) * self._size, past.names[-1] if past.names else b""
+        return chained(before, tokens[at : at + self._size].tobytes())
 
     def _computed(self, row: _Row, end: int) -> None:
         """Its first `end` tokens have been computed, as far as they are in its own blocks."""
         past = row.past
         past.done = min(end, row.room)
-        while (n := len(past.stamps)) < past.done // self._size:
-            past.stamps.append(self._stamp(past, row.tokens))
-            self._stamps[row.seq.blocks[n]] = past.stamps[-1]
+        while (n := len(past.names)) < past.done // self._size:
+            past.names.append(self._next_name(past, row.tokens))
+            self._names[row.seq.blocks[n]] = past.names[-1]
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
