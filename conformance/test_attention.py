@@ -42,6 +42,21 @@ def test_a_row_goes_on_from_another_whose_last_block_is_copied(backend):
     memory.step([Row(6, 1, (1, 3)), Row(6, 1, (1, 2)), Row(3, 1, (5,)), Row(3, 1, (7,))], tile=1)
 
 
+def test_what_blocks_hold_is_kept_elsewhere_and_put_back(backend):
+    """As bytes of the host, which another process has: in other blocks, which the rest of the cache does not notice."""
+    memory = Memory(backend)
+    memory.step([Row(0, 6, (1, 2)), Row(0, 3, (7,))])
+    read = backend.read_blocks(memory.cache, backend.put(np.array([2, 7, 0], "int32")))
+    held = [np.frombuffer(half.tobytes(), half.dtype).reshape(half.shape) for half in backend.fetch(read)()]
+    memory.step([Row(6, 2, (1, 2)), Row(3, 1, (7,))])  # what was read is not a view
+    at = backend.put(np.array([3, 5, 0], "int32"))
+    memory.cache = backend.write_blocks(memory.cache, at, [backend.put(half) for half in held])
+    size = memory.block_size
+    for old, new, positions in ((2, 3, 2), (7, 5, 3)):
+        memory.slow |= {new * size + i: memory.slow[old * size + i] for i in range(positions)}
+    memory.step([Row(6, 1, (1, 3)), Row(8, 1, (1, 2, 4)), Row(3, 1, (5,)), Row(4, 1, (7, 6))], tile=1)
+
+
 def test_attend_gives_the_same_whatever_the_size_of_the_tiles(backend):
     for tile in (1, 2, 8):
         memory = Memory(backend)

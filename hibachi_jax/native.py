@@ -207,13 +207,6 @@ class NativeJaxBackend(JaxBackend):
         return unpacked(keys, values, cache.block_size, cache.k_dim, cache.v_dim)
 
     @override
-    def copy_blocks(self, cache: LayerCache, source: Array, to: Array) -> LayerCache:
-        if not isinstance(cache, JaxPagedCache):
-            return super().copy_blocks(cache, source, to)
-        keys, values = (self.copy_rows(half, source, to) for half in (cache.keys, cache.values))
-        return replace(cache, keys=keys, values=values)
-
-    @override
     def attend(
         self,
         q: Array,

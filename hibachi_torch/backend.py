@@ -90,6 +90,14 @@ class TorchBackend(ArrayBackend):
         return there
 
     @override
+    def bits(self, t: Array) -> Array:
+        return t.view(torch.int16) if t.dtype == torch.bfloat16 else t
+
+    @override
+    def of_bits(self, t: Array, like: Array) -> Array:
+        return t.view(like.dtype)
+
+    @override
     def copy(self, t: Array) -> Array:
         return t.clone(memory_format=torch.contiguous_format)
 

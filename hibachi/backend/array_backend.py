@@ -348,12 +348,46 @@ class ArrayBackend(Library):
         differ, but for block 0. May reuse the cache's memory. Raises UnsupportedOperation for a layer that
         `make_cache` did not make.
         """
-        if not isinstance(cache, tuple) or not all(self.owns(half) for half in cache):
-            raise UnsupportedOperation(
-                f"{self!r} keeps keys and values in a form of its own: expected it to have `copy_blocks`. Give it one, "
-                f"so that sequences can go on from one another."
-            )
-        return tuple(self.copy_rows(half, source, to) for half in cache)
+        return self.with_halves(cache, [self.copy_rows(half, source, to) for half in self.halves(cache)])
+
+    def read_blocks(self, cache: LayerCache, blocks: Array) -> list[Array]:
+        """What a paged layer has in its blocks int32 [n], as its bits lie: arrays [n, ...] in memory of their own, of
+        dtypes that `get` keeps. Raises UnsupportedOperation as `halves` does.
+        """
+        return [self.bits(self.take(half, blocks)) for half in self.halves(cache)]
+
+    def write_blocks(self, cache: LayerCache, blocks: Array, held: Sequence[Array]) -> LayerCache:
+        """A paged layer whose blocks int32 [n] hold what `read_blocks` gave of such a layer. Of a repeated block, any.
+        May reuse the cache's memory.
+        """
+        halves = zip(self.halves(cache), held, strict=True)
+        return self.with_halves(cache, [self.scatter_rows(h, blocks, self.of_bits(b, h)) for h, b in halves])
+
+    def halves(self, cache: LayerCache) -> Sequence[Array]:
+        """The arrays [blocks, ...] of which a paged layer consists. Raises UnsupportedOperation for a layer that
+        `make_cache` did not make.
+        """
+        if isinstance(cache, tuple) and all(self.owns(half) for half in cache):
+            return cache
+        if callable(own := getattr(cache, "halves", None)):  # a layout of its own
+            found: Sequence[Array] = own()
+            return found
+        raise UnsupportedOperation(
+            f"{self!r} keeps keys and values in a form of its own: expected it to have `halves()` and "
+            f"`with_halves(halves)`. Give it both: sequences go on from one another so, and from what tiers keep."
+        )
+
+    def with_halves(self, cache: LayerCache, halves: Sequence[Array]) -> LayerCache:
+        """A paged layer like this one, of these arrays."""
+        return tuple(halves) if isinstance(cache, tuple) else cache.with_halves(halves)
+
+    def bits(self, t: Array) -> Array:
+        """The same memory in a dtype that NumPy has."""
+        return t
+
+    def of_bits(self, t: Array, like: Array) -> Array:
+        """The array of the dtype of `like` that `bits` made `t` of."""
+        return t
 
     def copy_rows(self, array: Array, source: Array, to: Array) -> Array:
         """`array` [n, ...] whose rows `to` [m] have got what its rows `source` [m] have. May reuse its memory."""

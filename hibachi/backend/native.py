@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import addressof, memmove
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -50,6 +50,13 @@ class OwnLayout:
     def shape(self) -> tuple[int, ...]:
         """Of both: what a layer is told from another one by."""
         return (*self.keys.shape, *self.values.shape)
+
+    def halves(self) -> tuple[Array, Array]:
+        return self.keys, self.values
+
+    def with_halves(self, halves: Sequence[Array]) -> Any:
+        own: Any = self  # those below are dataclasses
+        return replace(own, keys=halves[0], values=halves[1])
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -216,12 +223,13 @@ class NativeBackend(NativeLayers):
         if not isinstance(cache, PagedCache):
             return super().copy_blocks(cache, source, to)
         both = zip(self.get(source).tolist(), self.get(to).tolist(), strict=True)
-        pairs = [pair for pair in both if pair[0] != pair[1]]
-        for half in (cache.keys, cache.values):
-            base, size = self.address(half), half.nbytes // half.shape[0]
-            for block, into in pairs:
-                memmove(base + into * size, base + block * size, size)
-        return cache
+        return _moved(self, cache, cache.halves(), [pair for pair in both if pair[0] != pair[1]])
+
+    @override
+    def write_blocks(self, cache: LayerCache, blocks: Array, held: Sequence[Array]) -> LayerCache:
+        if not isinstance(cache, PagedCache):
+            return super().write_blocks(cache, blocks, held)
+        return _moved(self, cache, [self.row_major(half) for half in held], list(enumerate(self.get(blocks).tolist())))
 
     @override
     def attend(
@@ -472,3 +480,14 @@ def unpacked(keys: HostArray, values: HostArray, block_size: int, k_dim: int, v_
     k = keys.transpose(0, 2, 4, 1, 3, 5).reshape(blocks, spans * LANES, kv_heads, -1)
     v = values.transpose(0, 2, 3, 5, 1, 4).reshape(blocks, spans * LANES, kv_heads, -1)
     return [np.array(k[:, :block_size, :, :k_dim], np.float32), np.array(v[:, :block_size, :, :v_dim], np.float32)]
+
+
+def _moved(
+    backend: NativeBackend, cache: PagedCache, source: Sequence[Array], pairs: Sequence[tuple[int, int]]
+) -> PagedCache:
+    """The cache, into whose blocks those of `source` were copied: for each (number there, number here)."""
+    for half, new in zip(cache.halves(), source, strict=True):
+        to, at, size = backend.address(half), backend.address(new), half.nbytes // half.shape[0]
+        for block, into in pairs:
+            memmove(to + into * size, at + block * size, size)
+    return cache

@@ -373,6 +373,8 @@ ATTENTION = [
               inputs(tile_row=lambda x: x.tile_row * 0)),
     broken("a_row_goes_on_from_another_whose_last_block_is_copied", "copies nothing",
            copy_blocks=lambda b, cache, source, to: cache),
+    broken("what_blocks_hold_is_kept_elsewhere_and_put_back", "puts nothing back",
+           write_blocks=lambda b, cache, blocks, held: cache),
     attention("gives_the_same_whatever_the_size_of_the_tiles", "takes all tiles for full",
               inputs(tile_of=lambda x: np.arange(len(x.tile_of)))),
     attention("never_looks_ahead", "sees one token ahead", inputs(pos=lambda x: x.pos + 1)),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.backend.layout import CacheSpec, Paged, State, StepInputs
+from hibachi.engine.runners.entries import Entries, Kind, arrays_of, kinds_of
 from hibachi.engine.scheduler.lower import Packed, lower
-from hibachi.engine.scheduler.step import Limits
+from hibachi.engine.scheduler.step import EntryLoads, EntryStores, Limits
 from hibachi.errors import UnsupportedOperation
+
+AT_ONCE = 16  # entries that are read or written together
+T = TypeVar("T")
 
 
 def position_bytes(spec: CacheSpec, dtype: str) -> int:
@@ -52,6 +57,9 @@ class Memory:
         self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
         self._fill = self.backend.compile(self._fill_blocks, donate=(0,) if donate else ())
         self._fork = self.backend.compile(self._forked, donate=(0,) if donate else ())
+        self._read = self.backend.compile(self._read_blocks)
+        self._write = self.backend.compile(self._write_blocks, donate=(0,) if donate else ())
+        self._set = self.backend.compile(self._set_rows, donate=(0,) if donate else ())
 
     def make(self) -> None:
         b, lim = self.backend, self.limits
@@ -170,6 +178,71 @@ class Memory:
     def _fill_blocks(self, cache: LayerCache, k: Array, v: Array, x: StepInputs[Array]) -> LayerCache:
         return self.backend.attend(self.backend.xp.zeros_like(k), k, v, cache, x)[1]
 
+    # ---- what tiers keep ---------------------------------------------------------------------------------------
+
+    def outgoing(self, stores: EntryStores) -> tuple[list[Entries], list[Entries]]:
+        """See `EntrySource`."""
+        with self.backend.guard():
+            return self._out(stores.blocks, self._read_blocks_now), self._out(stores.states, self._read_checkpoints)
+
+    def _out(self, given: Sequence[tuple[int, bytes]], read: Callable[[Array], list[Array]]) -> list[Entries]:
+        b, out = self.backend, list[Entries]()
+        for some in _pieces(given):
+            held = read(b.put(_padded([at for at, _ in some])))
+            b.settle(held)
+            out.append(Entries([name for _, name in some], b.fetch(held)))
+        return out
+
+    def incoming(self, loads: EntryLoads) -> None:
+        """See `EntrySource`."""
+        b = self.backend
+        with b.guard():
+            for some in _pieces(loads.blocks):
+                at = _padded([load.at for load in some])
+                held = arrays_of([load.data for load in some], self._kinds[0], len(at))
+                self.cache = self._write(self.cache, b.put(at), [b.put(a) for a in held])
+            for some in _pieces(loads.states):
+                rows = _padded([load.at for load in some])
+                rows[len(some) :] = self.limits.rows  # nobody's
+                held = arrays_of([load.data for load in some], self._kinds[1], len(rows))
+                for i, state in zip(self.states, held, strict=True):
+                    self.cache[i] = self._set(self.cache[i], b.put(rows), b.put(state))
+            b.settle(self.cache)
+
+    def _read_blocks_now(self, blocks: Array) -> list[Array]:
+        held: list[Array] = self._read(self.cache, blocks)
+        return held
+
+    def _read_checkpoints(self, slots: Array) -> list[Array]:
+        return [self.backend.bits(self.backend.take(kept, slots)) for kept in self.kept]
+
+    def _read_blocks(self, cache: list[Any], blocks: Array) -> list[Array]:
+        paged = [c for c, s in zip(cache, self.spec, strict=True) if isinstance(s, Paged)]
+        return [half for layer in paged for half in self.backend.read_blocks(layer, blocks)]
+
+    def _write_blocks(self, cache: list[Any], blocks: Array, held: list[Array]) -> list[Any]:
+        b, given = self.backend, iter(held)
+        return [
+            b.write_blocks(c, blocks, [next(given) for _ in b.halves(c)]) if isinstance(s, Paged) else c
+            for c, s in zip(cache, self.spec, strict=True)
+        ]
+
+    def _set_rows(self, into: Array, rows: Array, state: Array) -> Array:
+        return self.backend.scatter_rows(into, rows, self.backend.of_bits(state, into))
+
+    def entry_kinds(self) -> tuple[list[Kind], list[Kind]]:
+        """See `EntrySource`."""
+        return self._kinds
+
+    @cached_property
+    def _kinds(self) -> tuple[list[Kind], list[Kind]]:
+        b = self.backend
+        with b.guard():
+            one = b.put(np.zeros(1, np.int32))
+            held = self._read_blocks_now(one) if self.limits.blocks else []
+            states = [b.bits(b.take(self.cache[i], one)) for i in self.states]
+            return kinds_of(held, b), kinds_of(states, b)
+
     # ---- states of a step, which are stepped as a copy and kept on success ---------------------------------------
 
     def with_states(self, work: list[Array]) -> list[Any]:
@@ -225,6 +298,18 @@ class RecurrentStep:
             for old, n, s in zip(cache, new, self.spec, strict=True)
         ]
         return out, joined
+
+
+def _pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Few at a time: calls of few shapes, on memory that the processor's cache holds."""
+    return (items[at : at + AT_ONCE] for at in range(0, len(items), AT_ONCE))
+
+
+def _padded(places: Sequence[int]) -> HostArray:
+    """Places int32 in few shapes: what is too many is block 0, the trash, or the first checkpoint."""
+    at = np.zeros(1 << (len(places) - 1).bit_length(), np.int32)
+    at[: len(places)] = places
+    return at
 
 
 def _few(pairs: Sequence[tuple[int, int]], nothing: int) -> HostArray:

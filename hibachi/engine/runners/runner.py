@@ -15,6 +15,7 @@ from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.library import Library
 from hibachi.backend.nine import NineBackend
 from hibachi.engine.runners.calls import Awaiter, Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
+from hibachi.engine.runners.entries import EntrySource
 from hibachi.engine.runners.extra_inputs import ExtraInputs
 from hibachi.engine.runners.guiding import completed
 from hibachi.engine.runners.job import Job, stopped
@@ -142,6 +143,7 @@ class Runner:
     sampler: Sampler | None = None  # what draws the tokens; None means that the model returns them
     waiting: Any = None  # a `hibachi.engine.runners.linked.Waiting`, where it has a sampler
     forks: bool = False  # rows can go on from others
+    entries: EntrySource | None = None  # of what tiers keep; None means it keeps no prefixes
 
     def __init__(self, backend: Library, tables: Tables | None) -> None:
         self.backend, self.tables = backend, tables

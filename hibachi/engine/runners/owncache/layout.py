@@ -30,6 +30,11 @@ class Leaf:
     dtype: Any
     windows: tuple[int, ...] = ()  # positions that it may stop at: see `windows_beside`
 
+    @property
+    def parted(self) -> bool:
+        """Whether each row has positions of its own in it."""
+        return self.position is not None and self.batch is not None
+
 
 @dataclass(slots=True, eq=False)
 class Past:
@@ -210,6 +215,10 @@ class Layout:
         if clear or not self._views:
             return xp.zeros(shape, dtype=leaf.dtype, device=device)
         return xp.empty(shape, dtype=leaf.dtype, device=device)
+
+    def block(self, positions: int) -> list[Array]:
+        """One row of so many positions of each array that has any: zeros, in the shape of `cut`."""
+        return [self._new(leaf, 1, positions, clear=True) for leaf in self.leaves if leaf.parted]
 
     def _wanted(self, i: int, width: int) -> int:
         """Positions of array i in a past of `width`."""

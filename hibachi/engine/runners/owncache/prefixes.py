@@ -9,13 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
-from hibachi.backend.array_backend import Array
+import numpy as np
+
+from hibachi.backend.array_backend import Array, HostArray
 from hibachi.engine.runners.calls import drop_frames
+from hibachi.engine.runners.entries import Entries, Kind, arrays_of
 from hibachi.engine.runners.owncache.layout import Layout, Past
 from hibachi.engine.scheduler.blocks import BlockPool
 from hibachi.engine.scheduler.copies import Copied, Copies, CopySource
 from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import EntryLoads, EntryStores
 from hibachi.errors import text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -30,6 +35,7 @@ class Prefixes:
     def __init__(self, layout: Layout, template: Past, pool: BlockPool, copies: Copies) -> None:
         self._layout, self._template, self._pool, self._copies = layout, template, pool, copies
         self._size = pool.block_size
+        self.flush: Callable[[], None] = lambda: None  # keeps what is wanted of rows that have gone
         self.kept: dict[Hashable, tuple[int, list[Array]]] = {}
         """{node: (block, its arrays)}"""
         self._taken = pool.taken
@@ -93,6 +99,48 @@ class Prefixes:
             blocks.append(arrays)
         begun = self._layout.begun(self._template, blocks, row, len(blocks) * self._size, width)
         return begun if self._layout.finite(begun) else None
+
+    # ---- what tiers keep ---------------------------------------------------------------------------------------
+
+    def entry_kinds(self) -> tuple[list[Kind], list[Kind]]:
+        """See `EntrySource`. An entry is one block of each array that has positions."""
+        return self._kinds, []
+
+    def outgoing(self, stores: EntryStores) -> tuple[list[Entries], list[Entries]]:
+        """See `EntrySource`; of what is kept."""
+        self.flush()
+        b, n = self._layout.backend, len(self._like)
+        found = [(name, self.kept.get(self._pool.node(block), (0, None))[1]) for block, name in stores.blocks]
+        there = [(name, [a for a in arrays if a is not None]) for name, arrays in found if arrays is not None]
+        if not there:
+            return [], []
+        with b.guard():
+            read = b.fetch([b.bits(array) for _, arrays in there for array in arrays])
+
+        def arrays() -> list[HostArray]:
+            flat = read()
+            return [np.stack([flat[i * n + k] for i in range(len(there))]) for k in range(n)]
+
+        return [Entries([name for name, _ in there], arrays)], []
+
+    def incoming(self, loads: EntryLoads) -> None:
+        """See `EntrySource`."""
+        b = self._layout.backend
+        with b.guard():
+            for load in loads.blocks:
+                held = arrays_of([load.data], self._kinds, 1)
+                given = iter([b.of_bits(b.put(a[0]), like) for a, like in zip(held, self._like, strict=True)])
+                self.kept[load.of] = load.at, [next(given) if leaf.parted else None for leaf in self._layout.leaves]
+
+    @cached_property
+    def _like(self) -> list[Array]:
+        return self._layout.block(self._size)
+
+    @cached_property
+    def _kinds(self) -> list[Kind]:
+        b = self._layout.backend
+        with b.guard():
+            return [Kind(a.shape, a.dtype) for a in b.fetch([b.bits(array) for array in self._like])()]
 
     def drop(self) -> None:
         """Free what the scheduler has given to others."""

@@ -138,6 +138,7 @@ class OwnCacheRunner(Runner):
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
             self.prefixes = Prefixes(self.layout, self._template, scheduler.pool, scheduler.copies)
+            self.prefixes.flush, self.entries = self._keep, self.prefixes
 
     @override
     def rebuild(self, *, keep: bool) -> None:
