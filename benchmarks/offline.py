@@ -53,6 +53,7 @@ from benchmarks.bench import randommodel
 from benchmarks.bench.watch import Watch
 from benchmarks.bench.work import longest, make, totals, write
 from hibachi import SamplingParams
+from hibachi.backend.kernels.threads import processors
 from hibachi.llm.remote.opening import open_settled
 from hibachi.offline import Batch, Done, Watcher, run_batch
 from hibachi.offline.drive import Drive
@@ -61,7 +62,7 @@ from hibachi.offline.journal import Journal
 from hibachi.offline.settings import settle
 from hibachi.offline.tasks.column_task import ColumnTask
 from hibachi.offline.tasks.columns import Columns
-from hibachi.testing.bench.machine import cores, machine
+from hibachi.testing.bench.machine import machine
 from hibachi.testing.bench.work import TimedRequest
 
 WAYS = ("engine", "sorted", "jsonl", "csv", "parquet", "own")
@@ -369,7 +370,7 @@ class Peer:
 
     def __init__(self, name: str, model: str, args: argparse.Namespace, folder: Path) -> None:
         python = args.kvboost_python if name.startswith("kvboost") else sys.executable
-        settings = {"peer": name, "model": model, "dtype": args.dtype, "batch": 16, "threads": cores()}
+        settings = {"peer": name, "model": model, "dtype": args.dtype, "batch": 16, "threads": processors()}
         command = [python, str(Path(__file__).with_name("offline_peers.py")), json.dumps(settings)]
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as log:

@@ -68,13 +68,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Result:
-    """hit: share of the prompts' tokens. The others: of the most loaded server, over the mean."""
+    """hit: share of the prompts' tokens. requests, tokens, computed: of the most loaded server, over the mean."""
 
     hit: float
     requests: float
     tokens: float
     computed: float
     first: float  # seconds to the first token, the mean
+    chosen: list[str]  # the server of each request
 
 
 def upstreams(n: int, network: int = 0) -> list[Upstream]:
@@ -98,7 +99,7 @@ def asks(trace: Trace) -> list[Ask]:
 
 def replay(trace: Trace, policy: Policy, given: Sequence[Ask], among: Sequence[Upstream]) -> Result:
     """Every request once, at its time. Where all slots are taken, requests wait in order."""
-    servers = {u.name: Server(Cache(BLOCKS)) for u in among}
+    servers, went = {u.name: Server(Cache(BLOCKS)) for u in among}, [""] * len(trace)
     keys, prompt, output = trace.keys or [], trace.prompt.tolist(), trace.output.tolist()
     arrival = (trace.arrival / PICOSECONDS).tolist()
     number, waiting, delay = count(len(trace)), deque[int](), 0.0
@@ -116,7 +117,7 @@ def replay(trace: Trace, policy: Policy, given: Sequence[Ask], among: Sequence[U
         while waiting and (free := [u for u in among if u.slots > 0]):
             i = waiting.popleft()
             chosen = policy.choose(free, replace(given[i], everyone=among), now)
-            server = servers[chosen.name]
+            went[i], server = chosen.name, servers[chosen.name]
             computed = prompt[i] - server.cache.use(keys[i], prompt[i], trace.key_tokens)
             server.idle = first = max(server.idle, now) + computed / PREFILL
             server.requests += 1
@@ -133,6 +134,7 @@ def replay(trace: Trace, policy: Policy, given: Sequence[Ask], among: Sequence[U
         most([s.tokens for s in all_]),
         most([s.computed for s in all_]),
         delay / len(trace),
+        went,
     )
 
 

@@ -58,6 +58,20 @@ def test_proposed_tokens(sim, trace, tmp_path):
     assert "--right goes with --speculate" in sim(trace, "--right", 0.5)[2]
 
 
+def test_tiers(sim, tmp_path):
+    file, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    talks = [[(i % 9) * 100 + n for n in range(6)] for i in range(60)]
+    record = {"input_length": 3072, "output_length": 5}
+    trace.write_text(
+        "".join(json.dumps(record | {"timestamp": 9000 * i, "hash_ids": t}) + "\n" for i, t in enumerate(talks))
+    )
+    status, out, err = sim(trace, "--num-blocks", 12, "--kv-host-blocks", 18, "--kv-disk-blocks", 200, "--json", file)
+    assert (status, err) == (0, "")
+    [run] = json.loads(file.read_text())["runs"]
+    assert run["hit_tokens"] == run["disk_hit_tokens"] == 51 * 5 * 512 and run["disk_loads"] == run["loads"] == 51 * 5
+    assert "fcfs: hits of 0 tokens on the device, 0 in host memory, 130,560 on disk; 255 blocks loaded, 255 " in out
+
+
 def test_the_same_command_gives_the_same_figures(sim, tmp_path):
     found = []
     for name in ("a.json", "b.json"):

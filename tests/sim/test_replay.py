@@ -2,14 +2,16 @@
 
 import random
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, WaitingServed
+from hibachi.engine.scheduler.policy import Fair, Fcfs, Priority, Shares, WaitingServed
+from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.simulator.guesses import Guesses
 from hibachi.engine.simulator.outcome import Gaps
-from hibachi.engine.simulator.replay import beginning_before, span
+from hibachi.engine.simulator.replay import TraceReplay, beginning_before, span
 from hibachi.engine.simulator.simulate import Setup, simulate
 from hibachi.engine.simulator.steptime import StepTime
 from hibachi.engine.simulator.trace import Trace, synthetic
@@ -155,6 +157,19 @@ def test_leaps_change_nothing(policy, setup):
     edges = np.linspace(0, fast.clock, 20)
     for what in ("waiting", "running"):
         assert fast.timeline.means(what, edges) == pytest.approx(slow.timeline.means(what, edges), abs=1e-9)
+
+
+def test_leaps_change_nothing_where_samples_give_rows_back():
+    """Those of one request have one rank, and nothing but their numbers says which of them goes first."""
+    trace = conversations(120, seed=6).faster(60.0).shared_by(3, 2, 6)
+    trace = replace(trace, output=10 * trace.output)
+    setup = Setup(max_num_seqs=8, num_blocks=60, max_num_batched_tokens=64)
+    found = []
+    for fast in (True, False):
+        scheduler = Scheduler(setup.limits(trace), Shares())
+        end = TraceReplay(trace, scheduler, StepTime(0.01, 1e-4, 0, 0, 0), samples=3).run(fast)
+        found.append((end.clock, end.steps, end.preemptions, end.hit_tokens))
+    assert found[0] == found[1] and found[0][2] > 50
 
 
 def test_steps_that_begin_in_time():

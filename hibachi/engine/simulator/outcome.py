@@ -109,4 +109,6 @@ class SimOutcome:
         self.prompt_tokens = self.computed_tokens = self.new_tokens = 0
         self.proposed_tokens = self.accepted_tokens = 0  # of the computed ones; of the new ones
         self.hit_tokens = self.evictions = self.preemptions = 0
+        self.host_hit_tokens = self.disk_hit_tokens = 0  # of hit_tokens; what was read from disk counts once as that
+        self.loads = self.disk_loads = 0  # blocks: to the device, and before that from disk to host memory
         self.clock = 0  # when the last request ended

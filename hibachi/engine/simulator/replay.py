@@ -20,6 +20,7 @@ from hibachi.engine.simulator.feed import Arrivals, Feed
 from hibachi.engine.simulator.guesses import Guesses, Guessing
 from hibachi.engine.simulator.outcome import NEVER, SimOutcome
 from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.tiers import SimTiers
 from hibachi.engine.simulator.trace import PICOSECONDS, Numbers, Trace
 from hibachi.errors import InvalidTrace, PromptTooLong, QueueFull
 
@@ -83,6 +84,7 @@ class TraceReplay:
         self.outcome: SimOutcome = SimOutcome(len(trace))
         self._cost, self._each = _Cost.of(time), each
         self._guessing = None if guesses is None else Guessing(guesses, len(trace))
+        self._tiers: SimTiers | None = None
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
         numbers = (trace.prompt.tolist(), trace.output.tolist(), trace.priority.tolist())
@@ -93,29 +95,30 @@ class TraceReplay:
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(limits.rows, np.bool_)
 
-    def run(self, fast: bool = True, feed: Feed | None = None) -> SimOutcome:
+    def run(self, fast: bool = True, feed: Feed | None = None, tiers: SimTiers | None = None) -> SimOutcome:
         """Replay everything, until the last request has ended. fast: do uneventful steps at once; the result is the
-        same. feed: says which requests come when (None means as the trace does).
+        same. feed: says which requests come when (None means as the trace does). tiers: of the scheduler.
 
         Raises InvalidTrace if the scheduler will not go on, which only a policy that lets no request start can cause.
         """
-        trace, scheduler, outcome = self.trace, self.scheduler, self.outcome
+        trace, scheduler, outcome, self._tiers = self.trace, self.scheduler, self.outcome, tiers
         feed = feed or Arrivals(trace)
         clock = 0
         while True:
             while (i := feed.take(clock, scheduler.waiting + scheduler.running)) is not None:
-                self._add(i)
+                self._add(i, clock)
+            event = feed.next if tiers is None else min(feed.next, tiers.move(clock))
             if self._guessing is not None:
                 self._guessing.propose(scheduler)
             if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
-                clock = self._stretch(stretch, clock, feed.next)
+                clock = self._stretch(stretch, clock, event)
                 continue
             self._suspend(scheduler.make_room())
             plan = scheduler.schedule(clock / PICOSECONDS)
             if plan is not None:
                 clock = self._step(plan, clock)
-            elif feed.next < math.inf:
-                clock = int(feed.next)
+            elif event < math.inf:
+                clock = int(event)
             elif scheduler.waiting or scheduler.running:
                 raise InvalidTrace(
                     f"{trace.name}: the policy lets none of {scheduler.waiting} waiting requests in while "
@@ -128,7 +131,7 @@ class TraceReplay:
         outcome.hit_tokens, outcome.evictions = counts.prefix_hits, scheduler.pool.evictions if scheduler.pool else 0
         return outcome
 
-    def _add(self, i: int) -> None:
+    def _add(self, i: int, clock: int) -> None:
         prompt, output, priority, tenant, arrival = self._requests[i]
 
         def made() -> Seq:
@@ -138,6 +141,7 @@ class TraceReplay:
             most = self._samples if self._samples == 1 else most_alike(self.scheduler.limits, prompt, output)
             for at in range(0, self._samples, most):
                 seqs = [made() for _ in range(min(most, self._samples - at))]
+                seqs[0].held = self._tiers is not None and self._tiers.begin(seqs[0], clock)
                 self.scheduler.add(seqs[0] if len(seqs) == 1 else linked(seqs, alike=True, parts=True), arrival)
         except (PromptTooLong, QueueFull) as e:
             cause = type(e).__name__
@@ -153,6 +157,8 @@ class TraceReplay:
         """One planned step; returns the clock after it."""
         outcome, scheduler = self.outcome, self.scheduler
         took, tokens = self._cost.of_plan(plan)
+        if self._tiers is not None:
+            took = self._tiers.before(plan, took, outcome)
         now = clock + took
         outcome.steps += 1
         outcome.planned += 1
@@ -186,7 +192,7 @@ class TraceReplay:
         return now
 
     def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:
-        """Steps that all begin before the next arrival; returns the clock after them."""
+        """Steps that all begin before something comes; returns the clock after them."""
         outcome, scheduler, rows = self.outcome, self.scheduler, stretch.rows
         first, growth = self._cost.of_stretch(len(rows), stretch.positions)
         steps = stretch.steps

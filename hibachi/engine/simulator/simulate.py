@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.common.settings.kinds import SWITCH, integer, setting, text
+from hibachi.common.settings.kinds import SWITCH, choice, integer, seconds, setting, text
 from hibachi.engine.scheduler.policies import SHIPPED
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
@@ -19,11 +19,13 @@ from hibachi.engine.simulator.guesses import Guesses
 from hibachi.engine.simulator.outcome import NEVER, SimOutcome
 from hibachi.engine.simulator.replay import TraceReplay
 from hibachi.engine.simulator.steptime import StepTime
+from hibachi.engine.simulator.tiers import SimTiers
 from hibachi.engine.simulator.trace import PICOSECONDS, Numbers, Trace
 from hibachi.errors import ConfigError
 
 PERCENTILES = (50, 90, 95, 99)
 BINS = 300  # of what is shown over time
+_OVER_TIME = ("waiting", "running", "blocks")
 _COUNTS = (
     "max_num_seqs",
     "num_blocks",
@@ -62,6 +64,11 @@ class Setup:
     reserve_all: bool = setting(SWITCH, False, "reserve blocks for prompt and answer from the start")
     enable_prefix_caching: bool = setting(SWITCH, True, "let requests that begin alike share blocks")
     samples: int = setting(integer(1), 1, "continuations of each request, whose prompt is computed once")
+    kv_host_blocks: int | None = setting(integer(1), None, "blocks that host memory keeps")
+    kv_disk_blocks: int | None = setting(integer(1), None, "blocks that a disk keeps behind it")
+    kv_host_load: float = setting(seconds(), 5e-6, "time to load a token's keys and values from host memory")
+    kv_disk_load: float = setting(seconds(), 26e-6, "time to read them from disk into host memory")
+    kv_eviction: str = setting(choice("lru", "frequency"), "lru", "what makes way in host memory")
     chunk: int | None = None
     each: int = 1
     order: str | None = None
@@ -82,6 +89,11 @@ class Setup:
             raise ConfigError(
                 f"A step must have a token for each row: expected max_num_batched_tokens of at least "
                 f"{self.max_num_seqs}; got {self.max_num_batched_tokens}."
+            )
+        if self.kv_disk_blocks is not None and self.kv_host_blocks is None:
+            raise ConfigError(
+                f"What a disk keeps goes through host memory: expected kv_host_blocks with "
+                f"kv_disk_blocks={self.kv_disk_blocks}; got none."
             )
         longest = self.max_model_len or int((trace.prompt + trace.output).max())
         shares = self.enable_prefix_caching and trace.keys is not None
@@ -127,6 +139,12 @@ class Setup:
         if self.each > 1:
             raise ConfigError(f"Tokens are proposed where each step brings one: expected each=1; got {self.each}.")
 
+    def tiers(self, scheduler: Scheduler) -> SimTiers | None:
+        if self.kv_host_blocks is None:
+            return None
+        host, disk, size = self.kv_host_blocks, self.kv_disk_blocks or 0, scheduler.limits.block_size
+        return SimTiers(scheduler, host, disk, self.kv_host_load * size, self.kv_disk_load * size, self.kv_eviction)
+
     def _kept(self, trace: Trace, size: int) -> int:
         """Blocks for everything that the trace's requests might share."""
         return len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
@@ -162,11 +180,9 @@ class Run:
         outcome, limits, trace = self.outcome, self.limits, self.trace
         span = outcome.clock / PICOSECONDS
         edges = np.array([0, max(outcome.clock, 1)])
-        means = {what: float(outcome.timeline.means(what, edges)[0]) for what in ("waiting", "running", "blocks")}
+        means = {what: float(outcome.timeline.means(what, edges)[0]) for what in _OVER_TIME}
         counted = max(outcome.prompt_tokens, 1)
-        when, waiting = self.over_time("waiting")
-        _, running = self.over_time("running")
-        _, blocks = self.over_time("blocks")
+        over_time = {what: _rounded(self.over_time(what)[1]) for what in _OVER_TIME}
         out: dict[str, Any] = {
             "setup": asdict(self.setup),
             "limits": asdict(limits),
@@ -184,6 +200,10 @@ class Run:
             "new_tokens_per_second": outcome.new_tokens / span if span else 0.0,
             "hit_tokens": outcome.hit_tokens,
             "hit_rate": outcome.hit_tokens / counted,
+            "host_hit_tokens": outcome.host_hit_tokens,
+            "disk_hit_tokens": outcome.disk_hit_tokens,
+            "loads": outcome.loads,
+            "disk_loads": outcome.disk_loads,
             "proposed_tokens": outcome.proposed_tokens,
             "accepted_tokens": outcome.accepted_tokens,
             "evictions": outcome.evictions,
@@ -196,12 +216,7 @@ class Run:
             "most_waiting": max(outcome.timeline.waiting, default=0),
             "mean_rows": means["running"],
             "mean_blocks": means["blocks"],
-            "over_time": {
-                "seconds": _rounded(when),
-                "waiting": _rounded(waiting),
-                "running": _rounded(running),
-                "blocks": _rounded(blocks),
-            },
+            "over_time": {"seconds": _rounded(self.over_time("waiting")[0]), **over_time},
         }
         if trace.tenant is not None:
             out["tenants"] = self._groups(np.array(trace.tenant))
@@ -236,8 +251,9 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
         keys = trace.block_keys(limits.block_size) if setup.enable_prefix_caching and limits.blocks else lambda i: None
         feed = Offline(trace, 2 * setup.max_num_seqs, setup.order, setup.window, keys)
     how: dict[str, Any] = {"keys": setup.enable_prefix_caching, "each": setup.each, "guesses": setup.guesses}
+    scheduler = Scheduler(limits, policy())
     how["samples"] = setup.samples
-    replay = TraceReplay(trace, Scheduler(limits, policy()), time, **how)
+    replay = TraceReplay(trace, scheduler, time, **how)
     began = perf_counter()
-    outcome = replay.run(fast, feed)
+    outcome = replay.run(fast, feed, setup.tiers(scheduler))
     return Run(trace, setup, limits, outcome, perf_counter() - began)
