@@ -54,6 +54,7 @@ if _TYPE_CHECKING:
     from hibachi.engine.streams.batcher import FeedforwardBatcher as FeedforwardBatcher
     from hibachi.engine.streams.stream import Item as Item
     from hibachi.engine.streams.stream import ItemStream as ItemStream
+    from hibachi.engine.tiers.config import KVTiers as KVTiers
     from hibachi.engine.trie import Trie as Trie
     from hibachi.errors import BackendError as BackendError
     from hibachi.errors import BackendNotFound as BackendNotFound
@@ -70,6 +71,7 @@ if _TYPE_CHECKING:
     from hibachi.errors import InvalidModelOutput as InvalidModelOutput
     from hibachi.errors import InvalidRequest as InvalidRequest
     from hibachi.errors import InvalidTensorOperation as InvalidTensorOperation
+    from hibachi.errors import KVStoreError as KVStoreError
     from hibachi.errors import MissingExtra as MissingExtra
     from hibachi.errors import ModelError as ModelError
     from hibachi.errors import ModelFault as ModelFault
@@ -121,11 +123,12 @@ _PLACES = {
         "engine.runners.meters": "Meters",
         "engine.scheduler.policy": "Fair Fcfs Policy Priority Shares WaitingServed",
         "engine.stats": "Stats",
+        "engine.tiers.config": "KVTiers",
         "engine.streams.batcher": "AutoregressiveBatcher FeedforwardBatcher",
         "engine.streams.stream": "Item ItemStream",
         "errors": "BackendError BackendNotFound BackendNotInstalled ConfigError DeadlineExceeded EngineClosed "
         "EngineError EngineFailed HibachiError InternalError InvalidCall InvalidModelFiles InvalidModelOutput "
-        "InvalidRequest InvalidTensorOperation MissingExtra ModelError ModelFault NonFiniteOutput "
+        "InvalidRequest InvalidTensorOperation KVStoreError MissingExtra ModelError ModelFault NonFiniteOutput "
         "NotDeterministic OutOfCapacity PromptTooLong QueueFull RequestError UnknownArchitecture "
         "UnsupportedOperation",
         "llm.llm": "LLM",

@@ -18,6 +18,7 @@ HibachiError
 │   ├── InternalError                        a defect of hibachi ended this one request; see __cause__
 │   ├── EngineFailed                         the device, the engine's loop or its process failed; see __cause__
 │   └── OutOfCapacity                        no memory for even one token of this request; see __cause__
+├── KVStoreError                             a store of cached blocks could not keep, find or forget something
 ├── BackendError
 │   ├── BackendNotFound (LookupError)        no backend has this name, or none knows this array
 │   ├── BackendNotInstalled (ImportError)    the backend is known, the library below it is missing
@@ -106,6 +107,11 @@ def text_of(error: BaseException) -> str:
     if len(words) > MOST_WORDS:
         words = f"{words[:MOST_WORDS]} ... ({len(words)} characters)"
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def panicked(error: BaseException) -> bool:
+    """Is it what a library in Rust raises where its own code failed? It is no Exception, and has no name to catch."""
+    return type(error).__name__ == "PanicException"
 
 
 class InvalidTensorOperation(HibachiError, ValueError):
@@ -231,6 +237,12 @@ class BackendNotInstalled(BackendError, ImportError):
 
 class UnsupportedOperation(BackendError, NotImplementedError):
     """The backend lacks an operation that the model needs."""
+
+
+class KVStoreError(HibachiError):
+    """A store of cache blocks failed, took too long, or is left alone for a while. What it was asked for counts as not
+    there; a request fails by it only where `KVTiers.load_failure` is "fail".
+    """
 
 
 class ConfigError(HibachiError, ValueError):

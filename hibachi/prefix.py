@@ -259,20 +259,31 @@ def warmed(tokens: int, reused: int, block: int) -> WarmResult:
     return WarmResult(tokens, block, max(0, tokens // block - reused // block), not tail, tail, warning)
 
 
-def warm(llm: Texts | BatchEngine[Any], prompt: Prompt, *, terms: Terms | None = None) -> WarmResult:
+def warm(llm: Texts | BatchEngine[Any], prompt: Prompt, *, terms: Terms | None = None, pin: bool = False) -> WarmResult:
     """Compute a prompt, so that later requests which begin with it find all of its whole blocks in the cache.
 
     prompt: a text or token ids for an `LLM`, token ids for an engine. terms: of the request; prompts share with those
-    of the same cache salt. Raises UnsupportedOperation where no prefixes are kept, and what the engine raises.
+    of the same cache salt. pin: keep these blocks in host memory until `unpin`, whatever else comes; that takes
+    `kv_tiers`. Raises UnsupportedOperation where no prefixes are kept, and what the engine raises.
     """
     engine = _own_engine(llm)
     ids = llm.prompts.given(prompt) if isinstance(llm, Texts) else _ids(prompt)
     asked = engine.stats().prefix_queries
-    stream = engine.submit(engine.check(Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))))
+    request = Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))
+    if pin:
+        engine.pin(engine.check(request))
+    stream = engine.submit(engine.check(request))
     stream.collect()
     if engine.stats().prefix_queries == asked:
         raise UnsupportedOperation(f"{engine.facts.model} keeps no prefixes here, so there is nothing to warm.")
     return warmed(len(ids), stream.reused, engine.facts.limits.block_size)
+
+
+def unpin(llm: Texts | BatchEngine[Any], prompt: Prompt, *, terms: Terms | None = None) -> int:
+    """What `warm` has pinned of a prompt may make way again; returns how many tokens that are. Raises as it does."""
+    engine = _own_engine(llm)
+    ids = llm.prompts.given(prompt) if isinstance(llm, Texts) else _ids(prompt)
+    return engine.pin(engine.check(Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))), False)
 
 
 # ---- keys and values from elsewhere ----------------------------------------------------------------------------------

@@ -31,7 +31,16 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LINKED = [*PAGES, *(ROOT / name for name in ("benchmarks/README.md", "benchmarks/RESULTS.md", "deploy/README.md"))]
-GROUPS = ("backends", "kernels", "models", "policies", "router_policies", "guides", "drafters")  # of entry points
+GROUPS = (
+    "backends",
+    "kernels",
+    "models",
+    "policies",
+    "router_policies",
+    "guides",
+    "drafters",
+    "kv_stores",
+)  # of entry points
 LOGGERS = ("serve",)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -20,7 +20,10 @@ GROUND = "errors structured request common"
 ENGINE = f"{GROUND} backend engine"
 LLM = f"{ENGINE} llm"
 # What a room for backends stands on: what they implement, how tokens are drawn, how models look.
-BACKEND = "errors common.shapes common.phases common.cachefolder backend engine.sampling engine.ladder llm.model"
+BACKEND = (
+    "errors common.shapes common.phases common.cachefolder common.installed "
+    "backend engine.sampling engine.ladder llm.model"
+)
 SOCKETS = "socket socketserver ssl http urllib"
 CLOCKS = "asyncio threading queue time datetime random secrets logging"
 # The core follows entry points instead.
@@ -51,10 +54,14 @@ RULES = {
     "hibachi/engine/recording": Rule(
         "errors request engine.scheduler engine.recording", third_party="numpy typing_extensions"
     ),
-    "hibachi/engine/simulator": Rule("errors request common.settings engine.scheduler engine.simulator"),
+    "hibachi/engine/simulator": Rule(
+        "errors request common.settings engine.scheduler engine.simulator engine.tiers",
+        third_party="numpy typing_extensions",
+    ),
     "hibachi/engine/sampling": Rule("errors request backend engine.sampling"),
     "hibachi/engine/guide": Rule("errors structured common.installed engine.guide", third_party="numpy llguidance"),
     "hibachi/engine/streams": Rule("errors request engine.streams", third_party=""),
+    "hibachi/engine/tiers": Rule("errors common engine.scheduler engine.tiers", third_party=""),
     # ---- language models
     "hibachi/llm": Rule(LLM),
     "hibachi/llm/model": Rule(
@@ -160,6 +167,8 @@ OPTIONAL = {
     "pyarrow",
     "tqdm",
     "aiohttp",
+    "redis",
+    "fsspec",
 }
 
 

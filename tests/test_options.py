@@ -138,6 +138,7 @@ PYTHON_ONLY = {
     "max_prefill_tokens": "for programs that measure",
     "record": "a file of all prompts: not by a flag that is left on",
     "overlap": "for programs that measure",
+    "kv_tiers": "its fields are settings each, which begin with kv_",
 }
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from hibachi.cli import benchserve
+from hibachi.cli.main import add_command
 from hibachi.cli.options import model_arguments, model_options
 from hibachi.common.installed import version
 from hibachi.common.named import is_named
@@ -26,7 +25,6 @@ from hibachi.llm.users_model import model_named
 from hibachi.testing.bench import fit as fitting
 from hibachi.testing.bench.machine import machine
 
-P = TypeVar("P", bound=argparse.ArgumentParser)
 IN_A_CHECKOUT = ("throughput", "latency", "compare", "growth", "model", "work")
 _WORDS = {
     "step": "of each step",
@@ -39,34 +37,12 @@ _WORDS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(required=True, metavar="WHAT")
-    add_commands(what, {"serve": (benchserve.serve, benchserve.arguments), "fit": (fit, _fit_arguments)})
+    add_command(what, "serve", benchserve.serve.__doc__, benchserve.serve, benchserve.arguments)
+    add_command(what, "fit", fit.__doc__, fit, _fit_arguments)
     for name in IN_A_CHECKOUT:  # every word is one of theirs: none is an option here
         sub = what.add_parser(name, add_help=False, prefix_chars="\0")
         sub.add_argument("words", nargs="*")
-        sub.set_defaults(do=_in_a_checkout, parser=sub, name=name)
-
-
-def add_commands(
-    to: argparse._SubParsersAction[P],
-    commands: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None]]],
-) -> None:
-    """commands: by name, what runs one, whose docstring is its help, and what fills in its arguments."""
-    for name, (do, fill) in commands.items():
-        text = (do.__doc__ or "").strip()
-        sub = to.add_parser(
-            name,
-            help=text.partition("\n")[0],
-            description=f"{text[:1].upper()}{text[1:]}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        fill(sub)
-        sub.set_defaults(do=do, run=run, parser=sub)
-
-
-def run(args: argparse.Namespace) -> int:
-    do: Callable[[argparse.Namespace], int] = args.do
-    return do(args)
+        sub.set_defaults(run=_in_a_checkout, parser=sub, name=name)
 
 
 def _in_a_checkout(args: argparse.Namespace) -> int:

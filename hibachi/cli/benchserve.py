@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hibachi.common.installed import version
+from hibachi.backend.kernels.threads import processors
+from hibachi.common.installed import need, version
 from hibachi.engine.simulator.trace import read_trace
 from hibachi.errors import ConfigError
-from hibachi.llm.model.extras import need
 from hibachi.testing.bench import report, traffic, work
-from hibachi.testing.bench.machine import cores, machine
+from hibachi.testing.bench.machine import machine
 from hibachi.testing.bench.report import Slo
 from hibachi.testing.bench.samples import Loaded, Sample
 from hibachi.testing.bench.traffic import Ask, RequestForm
@@ -119,7 +119,7 @@ def serve(args: argparse.Namespace) -> int:
     slo = Slo(args.slo_ttft / 1e3, args.slo_itl / 1e3) if not args.no_stream else None
     found = report.figures(loaded, slo)
     print(report.text(found))
-    warned = report.warnings(found, cores())
+    warned = report.warnings(found, processors())
     for line in warned:
         print(f"\n! {line}", flush=True)
     if args.out:

@@ -17,7 +17,7 @@ from hibachi.backend.infer import leaves
 from hibachi.backend.layout import Paged, State
 from hibachi.backend.library import PORTABLE
 from hibachi.common.named import is_named, place
-from hibachi.common.phases import phase
+from hibachi.common.phases import phase, short_bytes
 from hibachi.engine.build import codebooks_of
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.kinds import kind_of, level_told
@@ -120,8 +120,8 @@ def _own(spec: str, for_programs: bool) -> int:
         _line("parameters", _count(facts["parameters"]))
     if kind is ModelKind.PAGED:
         _line("cache", f"{len(paged)} layers of keys and values, {len(states)} states")
-        _line("float32", f"{_bytes(4 * facts['numbers_per_token'])} a token")
-        _line("", f"{_bytes(4 * facts['numbers_per_request'])} a request")
+        _line("float32", f"{short_bytes(4 * facts['numbers_per_token'])} a token")
+        _line("", f"{short_bytes(4 * facts['numbers_per_request'])} a request")
     return 0
 
 
@@ -165,9 +165,9 @@ def _show(d: Description, facts: dict[str, Any]) -> None:
 
 def _table(memory: list[dict[str, Any]]) -> None:
     for m in memory:
-        full = _bytes(m["full_context"]) if m["full_context"] else "-"
-        token = _bytes(m["cache_per_token"]) if m["cache_per_token"] else "-"
-        print(f"{m['backend']:13} {m['dtype']:9} {_bytes(m['weights']):>11} {token:>12} {full:>14}")
+        full = short_bytes(m["full_context"]) if m["full_context"] else "-"
+        token = short_bytes(m["cache_per_token"]) if m["cache_per_token"] else "-"
+        print(f"{m['backend']:13} {m['dtype']:9} {short_bytes(m['weights']):>11} {token:>12} {full:>14}")
 
 
 def _other_tokens(d: Description, draft: Description) -> str | None:
@@ -235,10 +235,3 @@ def _count(n: int) -> str:
     return next(
         (f"{n / unit:.1f} {name}" for unit, name in ((10**9, "billion"), (10**6, "million")) if n >= unit), str(n)
     )
-
-
-def _bytes(n: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if n >= unit:
-            return f"{n / unit:.1f} {name}"
-    return f"{n} B"

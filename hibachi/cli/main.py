@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from inspect import cleandoc
+from typing import Any, NoReturn, TypeVar
 
 from hibachi.common.installed import version
 from hibachi.common.options import meant
@@ -28,9 +29,12 @@ COMMANDS = (
     "conformance",
     "sim",
     "bench",
+    "cache",
 )
 FAILED = 1
 BROKEN_PIPE = 141  # as shells report a program whose reader closed the pipe
+
+P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -66,17 +70,30 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in (only,) if only in COMMANDS else COMMANDS:
         module = import_module(f"hibachi.cli.{name.replace('-', '')}")
-        title, _, rest = (module.__doc__ or "").partition("\n")
-        sub = commands.add_parser(
-            name,
-            help=title,
-            description=f"{title[:1].upper()}{title[1:]}.\n{rest}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        module.arguments(sub)
-        sub.set_defaults(run=module.run, parser=sub, command=name)
+        sub = add_command(commands, name, module.__doc__, getattr(module, "run", None), module.arguments)
+        sub.set_defaults(command=name)
     return top
+
+
+def add_command(
+    to: argparse._SubParsersAction[P],
+    name: str,
+    doc: str | None,
+    run: Callable[[argparse.Namespace], int] | None,
+    fill: Callable[[argparse.ArgumentParser], None],
+) -> P:
+    """doc: its help. run: runs it; None: one of its own commands is run. fill: fills in its arguments."""
+    title, _, rest = cleandoc(doc or "").partition("\n")
+    sub = to.add_parser(
+        name,
+        help=title,
+        description=f"{title[:1].upper()}{title[1:]}.\n{rest}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    fill(sub)
+    sub.set_defaults(run=run, parser=sub)
+    return sub
 
 
 def main(argv: Sequence[str] | None = None) -> int:

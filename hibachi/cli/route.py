@@ -14,7 +14,7 @@ import argparse
 import os
 
 from hibachi.cli.settings import settings_arguments
-from hibachi.llm.model.extras import need
+from hibachi.common.installed import need
 from hibachi.router.settings import GROUPS, SETTINGS, misspelled, settle
 
 _PACKAGES = ("aiohttp", "msgspec", "prometheus_client", "uvicorn")

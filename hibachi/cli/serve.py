@@ -13,9 +13,9 @@ import argparse
 import os
 
 from hibachi.cli.settings import settings_arguments
+from hibachi.common.installed import need
 from hibachi.common.settings.kinds import SWITCH
 from hibachi.errors import ConfigError
-from hibachi.llm.model.extras import need
 from hibachi.server.settings import GROUPS, SETTINGS, misspelled, settle
 from hibachi.server.tgi_settings import FLAGS, TgiFlag
 

@@ -138,10 +138,7 @@ def replays(args: argparse.Namespace) -> list[Run]:
     runs = []
     for setup in setups:
         runs.append(simulate(trace, setup, time, policies[setup.scheduling_policy]))
-        print(
-            "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(_cells(runs[-1]), _COLUMNS, strict=True)),
-            flush=True,
-        )
+        print(_line(_cells(runs[-1])), flush=True)
     print()
     for text in _notes(runs):
         print(text)
@@ -241,7 +238,7 @@ def _cells(one: Run) -> list[str]:
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
-    """Lines below the table: by tenant and class, and refused requests."""
+    """Lines below the table: by tenant and class, proposed tokens, hits by tier, and refused requests."""
     out = []
     for one, label in zip(runs, labels(runs), strict=True):
         data = one.summary()
@@ -252,5 +249,11 @@ def _notes(runs: Sequence[Run]) -> list[str]:
                 out.append(f"{label}: TTFT p99 by {'tenant' if kind == 'tenants' else 'priority'}: {each}")
         if proposed := data["proposed_tokens"]:
             out.append(f"{label}: {proposed:,} tokens proposed, {data['accepted_tokens'] / proposed:.0%} of them kept")
+        if one.setup.kv_host_blocks:
+            host, disk = data["host_hit_tokens"], data["disk_hit_tokens"]
+            out.append(
+                f"{label}: hits of {data['hit_tokens'] - host - disk:,} tokens on the device, {host:,} in host memory, "
+                f"{disk:,} on disk; {data['loads']:,} blocks loaded, {data['disk_loads']:,} read from disk"
+            )
         out += [f"{label}: {n:,} refused: {cause}" for cause, n in data["refused"].items()]
     return out

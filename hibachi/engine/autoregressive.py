@@ -18,7 +18,7 @@ from hibachi.backend.array_backend import ArrayBackend, HostArray
 from hibachi.backend.infer import backend_of, prompt_backend, training
 from hibachi.backend.nine import NineBackend
 from hibachi.common.options import spelled, takes
-from hibachi.engine import ladder
+from hibachi.engine import ladder, tiering
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
@@ -105,6 +105,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     never.
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
     overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
+    kv_tiers: where prefixes are kept besides the device: see `KVTiers`. A model of your own names its weights for it in
+    an attribute `cache_id`, a text: other weights need another one.
     speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as
     {"method": "ngram", "num_speculative_tokens": 4}. The method: "ngram", an installed drafter's name, a `Drafter`; or
     in its place "model", a draft model of level 2. None and "off" mean no proposals.
@@ -494,6 +496,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             engine, config = self._worker.engine, self._speculation
             engine.drafting = speculation.made(config, built, type(self.model).__name__, self._promise.differ)
             engine.promise = self._promise if self._promise.waits else None
+            if (tiers := self._spec.config.kv_tiers) is not None:
+                engine.tiering = tiering.made(tiers, self.model, built, engine.brought)
             engine.waits = None if config is None else Waits(always=not config.auto)
             speculates = engine.drafting is not None
             self._built = built = replace(built, facts=replace(built.facts, speculates=speculates))

@@ -156,6 +156,20 @@ class BatchEngine(Protocol[R]):
         """
         ...
 
+    def pin(self, ready: R, on: bool = True) -> int:
+        """Keep in host memory what a prompt, which `check` returned, computes, until on=False unpins it.
+
+        Returns of how many tokens that is. Raises UnsupportedOperation without tiers (`kv_tiers`), and InvalidRequest
+        if too much would be pinned.
+        """
+        ...
+
+    def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
+        """(number, "stored" or "removed", tier, name in hexadecimal digits) of the last changes in tiers, from number
+        `since` on. Raises UnsupportedOperation without tiers.
+        """
+        ...
+
     def drain(self, timeout: float | None = None) -> bool: ...
 
     def close(self, timeout: float | None = None) -> None: ...

@@ -24,7 +24,7 @@ from hibachi.engine.streams.channel import Channel, in_thread
 from hibachi.engine.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.engine.streams.stream import ItemStream
 from hibachi.engine.worker import Worker
-from hibachi.errors import EngineClosed
+from hibachi.errors import EngineClosed, UnsupportedOperation
 
 
 class BatchInference(Closing):
@@ -150,6 +150,25 @@ class BatchInference(Closing):
         """See `BatchEngine`."""
         if self._worker is not None:
             self._worker.reset_cache()
+
+    def pin(self, job: Job, on: bool = True) -> int:
+        """See `BatchEngine`."""
+        engine = self._with_tiers()
+        assert engine.tiering is not None
+        return engine.tiering.pin(job, engine.scheduler, on=on)
+
+    def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
+        """See `BatchEngine`."""
+        engine = self._with_tiers()
+        assert engine.tiering is not None
+        return engine.tiering.host.events(since)
+
+    def _with_tiers(self) -> Engine:
+        if self._worker is None or self._worker.engine.tiering is None:
+            raise UnsupportedOperation(
+                "This engine keeps nothing beside its cache: give it kv_tiers (--kv-host-bytes)."
+            )
+        return self._worker.engine
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the running and waiting ones.

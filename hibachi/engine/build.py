@@ -331,6 +331,7 @@ def cached_runner(
     rows = ModelRows(model, backend, tables, beside or ExtraInputs(declared_by(model), tables.rows))
     head, tally = _head(rows, sampler)
     runner = OverlappingRunner(rows, scheduler, head, dtype, tally)
+    runner.entries = runner.memory
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner

@@ -13,6 +13,7 @@ from hibachi.backend.protocol import Backend
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.speculation.config import SpeculativeConfig
+from hibachi.engine.tiers.config import KVTiers
 from hibachi.errors import ConfigError
 
 Check = Callable[[str, Any], None]  # takes name and value; raises ConfigError
@@ -104,6 +105,7 @@ class EngineConfig(WorkerConfig):
     max_prefill_tokens: int | None = option(None, at_least(1, ""))
     pause_after: int | None = option(None, at_least(1, NO_LIMIT))
     overlap: bool | None = None
+    kv_tiers: KVTiers | None = None
     speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None
 
 
@@ -122,6 +124,7 @@ class EngineOptions(WorkerOptions, total=False):
     max_prefill_tokens: int | None
     pause_after: int | None
     overlap: bool | None
+    kv_tiers: KVTiers | None
     speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None
 
 

@@ -43,7 +43,8 @@ from hibachi.engine.speculation.drafting import Drafting
 from hibachi.engine.speculation.howmany import Waits
 from hibachi.engine.stats import EngineCounts, Stats
 from hibachi.engine.streams.channel import Wakeups
-from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
+from hibachi.engine.tiering import Tiering
+from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput, KVStoreError, text_of
 from hibachi.request import Finish
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -105,6 +106,7 @@ class Engine:
         self._in_turns: set[Job] = set()  # requests of slow forms that wait for theirs
         self._compiling = Compiling(self._made, self._turns, runner.sampler.shape[-1] if runner.sampler else 0)
         self.drafting: Drafting | None = None
+        self.tiering: Tiering | None = None
         self.promise: Promise | None = None
         self.waits: Waits | None = None  # where steps may begin before the last one is read; None means that all do
         self._waiting = False  # this step is waited for, as it may have proposals then
@@ -178,7 +180,9 @@ class Engine:
             each.seq.owner = each
             if not each.silent:
                 self._live.add(each)
-        job.seq.held = ticket.held = job.grammar is not None and job.guided is None
+        guided = job.grammar is not None and job.guided is None
+        brings = self.tiering is not None and self.tiering.begin(job, job.seq, self.scheduler, now)
+        job.seq.held = ticket.held = guided or brings
         self._pausing |= job.channel.pause_after is not None or job.channel.fed
         try:
             self.scheduler.add(ticket, now)
@@ -188,8 +192,28 @@ class Engine:
                 if each is not job:
                     self._give_up(each, e)
             raise
-        if ticket.held:
+        if guided:
             self._compiling.begin(job)
+
+    def brought(self, job: Job, failed: Exception | None) -> None:
+        """Called in another thread: what stores have for a job is there."""
+        self.inbox.put((partial(self._go_on, failed=failed), job))
+
+    def _go_on(self, job: Job, failed: Exception | None = None) -> None:
+        """A job waits no longer for what stores have."""
+        if self.tiering is None or not self.tiering.end(job) or job not in self._live:
+            return
+        if failed is not None and self.tiering.fail:
+            self._give_up(job, KVStoreError(f"A store of the cache failed: {text_of(failed)}. Send the request again."))
+        else:
+            self._free(job)
+
+    def _free(self, job: Job) -> None:
+        """A held job may start, unless it waits for something else."""
+        if job.grammar is not None and (job.guided is None or job in self._in_turns):
+            return
+        if self.tiering is None or not self.tiering.waits(job):
+            self.scheduler.free(job.seq)
 
     def _made(self, job: Job, made: Guided | BaseException, seconds: float) -> None:
         """Called in another thread: what has become of the grammar of a job."""
@@ -214,7 +238,7 @@ class Engine:
                 self._in_turns.add(job)
                 self._turns.some = True
             else:
-                self.scheduler.free(job.seq)
+                self._free(job)
 
     def cancel(self, job: Job, reason: Finish = Finish.CANCELLED) -> None:
         if job not in self._live:
@@ -233,6 +257,8 @@ class Engine:
         """
         try:
             self.scheduler.drop_prefixes()
+            if self.tiering is not None:
+                self.tiering.forget(self.scheduler)
         except BaseException as e:
             job.channel.end(Finish.ERROR, internal(e))
         else:
@@ -271,7 +297,8 @@ class Engine:
             self.scheduler.pause(job.seq)
         for job in self._in_turns - waiting:
             if job.seq.finish is None and job not in self._paused:
-                self.scheduler.free(job.seq)
+                self._in_turns.discard(job)
+                self._free(job)
                 self.scheduler.unpause(job.seq)
         self._in_turns, self._turns.some = waiting, bool(slow)
 
@@ -283,7 +310,8 @@ class Engine:
         """The time (time.monotonic()) at which `step` has something to do even if no request arrives and nothing is
         computed.
         """
-        return self.scheduler.next_deadline()
+        times = [self.scheduler.next_deadline(), None if self.tiering is None else self.tiering.next_time()]
+        return min((time for time in times if time is not None), default=None)
 
     def step(self) -> bool:
         """Take one step; False if there was nothing to compute."""
@@ -406,6 +434,9 @@ class Engine:
         else:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
+        if self.tiering is not None:
+            self.tiering.store(self.scheduler.take_stores())
+            self.tiering.took(plan, seconds)
         if self.drafting is not None and not self.runner.tally.compiles:
             self._took(self.drafting, plan, outcome, seconds, steady)
         self._measure(plan, seconds)
@@ -492,7 +523,9 @@ class Engine:
         self._suspend(self.scheduler.rollback(plan, why))
 
     def _expire(self, now: float) -> None:
-        """End the requests whose time is over."""
+        """End the requests whose time is over, and let those start that have waited long enough for stores."""
+        for job in () if self.tiering is None else self.tiering.late(now):
+            self._go_on(job)
         ended = self.scheduler.expire(now)
         if ended:
             for seq in ended:
@@ -500,7 +533,9 @@ class Engine:
             self._wakeups.post()
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Restore the saved recurrent states of rows that start from one. Raises StepFailed."""
+        """Store and load what tiers keep, and restore the states of rows that start from one. Raises StepFailed."""
+        if self.tiering is not None:
+            self.tiering.before(plan)
         if not plan.restores:
             return
         try:
@@ -815,6 +850,8 @@ class Engine:
             self.promise.close()
         if self.drafting is not None:
             self.drafting.close()
+        if self.tiering is not None:
+            self.tiering.close()
         self.runner.close()
         self.recorder.close()
 

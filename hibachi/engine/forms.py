@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hibachi.engine.guide.find import guides_for, installed
+from hibachi.engine.guide.find import guides_for
 from hibachi.engine.guide.protocol import Counted, Grammar, Guides, Vocabulary
 from hibachi.errors import UnsupportedOperation
 from hibachi.request import SamplingParams
@@ -30,13 +30,6 @@ def vocabulary_of(tokenizer: Any, size: int, eos_ids: Sequence[int]) -> Vocabula
         return Vocabulary([b""] * size, eos_ids=tuple(eos_ids), texts=False)
     tokens = [bytes(tokenizer.token_bytes(i)) for i in range(size)]
     return Vocabulary(tokens, frozenset(i for i in tokenizer.special_ids if i < size), tuple(eos_ids))
-
-
-def guides_text(forms: Forms, tokenizer: Any) -> bool:
-    """Whether answers can be held to a form of text: the engine samples single ids, the tokenizer says which bytes each
-    stands for, and a library that guides is installed.
-    """
-    return forms.vocabulary is not None and bool(getattr(tokenizer, "spells", False)) and installed()
 
 
 class Forms:

@@ -10,7 +10,7 @@ class Stats:
     """A snapshot of an engine's figures. Counters run from its start."""
 
     waiting: int = 0  # requests in the queue
-    held: int = 0  # of these, requests whose grammars are being made
+    held: int = 0  # of these, requests whose grammars are being made, or that wait for what a store has
     running: int = 0  # requests that hold a row
     max_num_seqs: int = 0  # rows
     steps: int = 0
@@ -24,6 +24,7 @@ class Stats:
     cached_blocks: int = 0  # of these, with such contents
     prefix_queries: int = 0  # prompt tokens of started requests that were allowed to share
     prefix_hits: int = 0  # of these, tokens that were found in the cache
+    tier_hits: int = 0  # tokens that were loaded from host memory, a disk or a store
     evictions: int = 0  # cached blocks that were reused for other contents
     preemptions: int = 0  # times that a request lost its row and had to compute its tokens again
 

@@ -17,6 +17,7 @@ from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.ladder import LanguageModel
 from hibachi.errors import ConfigError
 from hibachi.llm.drafts import resolved
+from hibachi.llm.model.digest import FilesDigest
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.pooling import pooling_of
 from hibachi.llm.model.registry import arch_of, is_portable, load_model
@@ -97,6 +98,7 @@ class LLM(Texts):
         self.backend = _quantized(
             choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
+        digest = None if config.kv_tiers is None else FilesDigest(files.paths)  # computed while the model loads
         self.model: LanguageModel[Any] = load_model(
             files, self.backend, dtype=dtype, max_model_len=config.max_model_len
         )
@@ -108,6 +110,10 @@ class LLM(Texts):
             )
         # Kernels of a file may have other bits, and libraries compute some models apart.
         check_numerics(config.numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
+        tiers = config.kv_tiers
+        if digest is not None and tiers is not None:
+            how = kept, config.gguf_unpack, self.model.max_model_len, self.backend.fingerprint()
+            tiers = replace(tiers, cache_id=repr((digest.result(), *how)))
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         ends = self.model.eos_ids
         if (end := tokenizer.eos_id) is not None and end not in ends and end < self.model.vocab_size:
@@ -119,7 +125,7 @@ class LLM(Texts):
             self.model.dtype,
             lambda: vocabulary_of(tokenizer, self.model.vocab_size, ends),
         )
-        known = replace(config, max_model_len=self.model.max_model_len, speculative_config=speculation)
+        known = replace(config, max_model_len=self.model.max_model_len, speculative_config=speculation, kv_tiers=tiers)
         engine = AutoregressiveBatchInference(
             self.model,
             backend=self.backend,

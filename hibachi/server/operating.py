@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from hibachi.common.installed import version
 from hibachi.llm.dialects.dialects import key_of
 from hibachi.llm.dialects.errors import DENIED, Refused
-from hibachi.llm.dialects.openai.answers import Forgotten, Load, Unwell, Version, Well
+from hibachi.llm.dialects.openai.answers import CacheEvent, CacheEvents, Forgotten, Load, Unwell, Version, Well
 from hibachi.server.flight import of_tenant
 from hibachi.server.routes import About, Route
 from hibachi.server.served import Served
@@ -55,15 +56,28 @@ async def load(served: Served, x: Exchange) -> None:
     await x.json(Load(served.open_requests - 1))
 
 
+async def cache_events(served: Served, x: Exchange) -> None:
+    """The last changes of what is kept in host memory, on disk and in stores, from number `since` on. Needs what a
+    reset of the cache needs.
+    """
+    _check_operator(served, x, "Its events are not told")
+    given = dict(x.query)
+    since = given.pop("since", "0")
+    if given or not (since.isascii() and since.isdigit()):
+        raise Refused(
+            f"This route takes since=N, a number of an event; got {str(dict(x.query))[:80]}.",
+            param="since",
+            code="invalid_value",
+        )
+    served.check_open()
+    found = await served.ask(partial(served.what.engine.cache_events, int(since)))
+    events = [CacheEvent(*each) for each in found]
+    await x.json(CacheEvents(events, events[-1].number + 1 if events else int(since)))
+
+
 async def reset_prefix_cache(served: Served, x: Exchange) -> None:
     """Forget all cached prefixes. Needs an admin's key or, without keys, a client on the same machine."""
-    if served.tenants.keys:
-        if not _sees_all(served, x):
-            raise _denied("the key of an admin is needed")
-    elif not _is_here(x.client):
-        raise _denied("there are no keys, so only this machine may ask for it")
-    elif b"origin" in x.headers:  # a web page that is open on this machine
-        raise _denied("there are no keys, so no page of a browser may ask for it")
+    _check_operator(served, x, "The cache is not reset")
     if query := x.scope.get("query_string"):
         raise Refused(
             f"This route takes nothing in its query; got {query.decode('latin-1')[:80]!r}.",
@@ -72,6 +86,17 @@ async def reset_prefix_cache(served: Served, x: Exchange) -> None:
     served.check_open()
     await served.ask(served.what.engine.reset_cache)
     await x.json(Forgotten(True))
+
+
+def _check_operator(served: Served, x: Exchange, what: str) -> None:
+    """Raises Refused for who is none."""
+    if served.tenants.keys:
+        if not _sees_all(served, x):
+            raise _denied(what, "the key of an admin is needed")
+    elif not _is_here(x.client):
+        raise _denied(what, "there are no keys, so only this machine may ask for it")
+    elif b"origin" in x.headers:  # a web page that is open on this machine
+        raise _denied(what, "there are no keys, so no page of a browser may ask for it")
 
 
 def _is_here(client: tuple[str, int] | None) -> bool:
@@ -83,14 +108,15 @@ def _is_here(client: tuple[str, int] | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def _denied(why: str) -> Refused:
-    return Refused(f"The cache is not reset: {why}.", status=403, kind=DENIED, code="admin_only")
+def _denied(what: str, why: str) -> Refused:
+    return Refused(f"{what}: {why}.", status=403, kind=DENIED, code="admin_only")
 
 
 _HEALTH = About(answer=Well, unwell=Unwell)
 ROUTES = (
     Route("GET", "/load", load, about=About(answer=Load)),
     Route("POST", "/reset_prefix_cache", reset_prefix_cache, about=About(answer=Forgotten, statuses=(403, 503))),
+    Route("GET", "/v1/cache/events", cache_events, about=About(answer=CacheEvents, statuses=(403, 503))),
     Route("GET", "/debug/flight", flight, about=About(answer=dict[str, Any], statuses=(503,))),
     Route("GET", "/health", health, keyed=False, about=_HEALTH),
     Route("GET", "/ready", ready, keyed=False, about=_HEALTH),

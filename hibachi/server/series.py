@@ -295,6 +295,9 @@ SERIES = (
     ),
     counter("hibachi_prefix_hit_tokens_total", "stats.prefix_hits", "Tokens of prompts that were found in the cache."),
     counter(
+        "hibachi_tier_hit_tokens_total", "stats.tier_hits", "Of these, tokens from host memory, a disk or a store."
+    ),
+    counter(
         "hibachi_preemptions_total", "stats.preemptions", "Times that a request lost its place, to compute again later."
     ),
     # ---- the system ----

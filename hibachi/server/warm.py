@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+import numpy as np
+
+from hibachi.engine.batchengine import BatchEngine
 from hibachi.llm.dialects.errors import Refused
 from hibachi.llm.dialects.openai.answers import Warmed
 from hibachi.llm.dialects.openai.bodies import WarmBody, read
 from hibachi.llm.dialects.openai.parse import ParsedRequest, prompt_of, terms_of
 from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature
 from hibachi.prefix import warmed
-from hibachi.request import SamplingParams
+from hibachi.request import Request, SamplingParams, Terms
 from hibachi.server.routes import About, Route, for_text
 from hibachi.server.served import Served
 from hibachi.server.streaming import answer_text
@@ -24,16 +28,17 @@ class WarmWriter(AnswerWriter):
     prefix = "warm"
     chars: int
     block: int
+    pinned: int | None = None
 
     def whole(self) -> Any:
         self._done()  # raises the error of one that failed
         (ids,), used = self.ids, self.usage()
         found = asdict(warmed(len(ids), used.cached, self.block))
-        return Warmed(chars=self.chars, id=self.id, model=self.name, usage=used, **found)
+        return Warmed(chars=self.chars, id=self.id, model=self.name, usage=used, pinned_tokens=self.pinned, **found)
 
 
 async def warm(served: Served, x: Exchange) -> None:
-    """Put a text, or a conversation, into the cache."""
+    """Put a text, or a conversation, into the cache; "pin": true keeps it there, and false no longer."""
     body = read(WarmBody, await served.body(x))
     name = served.check_name(body.model)
     if not body.text and body.messages is None:
@@ -52,7 +57,14 @@ async def warm(served: Served, x: Exchange) -> None:
     asked = ParsedRequest(params, terms_of(body), False, False, False, False, unwritten=True)
     writer = WarmWriter(asked, Signature(name, served.vocabulary))
     writer.chars, writer.block = len(text), facts.limits.block_size
+    if body.pin is not None:
+        terms = served.terms(asked.terms, x.tenant, x.part)
+        writer.pinned = await served.ask(partial(_pin, served.texts.engine, ids[0], params, terms, body.pin))
     await answer_text(served, x, writer, ids)
+
+
+def _pin(engine: BatchEngine[Any], ids: list[int], params: SamplingParams, terms: Terms, on: bool) -> int:
+    return engine.pin(engine.check(Request(np.array(ids), params, terms=terms)), on)
 
 
 def _useful(served: Served) -> bool:

@@ -274,7 +274,7 @@ FIELDS = {
         **FREE,
         **of(TEXT, "model text cache_salt"),
         **of(OBJECTS, "messages tools documents"),
-        **of(BOOL, "add_special_tokens"),
+        **of(BOOL, "pin add_special_tokens"),
         **of(BOOL, "add_generation_prompt", True),
         **of(OBJECT, "chat_template_kwargs"),
         **of(INT, "priority"),

@@ -50,7 +50,23 @@ def text():
 
 @pytest.mark.parametrize(
     "command",
-    ["", "demo", "generate", "chat", "serve", "route", "inspect", "doctor", "verify", "conformance", "sim", "bench"],
+    [
+        *(
+            "",
+            "demo",
+            "generate",
+            "chat",
+            "serve",
+            "route",
+            "inspect",
+            "doctor",
+            "verify",
+            "conformance",
+            "sim",
+            "bench",
+        ),
+        *("bench fit", "cache", "cache ls", "cache verify", "cache clear"),
+    ],
 )
 def test_help_fits_a_terminal(run, command):
     status, out, err = run(*command.split(), "--help")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hibachi import KVTiers
 from hibachi.llm.own import open_texts
 from hibachi.server.web.tenants import Tenant, Tenants
 
-from .conftest import site
+from .conftest import ENGINES, site
 
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune"
 CHAT = [{"role": "system", "content": TEXT}]
@@ -126,3 +127,31 @@ def test_a_model_without_a_cache_has_nothing_to_warm(slow_model):
         assert refused(here.post("/v1/warm", {"text": "a"})) == (None, "unsupported")
         with pytest.raises(AssertionError):  # but text it makes
             refused(here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))
+
+
+@pytest.mark.parametrize("which", ENGINES)
+def test_a_restarted_server_has_what_was_pinned_and_computed_and_tells_what_it_keeps(which, tmp_path):
+    """K-23, K-24, over HTTP; and the folder of a server that has ended."""
+    tiers = {"kv_tiers": KVTiers(disk=tmp_path, disk_bytes=1 << 26), "cache_tokens": 16 * 40}
+    tenants = Tenants((("k", "a"), ("ops", "ops")), {"ops": Tenant(admin=True)})
+    key, ops = ({"Authorization": f"Bearer {name}"} for name in ("k", "ops"))
+    with ENGINES[which]("tiny", **tiers) as texts, site(texts, tenants=tenants) as here:
+        first = here.post("/v1/warm", {"text": TEXT * 3, "pin": True}, headers=key).json()
+        assert first["pinned_tokens"] == first["token_count"] // 16 * 16 and first["usage"]
+        for n in range(6):
+            here.post("/v1/warm", {"text": f"{n} {TEXT}" * 3}, headers=key)
+        again = here.post("/v1/warm", {"text": TEXT * 3}, headers=key).json()
+        assert again["chunks_stored"] == 0 and again["pinned_tokens"] is None
+        assert here.post("/v1/warm", {"text": TEXT * 3, "pin": False}, headers=key).json()["pinned_tokens"]
+        assert refused(here.client.get("/v1/cache/events", headers=key), 403) == (None, "admin_only")
+        told = here.client.get("/v1/cache/events", headers=ops).json()
+        assert {e["event"] for e in told["events"]} == {"stored"} and {e["tier"] for e in told["events"]} > {"host"}
+        assert here.client.get(f"/v1/cache/events?since={told['next']}", headers=ops).json()["events"] == []
+        assert refused(here.client.get("/v1/cache/events?since=x", headers=ops))[0] == "since"
+    with ENGINES[which]("tiny", **tiers) as texts, site(texts, tenants=tenants) as here:
+        assert here.post("/v1/warm", {"text": TEXT * 3}, headers=key).json()["chunks_stored"] == 0
+        assert here.post("/v1/warm", {"text": TEXT * 3}, headers=ops).json()["chunks_stored"], "another tenant's"
+        assert "hibachi_tier_hit_tokens_total" in here.client.get("/metrics", headers=ops).text
+    with ENGINES[which]("tiny") as texts, site(texts) as here:
+        assert refused(here.post("/v1/warm", {"text": TEXT, "pin": True})) == (None, "unsupported")
+        assert refused(here.client.get("/v1/cache/events")) == (None, "unsupported")

@@ -382,6 +382,14 @@ class RemoteEngine(Closing):
     def reset_cache(self) -> None:
         self._ask("reset_cache")
 
+    def pin(self, ready: PackedRequest, on: bool = True) -> int:
+        found: int = self._ask("pin", ready.contents, on)
+        return found
+
+    def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
+        found: list[tuple[int, str, str, str]] = self._ask("cache_events", since)
+        return found
+
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the others; False after `timeout` seconds, or once the process stalls or is
         lost.

@@ -13,7 +13,7 @@ from hibachi.llm.model.generation import Generation
 from hibachi.llm.options import OPTIONS, TextOptions
 from hibachi.llm.own import is_own, open_model
 from hibachi.llm.remote.llm import open_remote
-from hibachi.llm.remote.settings import LLMSettings
+from hibachi.llm.remote.settings import LLMSettings, tiers_of
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokens import Tokens
 from hibachi.request import SamplingParams
@@ -66,6 +66,8 @@ def engine_options(settings: LLMSettings) -> TextOptions:
     given: Any = {name: value for name in names if (value := getattr(settings, name)) is not None}
     options: TextOptions = given
     options["stall_after"] = settings.stall_after or None
+    if (tiers := tiers_of(settings)) is not None:
+        options["kv_tiers"] = tiers
     if not settings.gguf_unpack:
         del options["gguf_unpack"]
     if is_own(settings.model):

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from hibachi.common.settings.kinds import SWITCH, ValueKind, choice, integer, seconds, setting, size, text
 from hibachi.common.settings.settle import Settings
+from hibachi.engine.tiers.config import LOAD_FAILURES, KVTiers
+from hibachi.engine.tiers.keeping import EVICTIONS
+from hibachi.errors import ConfigError
 from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.chatformat.templates.known import REASONING_NAMES, TOOL_NAMES
 from hibachi.llm.llm import QUANTIZATIONS
@@ -102,6 +105,22 @@ class EngineSettings:
         "off",
     )
     enable_prefix_caching: bool = setting(SWITCH, True, "let requests that begin alike share keys and values")
+    kv_host_bytes: int | None = setting(
+        size(), None, "host memory for prefixes that the cache has no room for", "none; 256M with a disk or a store"
+    )
+    kv_disk: str | None = setting(text("DIR"), None, "keep prefixes in this folder: they survive a restart", "nowhere")
+    kv_disk_bytes: int | None = setting(size(), None, "most bytes of that folder", "none: say how many")
+    kv_store: str | None = setting(
+        text("URL"), None, "share prefixes through a store: redis://, s3://, memory://", "no"
+    )
+    kv_key_file: str | None = setting(
+        text("FILE"), None, "secret of who may share them: other entries of the store are not believed", "none"
+    )
+    kv_load_failure: str = setting(
+        choice(*LOAD_FAILURES), "recompute", "what becomes of a request for which a store failed"
+    )
+    kv_eviction: str = setting(choice(*EVICTIONS), "lru", "which prefix makes way in host memory")
+    kv_recency_window: int = setting(integer(0), 0, "of those, this many used last never make way")
     stall_after: float = setting(
         seconds(), 120.0, "seconds without a step after which the engine counts as lost; 0 means never"
     )
@@ -110,6 +129,30 @@ class EngineSettings:
 @dataclass(frozen=True, kw_only=True)
 class LLMSettings(EngineSettings, ModelSettings, Settings):
     """What opens a model; see `hibachi.llm.remote.opening.open_settled`."""
+
+
+def tiers_of(settings: EngineSettings) -> KVTiers | None:
+    """What settings say of tiers; None means there are none. Raises ConfigError."""
+    if settings.kv_host_bytes is None and settings.kv_disk is None and settings.kv_store is None:
+        beside = {"--kv-disk-bytes": settings.kv_disk_bytes, "--kv-key-file": settings.kv_key_file}
+        for flag, given in beside.items():
+            if given is not None:
+                raise ConfigError(
+                    f"{flag} {given}: nothing is kept. Add --kv-disk DIR or --kv-store URL, or leave it out."
+                )
+        return None
+    if not settings.enable_prefix_caching:
+        raise ConfigError("Tiers keep prefixes, and --no-enable-prefix-caching shares none. Leave one of them out.")
+    return KVTiers(
+        host_bytes=settings.kv_host_bytes,
+        disk=settings.kv_disk,
+        disk_bytes=settings.kv_disk_bytes,
+        store=settings.kv_store,
+        key_file=settings.kv_key_file,
+        load_failure=settings.kv_load_failure,
+        eviction=settings.kv_eviction,
+        recency_window=settings.kv_recency_window,
+    )
 
 
 def parsers_of(settings: ChatSettings) -> Parsers:

@@ -419,6 +419,7 @@ class Warmed(Struct, kw_only=True):
     chunk_boundary_aligned: bool
     partial_tail_tokens: int
     alignment_warning: str | None
+    pinned_tokens: int | None = None
     id: str
     model: str
     usage: Usage
@@ -446,6 +447,22 @@ class Load(Struct):
 
 class Forgotten(Struct):
     success: bool
+
+
+class CacheEvent(Struct):
+    """name: of a block, in hexadecimal digits."""
+
+    number: int
+    event: str
+    tier: str
+    name: str
+
+
+class CacheEvents(Struct):
+    """next: the number to ask from."""
+
+    events: list[CacheEvent]
+    next: int
 
 
 def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> Embeddings:

@@ -285,6 +285,7 @@ class WarmBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    pin: bool | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True

@@ -1,0 +1,368 @@
+"""Host memory as a tier, and the two threads between it and the stores.
+
+The engine's thread only hands over: what it stores is read from the device, kept and written to the stores by one
+thread; what a waiting request may find in the stores is brought to host memory by another. Host memory is bounded, and
+so is what waits to be written: a slow store costs entries, and no step waits for it. Whatever fails is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from hibachi.engine.scheduler.names import chained
+from hibachi.engine.tiers.keeping import Keeper
+from hibachi.engine.tiers.store import KVStore
+from hibachi.errors import InvalidRequest, text_of
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+AT_ONCE = 8  # entries that are asked for in one call
+FADE = 0.8  # weight of an older measurement
+TOLD_EVERY = 60.0  # seconds between lines about one store that fails
+EVENTS = 1 << 14  # the last ones are kept for who asks
+AHEAD = 1 << 26  # bytes that may wait to be written, at least; else a quarter of the host memory
+
+Event = Callable[[str, str, bytes], None]  # "stored" or "removed", the tier, the name
+
+
+class Outgoing(Protocol):
+    """What was read from the device: see `hibachi.engine.runners.entries.Entries`."""
+
+    @property
+    def names(self) -> list[bytes]: ...
+
+    def data(self) -> list[bytes]: ...
+
+    def importance(self) -> list[float]: ...
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Counters from the start on. Entries are of one block or one state each."""
+
+    stored: int = 0  # entries put into host memory
+    dropped: int = 0  # that were to be stored, while too many waited
+    brought: int = 0  # from stores into host memory
+    failed: int = 0  # calls of stores that raised
+    slower: int = 0  # requests for which computing was expected to be faster than loading
+
+
+@dataclass(slots=True)
+class Wish:
+    """What a request would begin with. names: of its blocks, in order. states: of recurrent states, the longest first;
+    it needs one of them and the blocks before it. compute: seconds that computing an entry takes; None means nobody
+    knows. until: when it waits no longer, by the tier's clock. done: told that all has come that will, with the error
+    of a store if there was one.
+    """
+
+    names: list[bytes]
+    states: list[bytes]
+    compute: float | None
+    until: float
+    done: Callable[[Exception | None], None]
+
+
+@dataclass(slots=True)
+class _StoreBehind:
+    """A store, and what is known of it. pace: seconds that an entry takes; None means nobody knows."""
+
+    store: KVStore
+    name: str
+    pace: float | None = None
+    ready: bool = False  # it is known to have the generation of this process
+    generation: int = -1
+    error: Exception | None = None  # the last one
+    told: float = field(default=-TOLD_EVERY)
+
+
+class HostTier:
+    """Entries in host memory by name. stores: (name, store) of those behind it, the quickest first.
+
+    keeper: of the bytes that there are. event: told what is stored and removed. Threads begin with the first work.
+    """
+
+    counts: TierCounts
+
+    def __init__(self, keeper: Keeper, stores: Sequence[tuple[str, KVStore]] = (), event: Event | None = None) -> None:
+        self.counts = TierCounts()
+        self._keeper, self._event = keeper, event
+        self._clock: Callable[[], float] = time.monotonic
+        self._sources = [_StoreBehind(store, name) for name, store in stores]
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, bytes] = {}
+        self._pinned: dict[bytes, int] = {}  # bytes of each, here or not
+        self._importance = 0.0  # of a usual entry
+        self._events: deque[tuple[int, str, str, bytes]] = deque(maxlen=EVENTS)
+        self._told = 0
+        self._out: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._in: SimpleQueue[Wish | None] = SimpleQueue()
+        self._ahead, self._most = 0, max(AHEAD, keeper.capacity // 4)
+        self._root, self._generation = b"", 0
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def used(self) -> int:
+        """Bytes in host memory."""
+        return self._keeper.used
+
+    @property
+    def stores(self) -> bool:
+        return bool(self._sources)
+
+    # ---- of the engine's thread --------------------------------------------------------------------------------
+
+    def has(self, name: bytes) -> bool:
+        with self._lock:
+            return name in self._entries
+
+    def find(self, name: bytes) -> bytes | None:
+        """What is kept under a name; it counts as used."""
+        with self._lock:
+            data = self._entries.get(name)
+            if data is not None:
+                self._keeper.use(name)
+            return data
+
+    def keep(self, entries: Outgoing, size: int, *, now: bool) -> None:
+        """Keep what was read from the device. size: bytes of all. now: the device need not be waited for."""
+        if self._ahead > self._most:
+            self.counts.dropped += len(entries.names)
+            return
+        pairs = self._held(entries) if now else []
+        if pairs and not self._sources:
+            return
+        with self._lock:
+            self._ahead += size
+        self._start()
+        self._out.put(partial(self._store, None if now else entries, pairs, size, self._generation))
+
+    def bring(self, wish: Wish) -> None:
+        """Bring what a request wishes into host memory, in the background."""
+        self._start()
+        self._in.put(wish)
+
+    def pin(self, names: Sequence[bytes], size: int, *, on: bool) -> int:
+        """Keep entries of these names, now or when they come, until on=False says that they may make way again.
+
+        size: bytes of an entry, at most. Returns how many names changed. Raises InvalidRequest for more than half of
+        the host memory. Callable from any thread.
+        """
+        with self._lock:
+            changed = [name for name in dict.fromkeys(names) if (name in self._pinned) != on]
+            most = self._keeper.capacity // 2
+            if on and (wanted := sum(self._pinned.values()) + size * len(changed)) > most:
+                raise InvalidRequest(
+                    f"At most half of the host memory can be pinned: expected up to {most} bytes; with this prompt it "
+                    f"would be {wanted}. Unpin another, or allow more host_bytes."
+                )
+            for name in changed:
+                if on:
+                    self._pinned[name] = size
+                else:
+                    del self._pinned[name]
+                if name in self._entries:
+                    (self._keeper.pin if on else self._keeper.unpin)(name)
+            return len(changed)
+
+    def events(self, since: int) -> list[tuple[int, str, str, str]]:
+        """The last events from number `since` on: (number, "stored" or "removed", tier, name in hexadecimal digits)."""
+        return [(n, what, tier, name.hex()) for n, what, tier, name in list(self._events) if n >= since]
+
+    def _tell(self, what: str, tier: str, name: bytes) -> None:
+        self._events.append((self._told, what, tier, name))
+        self._told += 1
+        if self._event is not None:
+            self._event(what, tier, name)
+
+    def generation(self, root: bytes) -> int:
+        """How often all was forgotten, as far as the stores know. root: of the names of generation 0."""
+        self._root = root
+        for source in self._sources:
+            self._generation = max(self._generation, self._asked(source) or 0)
+        for source in self._sources:  # those that did not answer are asked again before they are used
+            source.ready = source.ready and source.generation == self._generation
+        return self._generation
+
+    def _asked(self, source: _StoreBehind) -> int | None:
+        """The generation that a store knows; None: it did not answer."""
+        got, error = self._call(source, "get", [chained(self._root, b"generation")])
+        if error is not None or not got:
+            return None
+        source.ready, source.generation = True, int.from_bytes(got[0] or b"", "little")
+        return source.generation
+
+    def _ready(self, source: _StoreBehind) -> bool:
+        """Whether a store may be used: it has forgotten what this process has, and nothing that this one still has."""
+        if source.ready:
+            return True
+        known = self._asked(source)
+        if known is not None and known < self._generation:
+            counter = [(chained(self._root, b"generation"), self._generation.to_bytes(8, "little"))]
+            if self._call(source, "drop")[1] is None and self._call(source, "put", counter)[1] is None:
+                source.generation = self._generation
+        source.ready = source.generation == self._generation
+        return source.ready
+
+    def forget(self, generation: int) -> None:
+        """Nothing that was kept until now is found again; the stores drop what they have, and remember how often."""
+        with self._lock:
+            self._generation = generation
+            self._entries.clear()
+            self._keeper.clear()
+            self._pinned.clear()
+        self._tell("removed", "all", b"")
+        for source in self._sources:
+            source.ready = False
+        if self._sources:
+            self._start()
+            self._out.put(self._renew)
+
+    def _renew(self) -> None:
+        for source in self._sources:
+            self._ready(source)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Write what still waits, and close the stores."""
+        self._in.put(None)
+        self._out.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+        self._each("close")
+
+    def _start(self) -> None:
+        if not self._threads:
+            work = [("hibachi-tiers-out", self._write)] + [("hibachi-tiers-in", self._read)] * bool(self._sources)
+            self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in work]
+            for thread in self._threads:
+                thread.start()
+
+    # ---- of the threads ----------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (work := self._out.get()) is not None:
+            work()
+            del work
+
+    def _held(self, entries: Outgoing) -> list[tuple[bytes, bytes]]:
+        """Put into host memory what was read from the device; returns it."""
+        try:
+            worth = entries.importance() if self._keeper.weighs else [0.0] * len(entries.names)
+            found = list(zip(entries.names, entries.data(), worth, strict=True))
+        except Exception as e:  # a device that is lost
+            log.info("what was to be kept could not be read: %s", text_of(e))
+            return []
+        for name, data, importance in found:
+            self._put(name, data, importance)
+        return [(name, data) for name, data, _ in found]
+
+    def _store(self, entries: Outgoing | None, pairs: list[tuple[bytes, bytes]], size: int, generation: int) -> None:
+        if generation == self._generation:
+            pairs = pairs if entries is None else self._held(entries)
+            for source in self._sources if pairs else ():
+                if self._ready(source) and self._call(source, "put", pairs)[1] is None:
+                    for name, _ in pairs:
+                        self._tell("stored", source.name, name)
+        with self._lock:
+            self._ahead -= size
+
+    def _put(self, name: bytes, data: bytes, importance: float = 0.0) -> None:
+        self._importance = FADE * self._importance + (1 - FADE) * importance  # of what comes back nobody knows its own
+        with self._lock:
+            gone = self._keeper.admit(name, len(data), importance)
+            for each in gone or ():
+                del self._entries[each]
+            if gone is not None:
+                if name in self._pinned and name not in self._entries:
+                    self._keeper.pin(name)
+                self._entries[name] = data
+                self.counts.stored += 1
+        for each in gone or ():
+            self._tell("removed", "host", each)
+        if gone is not None:
+            self._tell("stored", "host", name)
+
+    def _read(self) -> None:
+        while (wish := self._in.get()) is not None:
+            failed: Exception | None = None
+            try:
+                failed = self._bring(wish)
+            finally:
+                wish.done(failed)
+            del wish
+
+    def _bring(self, wish: Wish) -> Exception | None:
+        """Returns the error of a store that failed."""
+        failed: Exception | None = None
+        names, sources = list(wish.names), []
+        for source in self._sources:
+            if self._clock() >= wish.until:
+                return failed
+            if self._ready(source):
+                sources.append(source)
+            else:
+                failed = source.error
+        if wish.states:
+            state = None
+            for source in sources:
+                here, error = self._call(source, "has", wish.states)
+                failed = failed or error
+                state = next((n for n, there in zip(wish.states, here or (), strict=False) if there), state)
+            if state is None:
+                return failed
+            names.append(state)
+        for source in sources:
+            names = [name for name in names if not self.has(name)]
+            if not names:
+                break
+            there, error = self._call(source, "has", names)
+            failed = failed or error
+            known = list(zip(names, there or (), strict=False))
+            if not wish.states:  # what comes behind a gap is of no use
+                known = list(takewhile(lambda pair: pair[1], known))
+            wanted = [name for name, is_there in known if is_there]
+            if not wanted:
+                continue
+            if source.pace is not None and wish.compute is not None and source.pace > wish.compute:
+                self.counts.slower += 1
+                source.pace *= 0.99  # it is tried again some day
+                continue
+            for at in range(0, len(wanted), AT_ONCE):
+                if self._clock() >= wish.until:
+                    return failed
+                some, began = wanted[at : at + AT_ONCE], self._clock()
+                got, error = self._call(source, "get", some)
+                failed = failed or error
+                found = [(name, data) for name, data in zip(some, got or (), strict=False) if data is not None]
+                for name, data in found:
+                    self._put(name, data, self._importance)
+                self.counts.brought += len(found)
+                if found:
+                    pace = (self._clock() - began) / len(found)
+                    source.pace = pace if source.pace is None else FADE * source.pace + (1 - FADE) * pace
+                if len(found) < len(some):
+                    break
+        return failed
+
+    def _call(self, source: _StoreBehind, method: str, *given: Any) -> tuple[Any, Exception | None]:
+        """What a method of a store returns, and the error that it raised."""
+        try:
+            return getattr(source.store, method)(*given), None
+        except Exception as e:
+            self.counts.failed += 1
+            source.error = e
+            if (now := self._clock()) - source.told >= TOLD_EVERY:
+                source.told = now
+                log.warning("the store %s failed in %s: %s; what it has is computed", source.name, method, text_of(e))
+            return None, e
+
+    def _each(self, method: str, *given: Any) -> None:
+        for source in self._sources:
+            self._call(source, method, *given)

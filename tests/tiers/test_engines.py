@@ -1,0 +1,292 @@
+"""Engines with tiers: what was kept is found, in this process and in the next one, and no bit differs for it."""
+
+import hashlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hibachi import (
+    LLM,
+    AutoregressiveBatchInference,
+    ConfigError,
+    InvalidRequest,
+    KVStoreError,
+    KVTiers,
+    NumpyBackend,
+    SamplingParams,
+    Terms,
+    UnsupportedOperation,
+    prefix,
+)
+from hibachi.engine.recording.replay import read, replay
+from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
+
+from ..engine.models import until
+from ..engine.test_own_cache import Attends
+
+NUMPY = NumpyBackend()
+DRAWN = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=1)
+SIZE = 1 << 24
+
+
+class Dictionary:
+    """A store whose methods can be made to fail, to wait, or to lose."""
+
+    def __init__(self):
+        self.held, self.failing, self.gate = {}, set(), threading.Event()
+        self.gate.set()
+
+    def _enter(self, method):
+        self.gate.wait(20)
+        if method in self.failing:
+            raise OSError("the cable is cut")
+
+    def has(self, names):
+        self._enter("has")
+        return [name in self.held for name in names]
+
+    def get(self, names):
+        self._enter("get")
+        return [self.held.get(name) for name in names]
+
+    def put(self, entries):
+        self._enter("put")
+        self.held |= dict(entries)
+
+    def drop(self):
+        self._enter("drop")
+        self.held.clear()
+
+    def close(self):
+        pass
+
+
+def llm(**options):
+    return LLM(
+        "tiny", **{"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256} | options
+    )
+
+
+def own(model, **options):
+    model.cache_id = "the weights of a test"
+    shape = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    return AutoregressiveBatchInference(model, backend="numpy", **shape | options)
+
+
+COLUMNS = {  # how an engine is made; tokens of its ids
+    "numpy": (lambda **o: llm(backend="numpy", **o), 2000),
+    "torch": (lambda **o: llm(backend="torch", **o), 2000),
+    "torch bfloat16": (lambda **o: llm(backend="torch", dtype="bfloat16", **o), 2000),
+    "torch int8": (lambda **o: llm(backend="torch", quantization="int8", **o), 2000),
+    "jax": (lambda **o: llm(backend="jax", **o), 2000),
+    "a state": (lambda **o: own(SumState(NUMPY), **o), 10),
+    "a state beside keys": (lambda **o: own(SumBoth(NUMPY), **o), 10),
+    "an own cache": (lambda **o: own(Attends(), deterministic=False, **o), 50),
+}
+
+
+def talk(made, vocab, turns=3):
+    """Conversations that need twice the small pool; the digest of all that comes, and the engine's statistics."""
+    rng, digest = np.random.default_rng(0), hashlib.sha256()
+    texts = isinstance(made, LLM)
+    long = 60 if texts else 12
+    talks = [rng.integers(1, vocab, long).tolist() for _ in range(8)]
+    for _ in range(turns):
+        if texts:
+            answers = [out.choices[0] for out in made.generate([list(t) for t in talks], DRAWN)]
+            got = [(a.token_ids, [sorted(x.items()) for x in a.logprobs]) for a in answers]
+        else:
+            params = SamplingParams(temperature=0.8, seed=1, max_tokens=6)
+            got = [(stream.collect(), None) for stream in [made.run(t, params) for t in talks]]
+        digest.update(repr(got).encode())
+        talks = [t + g + rng.integers(1, vocab, long // 4).tolist() for t, (g, _) in zip(talks, got, strict=True)]
+    return digest.hexdigest(), made.stats()
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_every_cell_has_the_same_bits_and_what_was_kept_is_found(column, tmp_path, monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiers.waiting.LEAST_WAIT", 5.0)  # for a busy machine
+    make, vocab = COLUMNS[column]
+    small = {"cache_tokens": 16 * 34 if vocab == 2000 else 4 * 28}
+    disk = {"disk": tmp_path / "kv", "disk_bytes": 1 << 26}
+    shared = Dictionary()
+    cells = {
+        "ample": {},
+        "small": small,
+        "host": small | {"kv_tiers": KVTiers(host_bytes=SIZE)},
+        "ample, host": {"kv_tiers": KVTiers(host_bytes=SIZE)},
+        "host and disk": small | {"kv_tiers": KVTiers(host_bytes=SIZE, **disk)},
+        "restarted": small | {"kv_tiers": KVTiers(host_bytes=SIZE, **disk)},
+        "store": small | {"kv_tiers": KVTiers(host_bytes=SIZE, store=shared)},
+        "from the store": small | {"kv_tiers": KVTiers(host_bytes=SIZE, store=shared)},
+    }
+    digests, found = {}, {}
+    for cell, options in cells.items():
+        made = make(**options)
+        digests[cell], found[cell] = talk(made, vocab)
+        made.close()
+    assert len(set(digests.values())) == 1, digests
+    hits = {cell: stats.prefix_hits for cell, stats in found.items()}
+    loads = {cell: stats.tier_hits for cell, stats in found.items()}
+    assert all(loads[cell] for cell in cells if cell not in ("ample", "small", "ample, host")), loads
+    assert hits["small"] < hits["host"] and hits["host"] >= 0.95 * hits["ample"], hits
+    for cell in ("restarted", "from the store"):
+        assert hits[cell] > hits["host"] and hits[cell] >= 0.95 * hits["ample"], hits
+
+
+def turn(made, prompt, **more):
+    """The new tokens of a prompt of a toy, and how many of its tokens were found."""
+    stream = made.run(prompt, SamplingParams(temperature=0, max_tokens=3), **more)
+    tokens = stream.collect()
+    assert tokens == expected(prompt, 3)
+    return stream.reused
+
+
+PROMPT = list(range(10)) * 3
+
+
+def test_a_restarted_engine_finds_what_the_last_one_kept_and_others_do_not(tmp_path):
+    tiers = KVTiers(disk=tmp_path, disk_bytes=SIZE)
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        assert turn(made, PROMPT, terms=Terms(cache_salt="b")) == 0, "another tenant's"
+        assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 28
+        made.reset_cache()
+        assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        assert turn(made, PROMPT, terms=Terms(cache_salt="b")) == 0, "it was forgotten before"
+        assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 28, "and this was computed after"
+    for other in ({"block_size": 2}, {"dtype": "float16"}):
+        with own(SumPaged(NUMPY), kv_tiers=tiers, **other) as made:
+            assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(disk=tmp_path, disk_bytes=SIZE, cache_id="new weights")) as made:
+        assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
+
+
+def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
+    store = Dictionary()
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        turn(made, PROMPT)
+        until(lambda: len(store.held) == 8)
+        store.failing = {"drop"}
+        made.reset_cache()
+        assert turn(made, PROMPT) == 0
+    assert len(store.held) == 8, "nothing went to a store that has not forgotten"
+    store.failing = set()
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        assert turn(made, PROMPT) == 28, "nobody could tell this process of it"
+        made.reset_cache()
+        until(lambda: len(store.held) == 1)
+    store.failing = {"get"}
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:  # which does not learn of the reset
+        turn(made, PROMPT)
+        store.failing = set()
+        turn(made, [9, *PROMPT])
+    assert len(store.held) == 1, "and so keeps to itself what it computes under old names"
+
+
+def test_v39_a_store_that_fails_costs_time_only_or_the_request_as_is_wanted():
+    store = Dictionary()
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        turn(made, PROMPT)
+    for method in ("has", "get"):
+        store.failing = {method}
+        with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+            assert turn(made, PROMPT) == 0
+        with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store, load_failure="fail")) as made:
+            with pytest.raises(KVStoreError, match="the cable is cut"):
+                made.run(PROMPT, max_tokens=3).collect()
+            assert turn(made, [3, 1]) == 0, "it has nothing to load, and is nobody's fault"
+    store.failing = {"put"}
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        assert turn(made, PROMPT) == 28, "and the next process finds it"
+
+
+def test_v40_a_request_waits_for_a_store_without_holding_others_and_can_be_cancelled(monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiers.waiting.FIRST_WAIT", 0.5)
+    store = Dictionary()
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        turn(made, PROMPT)
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        turn(made, [1])
+        store.gate.clear()
+        began = time.monotonic()
+        slow, left = (made.run(PROMPT, SamplingParams(temperature=0, max_tokens=3)) for _ in range(2))
+        until(lambda: made.stats().held == 2)
+        assert turn(made, [3, 1]) == 0 and time.monotonic() - began < 0.5, "others are served meanwhile"
+        left.close()
+        until(lambda: made.stats().held == 1)
+        assert slow.collect() == expected(PROMPT, 3) and slow.reused == 0, "its time was over"
+        store.gate.set()
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        store.held = dict(list(store.held.items())[:4])
+        assert turn(made, PROMPT) == 16, "it begins with what there is"
+
+
+def test_k23_a_pinned_prompt_stays_and_an_unpinned_one_makes_way():
+    with own(SumPaged(NUMPY), cache_tokens=64, kv_tiers=KVTiers(host_bytes=1 << 20)) as made:
+        turn(made, PROMPT)
+        host = made.core.tiering.host
+        until(lambda: host.counts.stored == 8)
+        entry = host.used // 8
+    with own(SumPaged(NUMPY), cache_tokens=64, kv_tiers=KVTiers(host_bytes=20 * entry)) as made:
+        rng = np.random.default_rng(0)
+        flood = [rng.integers(0, 10, 30).tolist() for _ in range(8)]
+        prefix.warm(made, PROMPT, pin=True)
+        for prompt in flood:
+            turn(made, prompt)
+        assert turn(made, PROMPT) == 28
+        with pytest.raises(InvalidRequest, match="half of the host memory"):
+            prefix.warm(made, flood[0], pin=True)
+        assert prefix.unpin(made, PROMPT) == 28
+        for prompt in flood:
+            turn(made, prompt)
+        assert turn(made, PROMPT) == 0
+        assert made.core.tiering.host.used <= 20 * entry
+
+
+def test_k24_what_is_stored_and_removed_is_told():
+    told = []
+    tiers = KVTiers(host_bytes=1 << 16, on_event=lambda *event: told.append(event))
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        for i in range(20):
+            turn(made, [i % 10, *PROMPT])
+        until(lambda: any(what == "removed" for what, _, _ in told))
+        events = made.cache_events()
+        assert [(what, tier, name.hex()) for what, tier, name in told[: len(events)]] == [e[1:] for e in events]
+        assert made.cache_events(events[3][0]) == made.cache_events()[3:]
+        here = {name for what, _, name in told if what == "stored"}
+        assert {name for what, _, name in told if what == "removed"} <= here
+
+
+def test_a_recording_with_loads_is_played_again(tmp_path):
+    file = tmp_path / "plans"
+    tiers = KVTiers(host_bytes=SIZE)
+    with own(SumBoth(NUMPY), cache_tokens=4 * 28, kv_tiers=tiers, record=file) as made:
+        talk(made, 10)
+        assert made.stats().tier_hits
+    assert replay(read(file)) > 10
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="cache_id"):
+        AutoregressiveBatchInference(SumPaged(NUMPY), backend="numpy", kv_tiers=KVTiers(host_bytes=SIZE))
+    with pytest.raises(UnsupportedOperation, match="SumLogits shares none"):
+        own(SumLogits(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE))
+    with pytest.raises(UnsupportedOperation, match="shares none"):
+        own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE), enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"one entry, which has \d+ bytes; got 10"):
+        own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=10))
+    with own(SumPaged(NUMPY)) as made, pytest.raises(UnsupportedOperation, match="kv_tiers"):
+        prefix.warm(made, PROMPT, pin=True)
+    for wrong, said in (
+        ({}, "Tiers need a place"),
+        ({"host_bytes": 0}, "host_bytes must be a number of bytes, 1 or more; got 0"),
+        ({"disk": tmp_path}, "expected both or neither"),
+        ({"host_bytes": 1, "load_failure": "cry"}, "recompute, fail; got 'cry'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            KVTiers(**wrong)
