@@ -68,7 +68,7 @@ clean:  ## remove all that make made, environments included
 	rm -rf .venv .venv-demo .venv-docs .smollm2 .g2p .templates .tokenizers dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,test,dev
+.venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,redis,fsspec,test,dev
 .venv/installed: TAKES = two minutes or more, 2 GB
 .venv-demo/installed: EXTRAS = text
 .venv-demo/installed: TAKES = a quarter of a minute, 150 MB

@@ -32,7 +32,7 @@ PAGES: dict[str, tuple[str, str, list[str]]] = {  # file: (title, introduction, 
     "llm": (
         "Language models",
         "A language model from its files, with its tokenizer, and what it answers.",
-        ["LLM", "Completion", "Choice", "TextStream", "Piece", "Stopped", "Embedding", "Score"],
+        ["KVTiers", "LLM", "Completion", "Choice", "TextStream", "Piece", "Stopped", "Embedding", "Score"],
     ),
     "sampling": (
         "Sampling and requests",
