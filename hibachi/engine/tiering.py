@@ -72,6 +72,7 @@ class Tiering(PendingLoads[Job]):
         self._sizes = [bytes_of(kinds) for kinds in self._entries.entry_kinds()]
         self._generation = host.generation(root_of(0))
         scheduler.tiers = Tiers(root_of(self._generation), host.find)
+        host.warm()
 
     # ---- steps -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """Engines with tiers: what was kept is found, in this process and in the next one, and no bit differs for it."""
 
 import hashlib
+import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -166,6 +169,22 @@ def test_a_restarted_engine_finds_what_the_last_one_kept_and_others_do_not(tmp_p
         assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
 
 
+def test_a_restarted_engine_has_what_was_written_last_before_the_first_request(tmp_path, monkeypatch):
+    tiers = KVTiers(disk=tmp_path, disk_bytes=SIZE)
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        turn(made, PROMPT)
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        host = made.core.tiering.host
+        until(lambda: host.counts.brought == 8)
+        monkeypatch.setattr(host, "bring", None)
+        assert turn(made, PROMPT) == 28
+        few = KVTiers(disk=tmp_path, disk_bytes=SIZE, host_bytes=3 * host.used // 8)
+    with own(SumPaged(NUMPY), kv_tiers=few) as made:
+        host = made.core.tiering.host
+        until(lambda: host.counts.brought == 3)
+        assert turn(made, PROMPT) == 12, "a prompt that host memory has no room for begins with its beginning"
+
+
 def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
     store = Dictionary()
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
@@ -186,6 +205,37 @@ def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
         store.failing = set()
         turn(made, [9, *PROMPT])
     assert len(store.held) == 1, "and so keeps to itself what it computes under old names"
+
+
+KILLED = """
+import sys
+from hibachi import LLM, KVTiers, SamplingParams
+
+tiers = KVTiers(host_bytes=1 << 20, disk=sys.argv[1], disk_bytes=3 << 20)
+with LLM("tiny", backend="numpy", block_size=16, cache_tokens=16 * 40, kv_tiers=tiers) as llm:
+    for n in range(10**6):
+        prompts = [[5 + (n + i) % 50, *range(5, 45 + i)] for i in range(4)]
+        for prompt, out in zip(prompts, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))):
+            print(prompt[0], len(prompt), *out.choices[0].token_ids, llm.stats().tier_hits > 0, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_engines_that_are_killed_leave_nothing_unsound_and_no_answer_differs(tmp_path):
+    rng, answers, loaded = random.Random(0), {}, 0
+    for _ in range(30):
+        with subprocess.Popen(
+            [sys.executable, "-c", KILLED, tmp_path / "kv"], stdout=subprocess.PIPE, text=True
+        ) as made:
+            assert made.stdout is not None
+            lines = [made.stdout.readline() for _ in range(rng.randint(1, 60))]
+            made.kill()
+        for line in lines:
+            first, length, *tokens, hit = line.split()
+            assert answers.setdefault((first, length), tokens) == tokens
+            loaded += hit == "True"
+        subprocess.run([sys.executable, "-m", "hibachi", "cache", "verify", tmp_path / "kv"], check=True)
+    assert loaded > 100
 
 
 def test_v39_a_store_that_fails_costs_time_only_or_the_request_as_is_wanted():

@@ -244,6 +244,18 @@ class DiskStore:
         self._look()
         return [self._get(name) for name in names]
 
+    def latest(self, most: int) -> list[bytes]:
+        """The names of the entries that were written last, the last one first, of so many bytes together."""
+        self._look()
+        with self._lock:
+            places = sorted(self._index.items(), key=lambda one: (one[1].segment.file.sequence, one[1].offset))
+        found: list[bytes] = []
+        for name, place in reversed(places):
+            if (most := most - place.length) < 0:
+                break
+            found.append(name)
+        return found
+
     def _get(self, name: bytes) -> bytes | None:
         while place := self._index.get(name):
             try:

@@ -149,6 +149,15 @@ class HostTier:
         self._start()
         self._in.put(wish)
 
+    def warm(self) -> None:
+        """Bring what stores say was written last into host memory, in the background: a process that starts has it
+        before the first request.
+        """
+        for source in self._sources:
+            if callable(latest := getattr(source.store, "latest", None)):
+                self._start()
+                self._out.put(partial(self._fill, source, latest(self._keeper.capacity)))
+
     def pin(self, names: Sequence[bytes], size: int, *, on: bool) -> int:
         """Keep entries of these names, now or when they come, until on=False says that they may make way again.
 
@@ -273,6 +282,17 @@ class HostTier:
         with self._lock:
             self._ahead -= size
 
+    def _fill(self, source: _StoreBehind, names: list[bytes]) -> None:
+        """Some entries at a time, between what is to be written, as long as there is room."""
+        some = [name for name in names[:AT_ONCE] if not self.has(name)]
+        got = self._call(source, "get", some)[0] if some and self._ready(source) else None
+        for name, data in zip(some, got or (), strict=False):
+            if data is not None and self._keeper.used + len(data) <= self._keeper.capacity:
+                self._put(name, data, self._importance)
+                self.counts.brought += 1
+        if names[AT_ONCE:] and self._keeper.used < self._keeper.capacity:
+            self._out.put(partial(self._fill, source, names[AT_ONCE:]))
+
     def _put(self, name: bytes, data: bytes, importance: float = 0.0) -> None:
         self._importance = FADE * self._importance + (1 - FADE) * importance  # of what comes back nobody knows its own
         with self._lock:
@@ -318,6 +338,7 @@ class HostTier:
             if state is None:
                 return failed
             names.append(state)
+        room = self._keeper.capacity
         for source in sources:
             names = [name for name in names if not self.has(name)]
             if not names:
@@ -332,6 +353,8 @@ class HostTier:
                 continue
             if source.pace is not None and wish.compute is not None and source.pace > wish.compute:
                 self.counts.slower += 1
+                if self.counts.slower == 1:
+                    log.info("the store %s is slower than computing, so it is not waited for", source.name)
                 source.pace *= 0.99  # it is tried again some day
                 continue
             for at in range(0, len(wanted), AT_ONCE):
@@ -342,10 +365,15 @@ class HostTier:
                 failed = failed or error
                 found = [(name, data) for name, data in zip(some, got or (), strict=False) if data is not None]
                 for name, data in found:
+                    if (room := room - len(data)) < 0:  # its end would take the place of its beginning
+                        return failed
                     self._put(name, data, self._importance)
-                self.counts.brought += len(found)
+                    self.counts.brought += 1
                 if found:
                     pace = (self._clock() - began) / len(found)
+                    if source.pace is None:
+                        known = "unknown" if wish.compute is None else f"{wish.compute:.2g} s"
+                        log.info("the store %s gives an entry in %.2g s; computing one: %s", source.name, pace, known)
                     source.pace = pace if source.pace is None else FADE * source.pace + (1 - FADE) * pace
                 if len(found) < len(some):
                     break
