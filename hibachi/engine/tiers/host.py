@@ -372,8 +372,8 @@ class HostTier:
                 if found:
                     pace = (self._clock() - began) / len(found)
                     if source.pace is None:
-                        known = "unknown" if wish.compute is None else f"{wish.compute:.2g} s"
-                        log.info("the store %s gives an entry in %.2g s; computing one: %s", source.name, pace, known)
+                        takes = "unknown" if wish.compute is None else f"{wish.compute:.2g} s"
+                        log.info("the store %s gives an entry in %.2g s; computing one: %s", source.name, pace, takes)
                     source.pace = pace if source.pace is None else FADE * source.pace + (1 - FADE) * pace
                 if len(found) < len(some):
                     break
