@@ -166,7 +166,7 @@ class BatchEngine(Protocol[R]):
 
     def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
         """(number, "stored" or "removed", tier, name in hexadecimal digits) of the last changes in tiers, from number
-        `since` on. Raises UnsupportedOperation without tiers.
+        `since` on. Without tiers there are none.
         """
         ...
 

@@ -153,22 +153,17 @@ class BatchInference(Closing):
 
     def pin(self, job: Job, on: bool = True) -> int:
         """See `BatchEngine`."""
-        engine = self._with_tiers()
-        assert engine.tiering is not None
+        engine = None if self._worker is None else self._worker.engine
+        if engine is None or engine.tiering is None:
+            raise UnsupportedOperation(
+                "This engine keeps nothing beside its cache: give it kv_tiers (--kv-host-bytes)."
+            )
         return engine.tiering.pin(job, engine.scheduler, on=on)
 
     def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
         """See `BatchEngine`."""
-        engine = self._with_tiers()
-        assert engine.tiering is not None
-        return engine.tiering.host.events(since)
-
-    def _with_tiers(self) -> Engine:
-        if self._worker is None or self._worker.engine.tiering is None:
-            raise UnsupportedOperation(
-                "This engine keeps nothing beside its cache: give it kv_tiers (--kv-host-bytes)."
-            )
-        return self._worker.engine
+        tiering = None if self._worker is None else self._worker.engine.tiering
+        return [] if tiering is None else tiering.host.events(since)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the running and waiting ones.

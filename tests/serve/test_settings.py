@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from hibachi import KVTiers
 from hibachi.cli import main
 from hibachi.common.settings.kinds import SWITCH
 from hibachi.errors import ConfigError
 from hibachi.llm.remote.opening import engine_options
+from hibachi.llm.remote.settings import tiers_of
 from hibachi.request import SamplingParams, Terms
 from hibachi.server import load_model as opening
 from hibachi.server.settings import GROUPS, SETTINGS, misspelled, settle
@@ -72,6 +74,14 @@ GIVEN = {
     "scheduling_policy": ("fcfs", "fcfs"),
     "restart": ("1", True),
     "exit_on_failure": ("1", True),
+    "kv_host_bytes": ("1M", 1 << 20),
+    "kv_disk": ("kv", "kv"),
+    "kv_disk_bytes": ("2M", 2 << 20),
+    "kv_store": ("redis://h", "redis://h"),
+    "kv_key_file": ("key", "key"),
+    "kv_load_failure": ("fail", "fail"),
+    "kv_eviction": ("frequency", "frequency"),
+    "kv_recency_window": ("3", 3),
     "stall_after": ("2.5", 2.5),
     "host": ("::1", "::1"),
     "port": ("0", 0),
@@ -107,12 +117,12 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_58_flags_and_each_is_tried_here(capsys):
+def test_there_are_at_most_66_flags_and_each_is_tried_here(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out.replace("--[no-]", "--")  # TGI's are not shown: see test_compat.py
     flags = set(re.findall(r"^  (?:-\w, )?--([a-z-]+)", shown, re.MULTILINE)) - {"help"}
-    assert len(flags) <= 58
+    assert len(flags) <= 66
     assert {flag.replace("-", "_") for flag in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -304,7 +314,8 @@ def test_a_wrong_file_of_keys_is_explained(tmp_path, text, message):
 
 
 def test_settings_become_options_of_the_engine():
-    every = settle({key: text.split() if SETTINGS[key].kind.many else text for key, (text, _) in GIVEN.items()}, {})
+    given = {key: text.split() if SETTINGS[key].kind.many else text for key, (text, _) in GIVEN.items()}
+    every = settle(given | {"enable_prefix_caching": "yes"}, {})
     tenants = tenants_of(settings(api_key=["a", "b"]))
     assert engine_options(every) | opening.options(every, tenants) == dict(
         backend="torch",
@@ -322,7 +333,17 @@ def test_settings_become_options_of_the_engine():
         block_size=32,
         kv_cache_memory_bytes=3 << 29,
         speculative_config="auto",
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
+        kv_tiers=KVTiers(
+            host_bytes=1 << 20,
+            disk="kv",
+            disk_bytes=2 << 20,
+            store="redis://h",
+            key_file="key",
+            load_failure="fail",
+            eviction="frequency",
+            recency_window=3,
+        ),
         scheduling_policy="fcfs",
         max_num_queued_reqs=9,
         pause_after=6,
@@ -421,3 +442,14 @@ def test_every_setting_says_what_it_is_in_a_line():
         for s in group:
             assert s.help and "\n" not in s.help and len(s.help) < 100
             assert s.default is None or s.kind.read(s.default) is not None
+
+
+def test_settings_of_tiers_that_say_nothing_or_too_little():
+    assert tiers_of(settle({}, {})) is None
+    for given, said in (
+        ({"kv_disk_bytes": "2M"}, "--kv-disk-bytes 2097152: nothing is kept. Add --kv-disk DIR"),
+        ({"kv_disk": "kv"}, "expected both or neither; got disk='kv', disk_bytes=None"),
+        ({"kv_host_bytes": "1M", "enable_prefix_caching": "no"}, "--no-enable-prefix-caching shares none"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            tiers_of(settle(given, {}))
