@@ -24,6 +24,8 @@ from hibachi import (
     prefix,
 )
 from hibachi.engine.recording.replay import read, replay
+from hibachi.engine.tiers.host import HostTier
+from hibachi.engine.tiers.keeping import Keeper
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
 
 from ..engine.models import until
@@ -253,6 +255,32 @@ def test_v39_a_store_that_fails_costs_time_only_or_the_request_as_is_wanted():
     store.failing = {"put"}
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
         assert turn(made, PROMPT) == 28, "and the next process finds it"
+
+
+class Read:
+    """What was read of one block from a device."""
+
+    def __init__(self, number):
+        self.names, self.importance = [number.to_bytes(16)], lambda: [0.0]
+        self.data = lambda: [bytes(100)]
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_a_slow_store_is_left_behind_by_as_much_as_host_memory_holds(now, monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiers.host.AHEAD", 1)
+    store = Dictionary()
+    host = HostTier(Keeper(1000), [("slow", store)])
+    host.generation(bytes(16))
+    store.gate.clear()
+    for number in range(30):
+        host.keep(Read(number), 100, now=now)
+    most = 11 if now else 3  # what is not read yet lies on the device
+    assert host.counts.dropped == 30 - most and host.used <= 1000
+    store.gate.set()
+    until(lambda: len(store.held) == most)
+    host.keep(Read(30), 100, now=now)
+    host.close()
+    assert len(store.held) == most + 1
 
 
 def test_v40_a_request_waits_for_a_store_without_holding_others_and_can_be_cancelled(monkeypatch):

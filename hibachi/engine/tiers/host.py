@@ -28,7 +28,7 @@ AT_ONCE = 8  # entries that are asked for in one call
 FADE = 0.8  # weight of an older measurement
 TOLD_EVERY = 60.0  # seconds between lines about one store that fails
 EVENTS = 1 << 14  # the last ones are kept for who asks
-AHEAD = 1 << 26  # bytes that may wait to be written, at least; else a quarter of the host memory
+AHEAD = 1 << 28  # bytes that may wait to be written, at least; else as many as host memory has
 
 Event = Callable[[str, str, bytes], None]  # "stored" or "removed", the tier, the name
 
@@ -104,7 +104,7 @@ class HostTier:
         self._told = 0
         self._out: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._in: SimpleQueue[Wish | None] = SimpleQueue()
-        self._ahead, self._most = 0, max(AHEAD, keeper.capacity // 4)
+        self._ahead, self._most = 0, max(AHEAD, keeper.capacity)
         self._root, self._generation = b"", 0
         self._threads: list[threading.Thread] = []
 
@@ -133,11 +133,11 @@ class HostTier:
 
     def keep(self, entries: Outgoing, size: int, *, now: bool) -> None:
         """Keep what was read from the device. size: bytes of all. now: the device need not be waited for."""
-        if self._ahead > self._most:
-            self.counts.dropped += len(entries.names)
-            return
         pairs = self._held(entries) if now else []
-        if pairs and not self._sources:
+        if now and not (pairs and self._sources):
+            return
+        if self._ahead > (self._most if now else self._most // 4):  # what is not read yet lies on the device
+            self.counts.dropped += len(entries.names)
             return
         with self._lock:
             self._ahead += size
