@@ -339,6 +339,8 @@ class Engine:
                 self._land(flight, None, began)
             elif not self._live:
                 self.runner.idle()
+                if self.tiering is not None:
+                    self.tiering.after(self.scheduler, all_=True)
             return flight is not None
         if refused := self._admit(plan, now):
             # The others of the plan may share what these were to compute, so it does not happen.
@@ -435,7 +437,7 @@ class Engine:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
         if self.tiering is not None:
-            self.tiering.store(self.scheduler.take_stores())
+            self.tiering.after(self.scheduler)
             self.tiering.took(plan, seconds)
         if self.drafting is not None and not self.runner.tally.compiles:
             self._took(self.drafting, plan, outcome, seconds, steady)
@@ -851,6 +853,8 @@ class Engine:
         if self.drafting is not None:
             self.drafting.close()
         if self.tiering is not None:
+            with suppress(Exception):  # a device that is lost
+                self.tiering.after(self.scheduler, all_=True)
             self.tiering.close()
         self.runner.close()
         self.recorder.close()

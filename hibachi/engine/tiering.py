@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from hibachi.engine.runners.entries import bytes_of
 from hibachi.engine.runners.job import Job
 from hibachi.engine.runners.runner import Runner, StepFailed, raise_for_all
 from hibachi.engine.scheduler.names import chained, state_name
-from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.scheduler import TOGETHER, Scheduler
 from hibachi.engine.scheduler.step import EntryStores, StepPlan
 from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.engine.tiers.config import KVTiers
@@ -21,6 +22,7 @@ from hibachi.errors import ConfigError, UnsupportedOperation, shown, text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 FORMAT = b"hibachi tiers 1"
+LATEST = 0.5  # seconds that a block waits for others to be stored with
 
 Brought = Callable[[Job, "Exception | None"], None]
 
@@ -69,6 +71,7 @@ class Tiering(PendingLoads[Job]):
         self.fail, self._runner, self._root_of = fail, runner, root_of
         assert runner.entries is not None
         self._entries = runner.entries
+        self._stored = 0.0  # when all was stored that could be
         self._sizes = [bytes_of(kinds) for kinds in self._entries.entry_kinds()]
         self._generation = host.generation(root_of(0))
         scheduler.tiers = Tiers(root_of(self._generation), host.find)
@@ -88,6 +91,13 @@ class Tiering(PendingLoads[Job]):
             if self._runner.backend.fatal(e):
                 raise
             log.info("blocks could not be read to be kept: %s", text_of(e))
+
+    def after(self, scheduler: Scheduler, *, all_: bool = False) -> None:
+        """Store what has become sound with a step, or all that still waits for that."""
+        now = time.monotonic()
+        late = all_ or now - self._stored > LATEST
+        self._stored = now if late else self._stored
+        self.store(scheduler.take_stores(0 if late else TOGETHER))
 
     def before(self, plan: StepPlan) -> None:
         """Store and load what a step asks for. Raises StepFailed."""

@@ -484,7 +484,7 @@ class World:
         for seq in committed.finished:
             self.ended(seq.owner, seq.finish)
         if s.tiers:
-            self.store(s.take_stores())
+            self.store(s.take_stores(self.forgets.choice((0, 3, 8))))
         for i, seq, ok in zip(at.tolist(), seqs, alive.tolist(), strict=True):
             if ok and seq.owner.feeds and seq.finish is None and seq.row == plan.rows[i]:
                 seq.owner.waits = True

@@ -46,6 +46,8 @@ from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.errors import QueueFull
 from hibachi.request import Finish
 
+TOGETHER = 8  # blocks that are stored at once, where they may wait: reading one takes as many calls as reading all
+
 
 class Scheduler:
     """Runs sequences in the order of a policy, shares common prefixes, and preempts when blocks run out.
@@ -512,17 +514,20 @@ class Scheduler:
             copies=copied,
             draft=draft,
             linked=bool(self.waits or parting),
-            stores=self.take_stores() if self.tiers else None,
+            stores=self.take_stores(TOGETHER) if self.tiers else None,
             loads=self.tiers.take_loads(self.pool, self.table) if self.tiers else None,
         )
 
-    def take_stores(self) -> EntryStores:
+    def take_stores(self, least: int = 0) -> EntryStores:
         """What has become sound since the last call, to be stored before anything else is written: (block, name), and
-        (checkpoint, name) of states.
+        (checkpoint, name) of states. least: fewer blocks than that stay for a later call, if none of them may be
+        written to before.
         """
         assert self.tiers
         named: list[tuple[int, Hashable, bytes]] = []
-        if (pool := self.pool) is not None:
+        pool = self.pool
+        kept = pool is not None and len(pool.named) < least and not self.copies
+        if pool is not None and not (kept and all(pool.publishes(block, node) for block, node, _ in pool.named)):
             named, pool.named = pool.named, []
             if self.copies:  # what a row has is kept by nobody yet
                 here = [each for each in named if pool.publishes(each[0], each[1])]
