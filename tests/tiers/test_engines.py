@@ -24,6 +24,10 @@ from hibachi import (
     prefix,
 )
 from hibachi.engine.recording.replay import read, replay
+from hibachi.engine.scheduler.scheduler import Scheduler
+from hibachi.engine.scheduler.sequence import Seq
+from hibachi.engine.scheduler.step import Limits
+from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.engine.tiers.host import HostTier
 from hibachi.engine.tiers.keeping import Keeper
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
@@ -238,6 +242,34 @@ def test_engines_that_are_killed_leave_nothing_unsound_and_no_answer_differs(tmp
             loaded += hit == "True"
         subprocess.run([sys.executable, "-m", "hibachi", "cache", "verify", tmp_path / "kv"], check=True)
     assert loaded > 100
+
+
+def test_who_waited_at_a_reset_finds_nothing_of_who_ran():
+    """Not even what became sound after it: that depends on what was computed before."""
+    find = {}
+    scheduler = Scheduler(Limits(1, 64, 64, 64, 40, 4))
+    scheduler.tiers = Tiers(b"old", find.get)
+    keys = [bytes([n]) for n in range(4)]
+    runs, waits = (Seq(16, 8, keys=list(keys)) for _ in range(2))
+    for seq in (runs, waits):
+        scheduler.add(seq)
+        scheduler.tiers.names(seq, 4)
+    plan = scheduler.schedule()
+    scheduler.drop_prefixes()
+    scheduler.tiers.renew(b"new")
+    while runs.finish is None:
+        scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool))
+        find |= {name: b"stale" for _, name in scheduler.take_stores().blocks}
+        find |= {name: b"stale" for name in runs.names}
+        plan = scheduler.schedule()
+    assert waits.row >= 0 and waits.reused == 0 and not plan.loads.blocks and waits.root == b"new"
+
+
+def test_a_callback_that_raises_harms_nobody():
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE, on_event=lambda *event: 1 / 0)) as made:
+        turn(made, PROMPT)
+        until(lambda: made.core.tiering.host.counts.stored == 8)
+        assert turn(made, PROMPT) == 28
 
 
 def test_v39_a_store_that_fails_costs_time_only_or_the_request_as_is_wanted():

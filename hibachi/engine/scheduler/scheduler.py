@@ -1067,6 +1067,7 @@ class Scheduler:
             seq.published, seq.node = min(source.published, full), source.node
         if self.pool:
             seq.keys, seq.names = None if source.keys is None else list(source.keys), list(source.names)
+            seq.root = source.root
             self.block_table[row, : len(seq.blocks)] = seq.blocks
             table.capacity[row] = len(seq.blocks) * size
             table.published[row] = seq.published if seq.keys is not None else NEVER

@@ -26,6 +26,7 @@ class Seq:
     keys: list[Hashable] | None = None
     salt: Hashable = None
     names: list[bytes] = field(default_factory=list)  # of its first blocks, as far as anybody has asked
+    root: bytes = b""  # that these begin from
     # Begun elsewhere: the contents of its prompt's blocks are given, and its first new token is known.
     begun: bool = False
     # It waits for something else than a row, such as its grammar, and does not start before `Scheduler.free`.

@@ -189,7 +189,10 @@ class HostTier:
         self._events.append((self._told, what, tier, name))
         self._told += 1
         if self._event is not None:
-            self._event(what, tier, name)
+            try:
+                self._event(what, tier, name)
+            except Exception as e:
+                log.warning("on_event failed: %s", text_of(e))
 
     def generation(self, root: bytes) -> int:
         """How often all was forgotten, as far as the stores know. root: of the names of generation 0."""
