@@ -259,19 +259,27 @@ def warmed(tokens: int, reused: int, block: int) -> WarmResult:
     return WarmResult(tokens, block, max(0, tokens // block - reused // block), not tail, tail, warning)
 
 
-def warm(llm: Texts | BatchEngine[Any], prompt: Prompt, *, terms: Terms | None = None, pin: bool = False) -> WarmResult:
+def warm(
+    llm: Texts | BatchEngine[Any],
+    prompt: Prompt,
+    *,
+    terms: Terms | None = None,
+    pin: bool = False,
+    importance: float | None = None,
+) -> WarmResult:
     """Compute a prompt, so that later requests which begin with it find all of its whole blocks in the cache.
 
     prompt: a text or token ids for an `LLM`, token ids for an engine. terms: of the request; prompts share with those
-    of the same cache salt. pin: keep these blocks in host memory until `unpin`, whatever else comes; that takes
-    `kv_tiers`. Raises UnsupportedOperation where no prefixes are kept, and what the engine raises.
+    of the same cache salt. pin: keep these blocks in host memory until `unpin`, whatever else comes. importance: of
+    these blocks, where host memory keeps the most important. Both take `kv_tiers`. Raises UnsupportedOperation where no
+    prefixes are kept, and what the engine raises.
     """
     engine = _own_engine(llm)
     ids = llm.prompts.given(prompt) if isinstance(llm, Texts) else _ids(prompt)
     asked = engine.stats().prefix_queries
     request = Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))
-    if pin:
-        engine.pin(engine.check(request))
+    if pin or importance is not None:
+        engine.keep(engine.check(request), pin=pin or None, importance=importance)
     stream = engine.submit(engine.check(request))
     stream.collect()
     if engine.stats().prefix_queries == asked:
@@ -283,7 +291,8 @@ def unpin(llm: Texts | BatchEngine[Any], prompt: Prompt, *, terms: Terms | None 
     """What `warm` has pinned of a prompt may make way again; returns how many tokens that are. Raises as it does."""
     engine = _own_engine(llm)
     ids = llm.prompts.given(prompt) if isinstance(llm, Texts) else _ids(prompt)
-    return engine.pin(engine.check(Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))), False)
+    request = Request(np.array(ids), GREEDY.with_(max_tokens=1), terms=as_terms(terms))
+    return engine.keep(engine.check(request), pin=False)
 
 
 # ---- keys and values from elsewhere ----------------------------------------------------------------------------------

@@ -156,11 +156,13 @@ class BatchEngine(Protocol[R]):
         """
         ...
 
-    def pin(self, ready: R, on: bool = True) -> int:
-        """Keep in host memory what a prompt, which `check` returned, computes, until on=False unpins it.
+    def keep(self, ready: R, *, pin: bool | None = None, importance: float | None = None) -> int:
+        """Say how long to keep in host memory what a prompt, which `check` returned, computes.
 
-        Returns of how many tokens that is. Raises UnsupportedOperation without tiers (`kv_tiers`), and InvalidRequest
-        if too much would be pinned.
+        pin: it never makes way, until False takes that back; None changes nothing. importance: where that is the
+        eviction, its own in place of its keys' mean norm. Returns of how many tokens that is. Raises
+        UnsupportedOperation without tiers (`kv_tiers`), and InvalidRequest if too much would be pinned, or nothing is
+        kept for its importance.
         """
         ...
 

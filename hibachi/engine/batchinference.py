@@ -151,14 +151,14 @@ class BatchInference(Closing):
         if self._worker is not None:
             self._worker.reset_cache()
 
-    def pin(self, job: Job, on: bool = True) -> int:
+    def keep(self, job: Job, *, pin: bool | None = None, importance: float | None = None) -> int:
         """See `BatchEngine`."""
         engine = None if self._worker is None else self._worker.engine
         if engine is None or engine.tiering is None:
             raise UnsupportedOperation(
                 "This engine keeps nothing beside its cache: give it kv_tiers (--kv-host-bytes)."
             )
-        return engine.tiering.pin(job, engine.scheduler, on=on)
+        return engine.tiering.keep(job, engine.scheduler, pin=pin, importance=importance)
 
     def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
         """See `BatchEngine`."""

@@ -112,14 +112,18 @@ class Tiering(PendingLoads[Job]):
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    def pin(self, job: Job, scheduler: Scheduler, *, on: bool) -> int:
-        """Keep what a prompt computes until it is unpinned; returns its tokens that this concerns. From any thread."""
+    def keep(self, job: Job, scheduler: Scheduler, *, pin: bool | None, importance: float | None) -> int:
+        """See `BatchEngine.keep`. From any thread."""
         seq, size = job.seq, scheduler.limits.block_size
         if scheduler.tiers is None or seq.keys is None:
             return 0
         names = scheduler.tiers.names(seq, seq.prompt_len // size)
         states = [state_name(name) for name in names] if scheduler.checkpoints else []
-        self.host.pin([*(names if scheduler.pool else ()), *states], max(self._sizes), on=on)
+        concerned = [*(names if scheduler.pool else ()), *states]
+        if importance is not None:
+            self.host.weigh(concerned, importance)
+        if pin is not None:
+            self.host.pin(concerned, max(self._sizes), on=pin)
         return len(names) * size
 
     # ---- all of it ---------------------------------------------------------------------------------------------

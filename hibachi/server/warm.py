@@ -15,7 +15,7 @@ from hibachi.llm.dialects.openai.bodies import WarmBody, read
 from hibachi.llm.dialects.openai.parse import ParsedRequest, prompt_of, terms_of
 from hibachi.llm.dialects.openai.writing import AnswerWriter, Signature
 from hibachi.prefix import warmed
-from hibachi.request import Request, SamplingParams, Terms
+from hibachi.request import Request, SamplingParams
 from hibachi.server.routes import About, Route, for_text
 from hibachi.server.served import Served
 from hibachi.server.streaming import answer_text
@@ -38,7 +38,7 @@ class WarmWriter(AnswerWriter):
 
 
 async def warm(served: Served, x: Exchange) -> None:
-    """Put a text, or a conversation, into the cache; "pin": true keeps it there, and false no longer."""
+    """Put a text, or a conversation, into the cache; "pin" and "importance" say how long it is kept."""
     body = read(WarmBody, await served.body(x))
     name = served.check_name(body.model)
     if not body.text and body.messages is None:
@@ -57,14 +57,15 @@ async def warm(served: Served, x: Exchange) -> None:
     asked = ParsedRequest(params, terms_of(body), False, False, False, False, unwritten=True)
     writer = WarmWriter(asked, Signature(name, served.vocabulary))
     writer.chars, writer.block = len(text), facts.limits.block_size
-    if body.pin is not None:
-        terms = served.terms(asked.terms, x.tenant, x.part)
-        writer.pinned = await served.ask(partial(_pin, served.texts.engine, ids[0], params, terms, body.pin))
+    if body.pin is not None or body.importance is not None:
+        request = Request(np.array(ids[0]), params, terms=served.terms(asked.terms, x.tenant, x.part))
+        found = await served.ask(partial(_keep, served.texts.engine, request, body.pin, body.importance))
+        writer.pinned = None if body.pin is None else found
     await answer_text(served, x, writer, ids)
 
 
-def _pin(engine: BatchEngine[Any], ids: list[int], params: SamplingParams, terms: Terms, on: bool) -> int:
-    return engine.pin(engine.check(Request(np.array(ids), params, terms=terms)), on)
+def _keep(engine: BatchEngine[Any], request: Request, pin: bool | None, importance: float | None) -> int:
+    return engine.keep(engine.check(request), pin=pin, importance=importance)
 
 
 def _useful(served: Served) -> bool:

@@ -275,6 +275,7 @@ FIELDS = {
         **of(TEXT, "model text cache_salt"),
         **of(OBJECTS, "messages tools documents"),
         **of(BOOL, "pin add_special_tokens"),
+        **of(FLOAT, "importance"),
         **of(BOOL, "add_generation_prompt", True),
         **of(OBJECT, "chat_template_kwargs"),
         **of(INT, "priority"),

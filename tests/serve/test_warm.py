@@ -132,11 +132,11 @@ def test_a_model_without_a_cache_has_nothing_to_warm(slow_model):
 @pytest.mark.parametrize("which", ENGINES)
 def test_a_restarted_server_has_what_was_pinned_and_computed_and_tells_what_it_keeps(which, tmp_path):
     """K-23, K-24, over HTTP; and the folder of a server that has ended."""
-    tiers = {"kv_tiers": KVTiers(disk=tmp_path, disk_bytes=1 << 26), "cache_tokens": 16 * 40}
+    tiers = {"kv_tiers": KVTiers(disk=tmp_path, disk_bytes=1 << 26, eviction="importance"), "cache_tokens": 16 * 40}
     tenants = Tenants((("k", "a"), ("ops", "ops")), {"ops": Tenant(admin=True)})
     key, ops = ({"Authorization": f"Bearer {name}"} for name in ("k", "ops"))
     with ENGINES[which]("tiny", **tiers) as texts, site(texts, tenants=tenants) as here:
-        first = here.post("/v1/warm", {"text": TEXT * 3, "pin": True}, headers=key).json()
+        first = here.post("/v1/warm", {"text": TEXT * 3, "pin": True, "importance": 2.5}, headers=key).json()
         assert first["pinned_tokens"] == first["token_count"] // 16 * 16 and first["usage"]
         for n in range(6):
             here.post("/v1/warm", {"text": f"{n} {TEXT}" * 3}, headers=key)
@@ -154,4 +154,5 @@ def test_a_restarted_server_has_what_was_pinned_and_computed_and_tells_what_it_k
         assert "hibachi_tier_hit_tokens_total" in here.client.get("/metrics", headers=ops).text
     with ENGINES[which]("tiny") as texts, site(texts) as here:
         assert refused(here.post("/v1/warm", {"text": TEXT, "pin": True})) == (None, "unsupported")
+        assert refused(here.post("/v1/warm", {"text": TEXT, "importance": 2})) == (None, "unsupported")
         assert here.client.get("/v1/cache/events?since=3").json() == {"events": [], "next": 3}

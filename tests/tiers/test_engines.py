@@ -1,6 +1,7 @@
 """Engines with tiers: what was kept is found, in this process and in the next one, and no bit differs for it."""
 
 import hashlib
+import math
 import random
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.engine.tiers.host import HostTier
 from hibachi.engine.tiers.keeping import Keeper
+from hibachi.request import Request
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
 
 from ..engine.models import until
@@ -356,6 +358,29 @@ def test_k23_a_pinned_prompt_stays_and_an_unpinned_one_makes_way():
             turn(made, prompt)
         assert turn(made, PROMPT) == 0
         assert made.core.tiering.host.used <= 20 * entry
+
+
+def test_the_importance_of_a_prompt_can_be_said_and_holds_for_what_comes_back_from_a_store():
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=1 << 20)) as made:
+        with pytest.raises(InvalidRequest, match="eviction importance"):
+            prefix.warm(made, PROMPT, importance=1.0)
+        turn(made, PROMPT)
+        host = made.core.tiering.host
+        until(lambda: host.counts.stored == 8)
+        size = 20 * host.used // 8
+    tiers = KVTiers(host_bytes=size, store=Dictionary(), eviction="importance")
+    rng, known = np.random.default_rng(0), 0
+    for said, stays in ((1e9, True), (1e9, True), (-1e9, False)):
+        with own(SumPaged(NUMPY), cache_tokens=64, kv_tiers=tiers) as made:
+            prefix.warm(made, PROMPT, importance=said)
+            assert made.stats().tier_hits == known
+            known = 28
+            for _ in range(8):
+                turn(made, rng.integers(0, 10, 30).tolist())
+            names = made.core.scheduler.tiers.names(made.check(Request(np.array(PROMPT))).seq, 7)
+            assert [made.core.tiering.host.has(name) for name in names] == [stays] * 7
+            with pytest.raises(InvalidRequest, match="finite number"):
+                prefix.warm(made, PROMPT, importance=math.nan)
 
 
 def test_k24_what_is_stored_and_removed_is_told():

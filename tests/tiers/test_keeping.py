@@ -91,11 +91,15 @@ class Oracle:
         for entry in self.named(name):
             entry[4] = max(0, entry[4] - 1)
 
+    def weigh(self, name, importance):
+        for entry in self.named(name):
+            entry[2] = importance
+
     def named(self, name):
         return [entry for entry in self.entries if entry[0] == name]
 
 
-CALLS = ["admit"] * 6 + ["use"] * 3 + ["drop"] * 3 + ["pin"] + ["unpin"] * 2
+CALLS = ["admit"] * 6 + ["use"] * 3 + ["drop"] * 3 + ["pin"] + ["unpin"] * 2 + ["weigh"]
 SIZES = [0, *[1] * 9, 2, 3, 12, 20, 40]
 IMPORTANCES = [0.0, 1.0, 2.5, -math.inf, math.inf, math.nan]
 
@@ -112,7 +116,8 @@ def test_any_calls_keep_what_a_sorted_list_keeps(policy, window):
             keeper.drop(b"brief")
         call, name = rng.choice(CALLS), b"%d" % rng.randrange(60)
         more = (rng.choice(SIZES), rng.choice(IMPORTANCES)) if call == "admit" else ()
-        found = getattr(keeper, call)(name, *more)
+        more = (rng.choice(IMPORTANCES[:3]),) if call == "weigh" else more
+        found = getattr(keeper, call)([name] if call == "weigh" else name, *more)
         assert found == getattr(oracle, call)(name, *more), (call, name, *more)
         came += [found] if call == "admit" else []
         assert list(keeper) == [entry[0] for entry in oracle.entries] and len(keeper) == len(oracle.entries)

@@ -26,8 +26,8 @@ class KVTiers:
     store: a `KVStore`, or its URL: `redis://`, and what fsspec knows. key_file: of a file with the secret by which
     entries of a store are told from others: who has it is trusted.
     load_failure: what becomes of a request for which a store failed: "recompute", or "fail".
-    eviction: which entry of the host memory makes way: "lru", by "frequency", or by "importance", the mean norm of its
-    keys. recency_window: the entries used last, so many, never make way.
+    eviction: which entry of the host memory makes way: "lru", by "frequency", or by "importance": the mean norm of its
+    keys, or what `hibachi.prefix.warm` was told. recency_window: the entries used last, so many, never make way.
     cache_id: names the model's weights, and changes with them; None means its attribute of that name. `LLM` makes it of
     all bytes of the model's files.
     on_event: called with "stored" or "removed", the tier and the entry's name, from another thread.

@@ -8,6 +8,7 @@ so is what waits to be written: a slow store costs entries, and no step waits fo
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ AT_ONCE = 8  # entries that are asked for in one call
 FADE = 0.8  # weight of an older measurement
 TOLD_EVERY = 60.0  # seconds between lines about one store that fails
 EVENTS = 1 << 14  # the last ones are kept for who asks
+GIVEN = 1 << 16  # names whose importance somebody has said
 AHEAD = 1 << 28  # bytes that may wait to be written, at least; else as many as host memory has
 
 Event = Callable[[str, str, bytes], None]  # "stored" or "removed", the tier, the name
@@ -100,6 +102,7 @@ class HostTier:
         self._entries: dict[bytes, bytes] = {}
         self._pinned: dict[bytes, int] = {}  # bytes of each, here or not
         self._importance = 0.0  # of a usual entry
+        self._given: dict[bytes, float] = {}  # the importance of each that was named, here or not
         self._events: deque[tuple[int, str, str, bytes]] = deque(maxlen=EVENTS)
         self._told = 0
         self._out: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -157,6 +160,20 @@ class HostTier:
             if callable(latest := getattr(source.store, "latest", None)):
                 self._start()
                 self._out.put(partial(self._fill, source, latest(self._keeper.capacity)))
+
+    def weigh(self, names: Sequence[bytes], importance: float) -> None:
+        """Entries of these names have this importance, now or when they come; of names that are not here the last ones
+        are remembered. Raises InvalidRequest. Callable from any thread.
+        """
+        if not self._keeper.weighs:
+            raise InvalidRequest("Here no entry is kept for its importance. Choose the eviction importance.")
+        if not math.isfinite(importance):
+            raise InvalidRequest(f"An importance must be a finite number; got {importance}.")
+        with self._lock:
+            self._given.update(dict.fromkeys(names, importance))
+            for name in list(self._given)[: max(0, len(self._given) - GIVEN)]:
+                del self._given[name]
+            self._keeper.weigh(names, importance)
 
     def pin(self, names: Sequence[bytes], size: int, *, on: bool) -> int:
         """Keep entries of these names, now or when they come, until on=False says that they may make way again.
@@ -230,6 +247,7 @@ class HostTier:
             self._entries.clear()
             self._keeper.clear()
             self._pinned.clear()
+            self._given.clear()
         self._tell("removed", "all", b"")
         for source in self._sources:
             source.ready = False
@@ -299,7 +317,7 @@ class HostTier:
     def _put(self, name: bytes, data: bytes, importance: float = 0.0) -> None:
         self._importance = FADE * self._importance + (1 - FADE) * importance  # of what comes back nobody knows its own
         with self._lock:
-            gone = self._keeper.admit(name, len(data), importance)
+            gone = self._keeper.admit(name, len(data), self._given.get(name, importance))
             for each in gone or ():
                 del self._entries[each]
             if gone is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 
 from hibachi.errors import ConfigError
@@ -122,6 +122,13 @@ class Keeper:
             entry.pins -= 1
             self._settle(entry)
 
+    def weigh(self, names: Iterable[bytes], importance: float) -> None:
+        """Entries have another importance from now on. Those that are not kept change nothing. Takes O(n)."""
+        for name in names:
+            if (entry := self._rest.get(name) or self._recent.get(name)) is not None:
+                entry.importance = importance
+        self._rank()
+
     def _touch(self, entry: _Kept) -> None:
         entry.uses += 1
         entry.last = next(self._clock)
@@ -141,10 +148,13 @@ class Keeper:
             entry.queued = True
             heapq.heappush(self._heap, self._ranked(entry))
             if len(self._heap) > 2 * len(self._rest) + 64:  # most are of entries that were dropped, or are held
-                for *_, left in self._heap:
-                    left.queued = left.free
-                self._heap = [self._ranked(left) for *_, left in self._heap if left.free]
-                heapq.heapify(self._heap)
+                self._rank()
+
+    def _rank(self) -> None:
+        for *_, left in self._heap:
+            left.queued = left.free
+        self._heap = [self._ranked(left) for *_, left in self._heap if left.free]
+        heapq.heapify(self._heap)
 
     def _ranked(self, entry: _Kept) -> tuple[float, int, int, _Kept]:
         """The least makes way first. It only grows, so an entry stands in the heap once, and moves when it is met."""

@@ -343,8 +343,8 @@ class Child:
     def _tell_reset_cache(self) -> None:
         self._engine.reset_cache()
 
-    def _tell_pin(self, contents: bytes, on: bool) -> Any:
-        return self._engine.pin(self._engine.check(_unpacked(contents)), on)
+    def _tell_keep(self, contents: bytes, pin: bool | None, importance: float | None) -> Any:
+        return self._engine.keep(self._engine.check(_unpacked(contents)), pin=pin, importance=importance)
 
     def _tell_cache_events(self, since: int) -> Any:
         return self._engine.cache_events(since)

@@ -382,8 +382,8 @@ class RemoteEngine(Closing):
     def reset_cache(self) -> None:
         self._ask("reset_cache")
 
-    def pin(self, ready: PackedRequest, on: bool = True) -> int:
-        found: int = self._ask("pin", ready.contents, on)
+    def keep(self, ready: PackedRequest, *, pin: bool | None = None, importance: float | None = None) -> int:
+        found: int = self._ask("keep", ready.contents, pin, importance)
         return found
 
     def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:

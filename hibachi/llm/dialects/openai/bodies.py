@@ -286,6 +286,7 @@ class WarmBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     pin: bool | None = None
+    importance: float | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
