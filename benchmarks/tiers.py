@@ -1,6 +1,7 @@
 """What tiers save and cost: the first token of a long prompt, a block from each place, and steps that store only.
 
     python benchmarks/tiers.py [--model .smollm2] [--backend torch] [--redis redis://127.0.0.1:6379] [--tokens 2000]
+        [--llama PYTHON]    # an interpreter that has llama-cpp-python: its saved sequences beside ours
 
 One process after another opens the model, as after a restart. Times are medians; ratios are of one run.
 """
@@ -8,7 +9,10 @@ One process after another opens the model, as after a restart. Times are medians
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -75,6 +79,25 @@ def restarts(asked: argparse.Namespace, folder: Path) -> None:
         print(f"  from {name:<6}{statistics.median(found):.4f} s, {ratio:.3f} of it; {hits} tokens loaded")
 
 
+def slot_files(asked: argparse.Namespace, folder: Path) -> None:
+    """What llama.cpp saves of a sequence, and reads in a new process."""
+    random = np.random.default_rng(0)
+    prompts = json.dumps([random.integers(5, 2000, asked.tokens).tolist() for _ in range(asked.rounds)])
+    (model,) = Path(asked.model).glob("*.gguf")
+    script = Path(__file__).with_name("slot_file.py")
+    medians = []
+    for what in ("save", "load"):
+        command = [asked.llama, str(script), what, str(model), str(folder), str(os.cpu_count())]
+        done = json.loads(subprocess.run(command, input=prompts, text=True, check=True, capture_output=True).stdout)
+        medians.append(statistics.median(done["seconds"]))
+    same = all((folder / f"{i}.save").read_text() == (folder / f"{i}.load").read_text() for i in range(asked.rounds))
+    size = sum(file.stat().st_size for file in folder.glob("*.bin")) // asked.rounds
+    print(f"llama.cpp: computed {medians[0]:.3f} s")
+    print(
+        f"  from a file of {size >> 10} KiB {medians[1]:.4f} s, {medians[1] / medians[0]:.3f} of it; same token: {same}"
+    )
+
+
 def overhead(asked: argparse.Namespace) -> None:
     """Prompts that nobody sends again, in a pool that evicts all the time."""
     random = np.random.default_rng(1)
@@ -104,11 +127,15 @@ def main() -> None:
     parser.add_argument("--model", default=".smollm2")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--redis", help="address of a server that may be written to")
+    parser.add_argument("--llama", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         restarts(asked, Path(folder))
+    if asked.llama:
+        with tempfile.TemporaryDirectory() as folder:
+            slot_files(asked, Path(folder))
     overhead(asked)
 
 
