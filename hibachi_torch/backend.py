@@ -17,6 +17,7 @@ from typing_extensions import override
 from hibachi.backend import masks
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.candidates import Candidate
+from hibachi.backend.group import Group
 from hibachi.errors import UnsupportedOperation
 
 
@@ -176,6 +177,14 @@ class TorchBackend(ArrayBackend):
     # ---- execution ---------------------------------------------------------------------------------------------
 
     @override
+    def join(self, size: int, timeout: float | None, opening: bytes) -> Group:
+        from hibachi_torch.group import joined  # it takes a tenth of a second
+
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        return joined(size, self.device, timeout, opening)
+
+    @override
     def candidates(self) -> Sequence[Candidate]:
         return self.variants.candidates(self) if self.undecided else ()
 
@@ -219,7 +228,7 @@ class TorchBackend(ArrayBackend):
         # After one of these the process cannot use the device any more; older versions raise a plain RuntimeError.
         lost = getattr(torch, "AcceleratorError", ())
         return not self.out_of_memory(error) and (
-            isinstance(error, lost) or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
+            super().fatal(error) or isinstance(error, lost) or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
         )
 
     @override

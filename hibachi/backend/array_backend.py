@@ -5,6 +5,7 @@ The first half are the nine operations with their checks; the second half is wha
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
+from hibachi.backend.group import Group, tree
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.library import Library
 from hibachi.backend.packing import Rows, joined
@@ -50,6 +52,10 @@ class ArrayBackend(Library):
     """What `put_weight` makes of matrices: "none", the dtype that it is given; else as in `quantized`."""
     quantizations: tuple[str, ...] = ()
     """What `quantized` can do here."""
+    leaves: int = 1
+    """Into how many sums products of `linear_reduce` are cut, whoever has them: see `hibachi.backend.group`."""
+    group: Group | None = None
+    """The processes that compute a model together, this one among them; None means it is alone."""
 
     def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
         self.xp, self.device = xp, device
@@ -297,6 +303,11 @@ class ArrayBackend(Library):
         """`put_weight` of a small matrix on which much depends, such as a router: it is never quantised."""
         return self.put_weight(w, dtype)
 
+    def put_columns(self, parts: Sequence[Rows], dtype: str, columns: slice) -> Array:
+        """`put_rows`, of which this process has these columns only. What is rounded is rounded as in the whole matrix.
+        """
+        return self.put_weight(joined(parts)[:, columns], dtype)
+
     def weight_rows(self, w: Array, idx: Array) -> Array:
         """Rows `idx` of any shape of a weight [out, in] from `put_weight`: idx.shape + (in,).
 
@@ -495,6 +506,49 @@ class ArrayBackend(Library):
         """x [..., in], w [out, in] (from `put_weight`), b [out] -> [..., out]."""
         y = self.xp.matmul(x, self.xp.matrix_transpose(w))
         return y if b is None else y + b
+
+    def in_leaves(self, leaves: int, group: Group | None = None) -> Self:
+        """The same backend with `linear_reduce` cut so. Raises UnsupportedOperation."""
+        found = copy.copy(self)
+        found.leaves, found.group = leaves, group
+        if leaves > 1 and found.numerics is not None:
+            found.numerics = f"{found.numerics}/{leaves}"
+        return found
+
+    def join(self, size: int, timeout: float | None, opening: bytes) -> Group:
+        """Meet the other processes that compute a model with this one, so many together; start them if nobody has.
+
+        timeout: seconds that one of them may be late. opening: pickled (function, arguments, keyword arguments) that a
+        started process calls. Raises UnsupportedOperation, ConfigError.
+        """
+        raise UnsupportedOperation(
+            f"A model over several processes takes the backend torch; got {self!r}. Pass backend='torch', or "
+            f"tensor_parallel_size=1."
+        )
+
+    @property
+    def local_leaves(self) -> int:
+        """Those of this process."""
+        return self.leaves // (1 if self.group is None else self.group.size)
+
+    def linear_reduce(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        """`linear` of which each process of the group has some columns, of x and of w (from `put_columns`): the sums of
+        the leaves are float32, are added up over all processes (`hibachi.backend.group`), and rounded once.
+        """
+        if self.leaves == 1:
+            return self.linear(x, w, b)
+        if self.group is None:
+            return self.linear_leaves(x, w, b)
+        y = self.group.sum(self.linear_leaves(x, w, wide=True))
+        return self.xp.astype(y if b is None else y + self.float32(b), x.dtype, copy=False)
+
+    def linear_leaves(self, x: Array, w: Array, b: Array | None = None, *, wide: bool = False) -> Array:
+        """The columns of this process, as a tree of `local_leaves`. wide: in float32."""
+        each, f = x.shape[-1] // self.local_leaves, self.float32
+        spans = [slice(at, at + each) for at in range(0, x.shape[-1], each)]
+        y = tree([self.linear(f(x[..., span]), f(w[:, span])) for span in spans])
+        y = y if b is None else y + f(b)
+        return y if wide else self.xp.astype(y, x.dtype, copy=False)
 
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
         """`linear` in float32: of an output head. Not rounded to the dtype of x where the library can."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from ctypes import addressof, c_char
 from typing import Any
 
+import numpy as np
+
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.kernels.memory import Slabs
+
+LANES_OF_PANEL = 48  # as in linear.h
 
 
 def address_of(t: Array) -> int:
@@ -77,3 +82,13 @@ class PackedWeight:
     ) -> None:
         self.shape, self.dtype, self.kind, self.data, self.scales = shape, dtype, kind, data, scales
         self.pointers = data.ctypes.data, None if scales is None else scales.ctypes.data
+
+    def columns(self, which: slice, slabs: Slabs) -> PackedWeight:
+        """A matrix of some columns, which begin and end with a group of rounded rows."""
+        (n, k), lanes = self.shape, self.data.view(np.uint32).reshape(-1, LANES_OF_PANEL)
+        panels = -(-n // LANES_OF_PANEL)
+        lanes = lanes.reshape(panels, -1, LANES_OF_PANEL)
+        first, last = (at * lanes.shape[1] // k for at in (which.start, which.stop))
+        held = slabs.empty(panels * (last - first) * LANES_OF_PANEL * 4, np.uint8).view(self.data.dtype)
+        held.view(np.uint32).reshape(panels, -1, LANES_OF_PANEL)[...] = lanes[:, first:last]
+        return PackedWeight((n, which.stop - which.start), self.dtype, self.kind, held, self.scales)

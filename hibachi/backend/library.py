@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from hibachi.backend.group import GroupLost
 from hibachi.backend.kernels.library import possible, why_missing
 from hibachi.common.shapes import CallShapes
 from hibachi.errors import ConfigError
@@ -42,7 +43,7 @@ class Library:
 
     def fatal(self, error: BaseException) -> bool:
         """Did this error mean that the device is lost? No call would succeed any more, whatever the request."""
-        return False
+        return isinstance(error, GroupLost)
 
     def guard(self) -> AbstractContextManager[Any]:
         """Entered around every step: switches off gradients and the like."""
@@ -86,13 +87,14 @@ def check_numerics(asked: str | None, backend: Library, *, portable: bool = True
     """
     name, space, of = (asked or "").partition(" ")
     known = not space or (of in PORTABLE and dtype in (None, of))
+    plain = name.partition("/")[0]  # without leaves
     if asked is None or (portable and known and name == backend.numerics):
         return
     if not (here := possible()):
         raise ConfigError(f"numerics must be None here, as there are no kernels ({why_missing()}); got {asked!r}.")
-    if name in here and dtype is not None and of in PORTABLE and dtype != of:
+    if plain in here and dtype is not None and of in PORTABLE and dtype != of:
         raise ConfigError(f"numerics={asked!r} was asked for, but the dtype is {dtype}. Pass dtype={of!r} as well.")
-    if name not in here or not known:
+    if plain not in here or not known:
         raise ConfigError(f"numerics must be one of {', '.join(here)}, which this machine can compute; got {asked!r}.")
     raise ConfigError(
         f"numerics={asked!r} was asked for, but the bits of {'' if portable else 'this model on '}"

@@ -171,7 +171,24 @@ class NativeBackend(NativeLayers):
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return self._linear(x, w, b, self.xp.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
 
-    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any) -> Array:
+    @override
+    def put_columns(self, parts: Sequence[Rows], dtype: str, columns: slice) -> Array:
+        if self.dtype(dtype) not in self.codes:
+            return super().put_columns(parts, dtype, columns)
+        held, self._slabs = self._slabs, Slabs()  # the whole matrix is not kept
+        try:
+            w = self.put_rows(parts, dtype)
+        finally:
+            self._slabs = held
+        return w.columns(columns, held)
+
+    @override
+    def linear_leaves(self, x: Array, w: Array, b: Array | None = None, *, wide: bool = False) -> Array:
+        if not isinstance(w, PackedWeight):
+            return super().linear_leaves(x, w, b, wide=wide)
+        return self._linear(x, w, b, self.xp.float32 if wide else w.dtype, self.local_leaves)
+
+    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any, leaves: int = 1) -> Array:
         """`linear` with results rounded to w's dtype, or not rounded: float32."""
         n, k = w.shape
         if x.dtype != w.dtype or x.shape[-1] != k or (b is not None and (b.dtype != w.dtype or b.shape != (n,))):
@@ -193,6 +210,7 @@ class NativeBackend(NativeLayers):
             len(y) if y.ndim == 2 else int(np.prod(y.shape[:-1])),
             n,
             k,
+            leaves,
         )
         return y
 

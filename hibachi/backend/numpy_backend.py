@@ -340,8 +340,8 @@ class NativeNumpyBackend(NativeBackend, InvariantNumpyBackend):
         return t.astype(dtype) if t.dtype == np.float64 and dtype == np.float32 else t
 
     @override
-    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any) -> Array:
-        return super()._linear(self._narrow(x, w.dtype), w, b, dtype)
+    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any, leaves: int = 1) -> Array:
+        return super()._linear(self._narrow(x, w.dtype), w, b, dtype, leaves)
 
     @override
     def attend(

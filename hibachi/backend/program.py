@@ -18,17 +18,17 @@ from hibachi.backend.layout import StepInputs
 from hibachi.backend.packing import INTO
 
 RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
-ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0, EMBED = range(10, 17)
+ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0, EMBED, ADD = range(10, 18)
 ROUNDING = {"int8": LINEAR_INT8, "q4_0": LINEAR_Q4_0, "q8_0": LINEAR_Q8_0}  # kinds of weights that take rounded rows
 # Buffers, each with a row for every token; those of experts with a piece for each expert of a token.
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED, ODDS, GATHERED, WIDES, INNERS = range(13)
-FINAL, LOGITS, ROUNDED, LISTS = range(
-    13, 17
-)  # logits: float32; rounded: rows as bytes; lists: who goes to which expert
+# logits and sums: float32; rounded: rows as bytes; lists: who goes to which expert
+FINAL, LOGITS, ROUNDED, LISTS, SUMS = range(13, 18)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
 _PARTS = {
     LINEAR: "linear",
     ROUND: "linear",
+    ADD: "linear",
     **dict.fromkeys(ROUNDING.values(), "linear"),
     WRITE: "attention",
     ATTEND: "attention",
@@ -40,7 +40,9 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramMemory:
-    """What a call with so many tokens works in, and the next one of as many again. h, final: these buffers' places."""
+    """What a call with so many tokens works in, and the next one of as many again. h, final: these buffers' places.
+    sums: what is added up over processes, float32 [tokens, hidden].
+    """
 
     tokens: int
     step: Step
@@ -48,6 +50,7 @@ class ProgramMemory:
     h: int
     final: int
     held: HostArray
+    sums: HostArray
 
 
 class Program:
@@ -61,6 +64,7 @@ class Program:
         self._ops: list[dict[str, Any]] = []
         self.dtype = params["norm"].dtype
         self._after_last = False
+        self._cuts: list[int] = []  # operations before which sums are added up over processes
         rows, scales = embed.pointers
         self._add(EMBED, H, H, which=INTO[embed.kind], w=rows, scales=scales, n=a.hidden_size)
         for i, (kind, layer) in enumerate(zip(a.layers, params["layers"], strict=True)):
@@ -76,7 +80,8 @@ class Program:
         self._kernels = run = self._backend.library.kernels
         deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
         self._bytes = max(deepest) if any(op["kind"] == ROUND for op in self._ops) else 0  # of a token
-        self._wide = (ctypes.c_int64 * (LISTS + 1))(*self._widths, a.vocab_size, 0, 0)
+        self._outputs = params["head"].shape[0]  # of a process, where there are several
+        self._wide = (ctypes.c_int64 * (SUMS + 1))(*self._widths, self._outputs, 0, 0, hidden)
         self._code = self._backend.codes[self.dtype]
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
         self._turned: tuple[Any, list[Array], Any, int] | None = None  # the tables of angles of the last step
@@ -115,7 +120,7 @@ class Program:
             memory = None  # before there is memory for another
             memory = self._memory(len(tok))
         n = len(last)
-        out = b.output((n, a.vocab_size)) if logits else b.empty((n, a.hidden_size), self.dtype)
+        out = b.output((n, self._outputs)) if logits else b.empty((n, a.hidden_size), self.dtype)
         buffers, step = memory.buffers, memory.step
         buffers[LOGITS], buffers[FINAL] = (b.address(out), memory.final) if logits else (None, b.address(out))
         buffers[H] = memory.h if h is None else b.address(h)
@@ -125,8 +130,13 @@ class Program:
         step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
         first, end = int(h is not None), len(self._list) if logits else self._before_head
         kept = (self.seconds,)  # they live as long as the call, whoever sets others
-        step.seconds = kept[0][first:].ctypes.data
-        self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), end - first)
+        for cut in (*self._cuts, end):
+            step.seconds = kept[0][first:].ctypes.data
+            self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list[first]), cut - first)
+            if cut != end:
+                sums = memory.sums[: n if self._ops[cut]["outputs"] else len(tok)]
+                b.group.sum(b.from_host(sums, b.xp.float32))
+            first = cut
         if len(self.expert_tokens):
             self._count(buffers[LISTS], n if self._sorts[-1] else len(tok))
         self._idle.append(memory)
@@ -148,7 +158,8 @@ class Program:
     def _memory(self, tokens: int) -> ProgramMemory:
         a, item = self._arch, 2 if self._code else 4  # bytes of a number
         lists = 0 if (e := a.experts) is None else self._kernels.lists(tokens, e.per_token, e.count)
-        sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists]
+        summed = tokens * a.hidden_size * 4 if self._cuts else 0
+        sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists, summed]
         ends = list(accumulate(size + -size % ALIGNED for size in sizes))
         held = np.empty(ends[-1] + ALIGNED, np.uint8)
         base = held.ctypes.data + -held.ctypes.data % ALIGNED
@@ -156,7 +167,8 @@ class Program:
         step = Step(tokens=tokens, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, vocabulary=a.vocab_size)
         step.cascade, step.buffers = self._backend.cascade, ctypes.addressof(buffers)
         step.widths = ctypes.addressof(self._wide)
-        return ProgramMemory(tokens, step, buffers, buffers[H], buffers[FINAL], held)
+        sums = held[base - held.ctypes.data + ends[-2] :][:summed].view(np.float32).reshape(-1, a.hidden_size)
+        return ProgramMemory(tokens, step, buffers, buffers[H], buffers[FINAL], held, sums)
 
     def _halves_of(self, cache: list[LayerCache]) -> Any:
         """The addresses of all keys and values. Another thread may step another cache meanwhile."""
@@ -247,9 +259,22 @@ class Program:
     def _joined(self, layer: dict[str, Any], name: str, source: int, h: int, norm: str) -> None:
         """A product of which the result, perhaps normalised, is added to the residual stream."""
         if norm in layer:
-            self._norm(norm, layer, self._linear(layer, name, source, OUT), h, added=h)
+            self._norm(norm, layer, self._reduced(layer, name, source, OUT), h, added=h)
         else:
-            self._linear(layer, name, source, h, added=h, scale=self._arch.residual_scale)
+            self._reduced(layer, name, source, h, added=h, scale=self._arch.residual_scale)
+
+    def _reduced(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
+        """A product of `linear_reduce`."""
+        leaves = self._backend.local_leaves
+        if self._backend.group is None:
+            return self._linear(layer, name, source, to, leaves=leaves, **more)
+        w, b = layer[name], layer.get(f"{name}_bias")
+        self._linear({name: w}, name, source, SUMS, leaves=leaves, wide=1)
+        b = None if b is None else self._backend.row_major(b)
+        self._kept += [b]
+        self._cuts.append(len(self._ops))
+        self._add(ADD, SUMS, to, n=w.shape[0], b=None if b is None else self._backend.address(b), **more)
+        return to
 
     def _norm(self, name: str, layer: dict[str, Any], source: int, to: int, *, at: int = 0, **more: Any) -> int:
         """The buffer that holds the result: `source` if there is no such norm."""
@@ -283,7 +308,7 @@ class Program:
             self._add(LINEAR, source, to, **more)
 
     def _add(self, kind: int, source: int, to: int, **more: Any) -> None:
-        settled = dict(kind=kind, from_=source, to=to, outputs=self._after_last, added=-1, groups=1, scale=1.0)
+        settled = dict(kind=kind, from_=source, to=to, outputs=self._after_last, added=-1, groups=1, scale=1.0, leaves=1)
         self._ops.append(settled | more)
 
 

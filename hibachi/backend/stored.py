@@ -82,6 +82,17 @@ class Stored:
             yield part.reshape(-1, size)
 
 
+def part(w: HostArray | Stored, which: slice) -> Any:
+    """Some rows of a matrix; of one in a file they are not read."""
+    if not isinstance(w, Stored):
+        return w[which]
+    start, stop, _ = which.indices(w.shape[0])
+    if w.order is not None and not np.array_equal(np.sort(w.order[start:stop]), np.arange(start, stop)):
+        return w.read()[which]
+    order = None if w.order is None else (w.order[start:stop] - np.int32(start)).astype(np.int32)
+    return replace(w, shape=(stop - start, *w.shape[1:]), offset=w.offset + start * w.row_bytes, order=order)
+
+
 def equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors of `PLAIN` dtypes are the same numbers in one shape; a few megabytes are mapped at a time.
 

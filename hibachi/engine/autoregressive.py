@@ -26,6 +26,7 @@ from hibachi.engine.build import (
     NO_LIMIT,
     UNSTATED,
     Built,
+    check_group,
     EngineSpec,
     build,
     eos_ids_of,
@@ -37,6 +38,7 @@ from hibachi.engine.config import BatchConfig, BatchOptions, at_least
 from hibachi.engine.declared import own_params, own_stop, own_tokens
 from hibachi.engine.feeding import TokenFeed
 from hibachi.engine.forms import own_vocabulary
+from hibachi.engine.group.follower import follow
 from hibachi.engine.guidance import guide
 from hibachi.engine.guide.protocol import Grammar, Vocabulary
 from hibachi.engine.kinds import kind_of, level_told
@@ -489,6 +491,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             if self._built is not None:
                 return self._built
             self._check_open()
+            if isinstance(backend, ArrayBackend) and backend.group is not None and backend.group.rank:
+                check_group(self._spec)
+                follow(self.model, backend, backend.group)
             built = build(
                 self._spec, backend, self._policy, self._tokens, self._promise.check, self._promise.deterministic
             )

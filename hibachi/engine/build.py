@@ -20,6 +20,8 @@ from hibachi.backend.nine import NineBackend
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.config import EngineConfig
+from hibachi.engine.group.leader import Leader, LedMemory
+from hibachi.engine.group.link import connected
 from hibachi.engine.conversions import said_by
 from hibachi.engine.kinds import kind_of, takes_lengths
 from hibachi.engine.ladder import ModelKind
@@ -45,7 +47,7 @@ from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
-from hibachi.errors import ConfigError, shown
+from hibachi.errors import ConfigError, UnsupportedOperation, shown
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 NO_LIMIT = 2**31 - 2
@@ -125,6 +127,8 @@ def build(
     """
     if isinstance(backend, NineBackend):
         return _nine(spec, backend, policy, tokens, deterministic)
+    if backend.group is not None:
+        check_group(spec)
     vocab = spec.vocab_size
     sizes = () if spec.codebooks is None else sizes_of(spec.model)
     prompts = HostPrompts(backend, vocab_size=vocab, sizes=sizes, **tokens)
@@ -178,6 +182,21 @@ def build(
         sampler.depth.theirs = runner.theirs
     facts = replace(facts, remarks=tuple(remarks), inputs=beside.declared.inputs)
     return Built(facts, scheduler, runner, prompts, size if spec.config.enable_prefix_caching else 0)
+
+
+def check_group(spec: EngineSpec) -> None:
+    """Raise UnsupportedOperation for what several processes do not compute together."""
+    asked = {
+        "a model without a paged cache": spec.kind is not ModelKind.PAGED,
+        "recurrent states": spec.kind is ModelKind.PAGED
+        and any(isinstance(layer, State) for layer in spec.model.cache_spec()),
+        "a model with draws, inputs or knows": bool(declared_by(spec.model)),
+        "a draft model": spec.draft is not None,
+        "kv_tiers": spec.config.kv_tiers is not None,
+    }
+    for what, there in asked.items():
+        if there:
+            raise UnsupportedOperation(f"Several processes do not compute {what} together. Pass tensor_parallel_size=1.")
 
 
 def _beside(spec: EngineSpec, backend: ArrayBackend) -> ExtraInputs:
@@ -330,8 +349,12 @@ def cached_runner(
     """A runner for a model of level 2, limited to call sizes that give the same bits."""
     rows = ModelRows(model, backend, tables, beside or ExtraInputs(declared_by(model), tables.rows))
     head, tally = _head(rows, sampler)
-    runner = OverlappingRunner(rows, scheduler, head, dtype, tally)
-    runner.entries = runner.memory
+    memory, group = None, backend.group
+    if group is not None:
+        leader = Leader(group, connected(group))
+        memory = LedMemory(model.cache_spec(), backend, scheduler.limits, dtype, leader)
+    runner = OverlappingRunner(rows, scheduler, head, dtype, tally, memory)
+    runner.entries = None if group is not None else runner.memory
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner

@@ -83,6 +83,7 @@ class Engine:
         self.restarts = 0
         self.moved: float | None = None  # when the last step ended, by time.monotonic()
         self.inbox: SimpleQueue[Command] = SimpleQueue()  # commands of other threads, for the thread that steps
+        runner.watch(partial(self.inbox.put, None))
         self._wakeups = Wakeups()
         self._live: set[Job] = set()
         self._paused: set[Job] = set()
@@ -315,6 +316,7 @@ class Engine:
 
     def step(self) -> bool:
         """Take one step; False if there was nothing to compute."""
+        self.runner.check()
         began = self._begin()
         self._waiting = self.drafting is not None and self.waits is not None and self.waits.waiting
         if self._waiting and self._flight is not None:
@@ -590,6 +592,8 @@ class Engine:
 
     def _lose(self, cause: BaseException) -> None:
         """Handle a lost device. Raises EngineFailed unless the engine may restart."""
+        if isinstance(cause, EngineFailed):
+            raise cause
         self._lost += 1
         text = f"The device failed with {type(cause).__name__}: {cause}. "
         if not self._restart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -10,6 +11,7 @@ from typing import Any, Unpack
 from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.candidates import AllowedKernels
 from hibachi.backend.discover import resolve_or_best
+from hibachi.backend.group import check_leaves
 from hibachi.backend.library import check_numerics
 from hibachi.common.options import takes
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
@@ -98,6 +100,7 @@ class LLM(Texts):
         self.backend = _quantized(
             choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
+        self.backend = _grouped(self.backend, config, model, options)
         digest = None if config.kv_tiers is None else FilesDigest(files.paths)  # computed while the model loads
         self.model: LanguageModel[Any] = load_model(
             files, self.backend, dtype=dtype, max_model_len=config.max_model_len
@@ -168,6 +171,19 @@ def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
     if device is not None:
         raise ConfigError(f"{backend!r} has its device already; got device={device!r} as well. Leave device out.")
     return backend
+
+
+def _grouped(backend: ArrayBackend, config: TextConfig, model: str | Path, options: TextOptions) -> ArrayBackend:
+    """The backend as one of the ranks that compute the model, which are started if nobody has."""
+    size = config.tensor_parallel_size
+    leaves = check_leaves(config.tp_leaves, size)
+    if size == 1:
+        return backend.in_leaves(leaves) if leaves > 1 else backend
+    try:
+        opening = pickle.dumps((LLM, (model,), options))
+    except Exception as e:
+        raise ConfigError(f"The other ranks are told what to open, and that cannot be pickled: {e}.") from e
+    return backend.in_leaves(leaves, backend.join(size, config.stall_after, opening))
 
 
 def _quantized(backend: ArrayBackend, how: str | None, dtype: str) -> ArrayBackend:

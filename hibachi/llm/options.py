@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.engine.config import EngineConfig, EngineOptions
+from hibachi.engine.config import EngineConfig, EngineOptions, at_least, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,8 @@ class TextConfig(EngineConfig):
     device: Any = None
     deterministic: bool | None = None
     numerics: str | None = None
+    tensor_parallel_size: int = option(1, at_least(1))
+    tp_leaves: int | None = None
 
     def engine_options(self) -> EngineOptions:
         """Those of the engine."""
@@ -43,6 +45,8 @@ class TextOptions(EngineOptions, total=False):
     device: Any
     deterministic: bool | None
     numerics: str | None
+    tensor_parallel_size: int
+    tp_leaves: int | None
 
 
 OPTIONS = [one.name for one in fields(TextConfig)]

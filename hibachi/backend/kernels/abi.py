@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 8
+ABI = 9
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -27,7 +27,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((n, _i32) for n in ("kind", "outputs", "from_", "to", "added", "which", "gated", "groups")),
-        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts", "wide")),
+        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts", "wide", "leaves")),
         *((n, _f32) for n in ("scale", "number")),
         *((n, _p) for n in ("w", "b", "scales")),
     ]
@@ -80,7 +80,7 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "set_distances": ":p",
     "xla_version": ":i",
     "sets": "n:ppppi",
-    "linear": "b:iiipnppppnnn",
+    "linear": "b:iiipnppppnnnn",
     "packed": "n:inn",
     "pack": "b:iippppnnnn",
     "rows": "b:iippppnnn",

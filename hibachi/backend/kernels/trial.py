@@ -163,7 +163,7 @@ class _Work:
         began = time.perf_counter()
         run.linear(
             *(1, 1, 0, self.x.ctypes.data, _DEPTH, self.w.ctypes.data + 2 * self.at * 48 * _DEPTH, None, None),
-            *(self.y.ctypes.data, rows, few * 48, _DEPTH),
+            *(self.y.ctypes.data, rows, few * 48, _DEPTH, 1),
         )
         self.at += few
         return max(1e-9, (time.perf_counter() - began) / few)

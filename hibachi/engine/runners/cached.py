@@ -175,6 +175,18 @@ class CachedRunner(Runner):
     # ---- its memory --------------------------------------------------------------------------------------------
 
     @override
+    def watch(self, wake: Callable[[], object]) -> None:
+        self.memory.watch(wake)
+
+    @override
+    def check(self) -> None:
+        self.memory.check()
+
+    @override
+    def close(self) -> None:
+        self.memory.close()
+
+    @override
     def rebuild(self, *, keep: bool) -> None:
         memory = self.memory
         if not self.backend.shapes.compiled or (keep and memory.donating):  # else what was compiled is as good as new
@@ -225,7 +237,7 @@ class CachedRunner(Runner):
             raise
 
     def _called(self, call: ModelCall, x: StepInputs[Array]) -> Array:
-        with self.tally, self.theirs:
+        with self.tally, self.theirs, self.memory.calling(x, hidden=call is not self.main):
             out: Array
             out, self.memory.cache = call.step(self.model.params, self.memory.cache, x)
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -82,6 +83,21 @@ class Memory:
         if not self.donating:
             new.compile(donate=False)
         return new
+
+    # ---- where several processes have a part each ---------------------------------------------------------------
+
+    def calling(self, x: StepInputs[Array], *, hidden: bool) -> AbstractContextManager[None]:
+        """Around each call of the model, for logits or for hidden states."""
+        return nullcontext()
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """wake: called from another thread when a process has ended, and `check` would raise."""
+
+    def check(self) -> None:
+        """Raises EngineFailed if no step can be computed any more."""
+
+    def close(self) -> None:
+        """There will be no more calls."""
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         """For each (row, checkpoint): set the state of the row to the one kept in the checkpoint."""

@@ -271,6 +271,12 @@ class Runner:
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Save recurrent states: for each (row, checkpoint), the row's state is kept in the checkpoint."""
 
+    def watch(self, wake: Callable[[], object]) -> None:
+        """wake: to be called from any thread when `check` would raise though nobody asks for a step."""
+
+    def check(self) -> None:
+        """Raises EngineFailed if no step can be computed any more."""
+
     def idle(self) -> None:
         """There is nothing to compute: free what is kept for rows that have gone."""
 

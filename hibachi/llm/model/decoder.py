@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend, LayerCache
+from hibachi.backend.group import share
 from hibachi.backend.layout import CacheSpec, Paged, StepInputs
 from hibachi.backend.library import PORTABLE
 from hibachi.backend.packing import Rows, quantization_of
@@ -22,6 +23,7 @@ from hibachi.common.phases import phase
 from hibachi.errors import ConfigError
 from hibachi.llm.model.arch import Arch, Layer
 from hibachi.llm.model.rope import HostArray, room, tables
+from hibachi.llm.model.shards import Shard, check_shards
 from hibachi.llm.model.weights import Weights, matrices
 
 Params: TypeAlias = dict[str, Any]
@@ -93,6 +95,11 @@ class Decoder:
         lacks.
         """
         dtype, max_model_len = checked(backend, dtype, max_model_len, arch.max_positions)
+        group = backend.group
+        check_shards(arch, 1 if group is None else group.size, backend.leaves)
+        if group is not None:
+            tensors = Shard(tensors, arch, group.rank, group.size)
+            arch = tensors.arch
         params = _params(arch, tensors, backend, dtype, max_model_len)
         with phase("preparing the model"):
             return cls(arch, params, backend, dtype=dtype, max_model_len=max_model_len)
@@ -134,6 +141,8 @@ class Decoder:
         else:
             h, cache = self.hidden(params, cache, x)
             logits = b.logits(h, params["head"], params.get("head_bias"))
+        if b.group is not None:
+            logits = b.group.gather(logits, self.vocab_size)
         if a.logit_divisor != 1.0:
             logits = logits / a.logit_divisor
         if a.logit_softcap is not None:
@@ -157,7 +166,7 @@ class Decoder:
             new.append(memory)
             if len(new) == len(cache):  # nothing reads the other tokens any more
                 h, out = b.take(h, x.last), b.take(out, x.last)
-            out = self._norm(b.linear(out, layer["o"], layer.get("o_bias")), layer, "attn_post_norm")
+            out = self._norm(b.linear_reduce(out, layer["o"], layer.get("o_bias")), layer, "attn_post_norm")
             if a.parallel:
                 h = h + out + self._feed_forward(kind, layer, self._norm(h, layer, "mlp_norm"))
                 continue
@@ -240,7 +249,7 @@ class Decoder:
         b = self.backend
         if not kind.experts:
             inner = self._activate(b.linear(h, layer["gate_up"], layer.get("gate_up_bias")))
-            return b.linear(inner, layer["down"], layer.get("down_bias"))
+            return b.linear_reduce(inner, layer["down"], layer.get("down_bias"))
         experts = self.arch.experts
         assert experts is not None
         odds = b.linear(h, layer["router"])
@@ -312,14 +321,18 @@ def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: 
             continue
         names = [f"{at}{n}" for n in ((ours,) if f"{at}{ours}.weight" in files else parts)]
         names = [n for n in names if f"{n}.weight" in files]  # without a gate, `up` is alone
-        weights = [w for n in names for w in matrices_of(files, f"{n}.weight")]
+        weights = [matrices_of(files, f"{n}.weight") for n in names]
         if any(f"{n}.bias" in files for n in names):
             biases = [
-                files[f"{n}.bias"] if f"{n}.bias" in files else np.zeros(w.shape[0], np.float32)
-                for n, w in zip(names, weights, strict=True)
+                files[f"{n}.bias"] if f"{n}.bias" in files else np.zeros(sum(w.shape[0] for w in some), np.float32)
+                for n, some in zip(names, weights, strict=True)
             ]
             layer[f"{ours}_bias"] = b.put(np.concatenate(biases), dtype)
-        layer[ours] = b.put_rows(weights, dtype)
+        flat = [w for some in weights for w in some]
+        if b.group is None or parts:
+            layer[ours] = b.put_rows(flat, dtype)
+        else:
+            layer[ours] = b.put_columns(flat, dtype, share(flat[0].shape[1], b.group.rank, b.group.size))
     if kind.experts:
         gate, up, down = (matrices_of(files, f"{at}experts.{n}.weight") for n in ("gate", "up", "down"))
         layer["router"] = b.put_precise(files[f"{at}router.weight"], dtype)

@@ -102,13 +102,13 @@ struct Factors {
   }
 
   template <int N>
-  void multiply(int64_t i, int64_t p, int64_t k, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void multiply(int64_t i, int64_t p, Span span, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
     using Sums = Kind::Sums;
     constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1, PIECES = WIDE * PARTS;
     for (int first = 0; first < COLUMNS; first += WIDE) {
-      const uint32_t* at = w + p * depth<Kind>(k) * WIDTH + first * LANES;
+      const uint32_t* at = w + (p * depth<Kind>(span.k) + depth<Kind>(span.begin)) * WIDTH + first * LANES;
       Part sums[N][PIECES] = {};
-      for (int64_t g = 0; g < x.groups; g++, at += WIDTH) {
+      for (int64_t g = span.begin / int8::GROUP; g < up(span.end, int8::GROUP); g++, at += WIDTH) {
         const uint32_t* scales = at + PAIR * Kind::LANES * WIDTH;
         for (int b = 0; b < PAIR; b++) {
           PartInts block[N][PIECES];

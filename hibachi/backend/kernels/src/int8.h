@@ -193,13 +193,13 @@ struct Factors {
   }
 
   template <int N>
-  void multiply(int64_t i, int64_t p, int64_t k, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void multiply(int64_t i, int64_t p, Span span, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
     constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;
-    const int64_t depth = up(k, BYTES);
+    const int64_t depth = up(span.end, BYTES);
     for (int first = 0; first < COLUMNS; first += WIDE) {
-      const uint32_t* at = w + p * depth * WIDTH + first * LANES;
+      const uint32_t* at = w + (p * up(span.k, BYTES) + span.begin / BYTES) * WIDTH + first * LANES;
       Part sums[N][WIDE * PARTS] = {};
-      for (int64_t g = 0; g < x.groups; g++) {
+      for (int64_t g = span.begin / GROUP; g < up(span.end, GROUP); g++) {
         const int8_t* values[N];
         PartInts group[N][WIDE * PARTS];
         for (int r = 0; r < N; r++) {

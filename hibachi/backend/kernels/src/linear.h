@@ -3,6 +3,9 @@
 // W [n, k] is stored in panels of 48 rows: [n / 48][k / DEPTH][48] lanes, the last panel filled up with zeros. A tile
 // of the product is a few rows of x times one panel, or a third of one: its sums stay in registers while k passes by.
 // So each sum is formed in the order of k, whatever the number of rows, and panels are what threads share.
+//
+// A product may be cut into leaves: each is the sum over as many columns of W, and leaves are added as a binary tree of
+// neighbours. So several processes that have some leaves each can come to the bits of one.
 
 #pragma once
 
@@ -28,6 +31,11 @@ FAST void ask(const void* p) {
   __builtin_prefetch(p, 0, N <= 2 ? 0 : 3);
 }
 
+// Columns `begin` to before `end` of the k that panels have. All are whole lanes, and whole groups of rounded rows.
+struct Span {
+  int64_t k, begin, end;
+};
+
 // What a product is of: rows of x, whole lanes each, and the panels of W.
 template <class T>
 struct Factors {
@@ -52,12 +60,12 @@ struct Factors {
     return found;
   }
 
-  // out = N rows from row i, times panel p.
+  // out = N rows from row i, times a span of panel p.
   template <int N>
-  void multiply(int64_t i, int64_t p, int64_t k, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void multiply(int64_t i, int64_t p, Span span, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
     constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
-    const int64_t depth = up(k, T::DEPTH);
-    const Lane *rows = x + i * stride, *panel = w + p * depth * WIDTH;
+    const int64_t first_lane = span.begin / T::DEPTH, depth = up(span.end - span.begin, T::DEPTH);
+    const Lane *rows = x + i * stride + first_lane, *panel = w + (p * up(span.k, T::DEPTH) + first_lane) * WIDTH;
     for (int first = 0; first < COLUMNS; first += WIDE) {
       Part sums[N][WIDE * PARTS] = {};
       products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
@@ -89,6 +97,7 @@ struct Linear {
   float scale = 1.0f;
   const Element* added = nullptr;
   int64_t added_stride = 0;
+  int64_t leaves = 1;  // into which k is cut
 
   // A part is a panel with some of the rows, which stay in the second cache while panels pass.
   int64_t panels() const { return up(n, WIDTH); }
@@ -117,7 +126,8 @@ struct Linear {
     for (int64_t i = begin; i < end; i += X::ROWS)
       with_constant<X::ROWS>(std::min<int64_t>(X::ROWS, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
-        factors.template multiply<rows>(i, p, k, ahead, sums);
+        if (leaves == 1) factors.template multiply<rows>(i, p, Span{k, 0, k}, ahead, sums);
+        else tree<rows>(i, p, ahead, sums);
         for (int c = 0; c * LANES < wide; c++) {
           const int some = std::min(LANES, wide - c * LANES);
           const int64_t at = column + c * LANES;
@@ -130,6 +140,28 @@ struct Linear {
           }
         }
       });
+  }
+
+ private:
+  static constexpr int DEEPEST = 8;  // so at most 2^8 - 1 leaves
+
+  // The sum of all leaves. As in counting by twos, a leaf is added to its neighbour as soon as that is there.
+  template <int N>
+  void tree(int64_t i, int64_t p, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+    Floats sums[DEEPEST][N][COLUMNS];
+    const int64_t each = k / leaves;
+    int top = 0;
+    const auto join = [&]() __attribute__((always_inline)) {
+      top--;
+      for (int r = 0; r < N; r++)
+        for (int c = 0; c < COLUMNS; c++) sums[top - 1][r][c] += sums[top][r][c];
+    };
+    for (int64_t leaf = 0; leaf < leaves; leaf++) {
+      factors.template multiply<N>(i, p, Span{k, leaf * each, (leaf + 1) * each}, ahead, sums[top++]);
+      for (int64_t done = leaf + 1; done % 2 == 0; done /= 2) join();
+    }
+    while (top > 1) join();
+    std::memcpy(out, sums[0], sizeof out);
   }
 };
 

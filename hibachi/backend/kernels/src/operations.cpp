@@ -63,7 +63,17 @@ E<T>* out(void* p) {
 }
 
 template <class T, class Out>
-bool linear(const void* x, int64_t stride, const void* w, const void* b, void* y, int64_t m, int64_t n, int64_t k) {
+bool linear(
+    const void* x,
+    int64_t stride,
+    const void* w,
+    const void* b,
+    void* y,
+    int64_t m,
+    int64_t n,
+    int64_t k,
+    int64_t leaves
+) {
   const int64_t whole = up(k, T::DEPTH) * T::DEPTH;
   const bool odd = k != whole || stride % T::DEPTH;  // rows must be whole lanes
   const Buffer<E<T>> copy(odd ? m * whole : 0);
@@ -81,6 +91,7 @@ bool linear(const void* x, int64_t stride, const void* w, const void* b, void* y
           .m = m,
           .n = n,
           .k = whole,
+          .leaves = leaves,
       }
   );
 }
@@ -97,7 +108,8 @@ bool rounded_linear(
     void* y,
     int64_t m,
     int64_t n,
-    int64_t k
+    int64_t k,
+    int64_t leaves
 ) {
   const Buffer<char> memory(int8::Rounded::bytes(m, k));
   if (!memory.ok()) return false;
@@ -108,7 +120,14 @@ bool rounded_linear(
            const X factors = X(memory.data(), 0, m, k).of(0, w, scales);
            return share(
                Linear<T, Out, X>{
-                   .factors = factors, .bias = in<T>(b), .y = out<Out>(y), .y_stride = n, .m = m, .n = n, .k = k
+                   .factors = factors,
+                   .bias = in<T>(b),
+                   .y = out<Out>(y),
+                   .y_stride = n,
+                   .m = m,
+                   .n = n,
+                   .k = k,
+                   .leaves = leaves,
                }
            );
          });
@@ -203,14 +222,16 @@ EXPORT int hibachi_linear(
     void* y,
     int64_t m,
     int64_t n,
-    int64_t k
+    int64_t k,
+    int64_t leaves
 ) {
   return by_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     if (kind < INT8)
-      return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k) : linear<T, T>(x, stride, w, b, y, m, n, k);
-    return wide ? rounded_linear<T, F32>(kind, x, stride, w, scales, b, y, m, n, k)
-                : rounded_linear<T, T>(kind, x, stride, w, scales, b, y, m, n, k);
+      return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k, leaves)
+                  : linear<T, T>(x, stride, w, b, y, m, n, k, leaves);
+    return wide ? rounded_linear<T, F32>(kind, x, stride, w, scales, b, y, m, n, k, leaves)
+                : rounded_linear<T, T>(kind, x, stride, w, scales, b, y, m, n, k, leaves);
   });
 }
 

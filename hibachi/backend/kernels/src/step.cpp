@@ -33,6 +33,7 @@ enum Kind : int32_t {
   LINEAR_Q4_0,
   LINEAR_Q8_0,
   EMBED,
+  ADD,
 };
 
 // As in structs.py. A buffer holds a row for each token, or for each token whose output is wanted.
@@ -43,6 +44,7 @@ struct Op {
   int32_t groups;                 // pieces of a row; of a mixture of experts, those of a token
   int64_t from_at, to_at, n, k;   // first elements in a row; columns out and in, or width of a piece and elements of it
   int64_t window, experts, wide;  // experts: 0 if it is none of theirs; wide: a product's results are float32
+  int64_t leaves;                 // into which a product is cut
   float scale, number;            // number: of a norm its epsilon, of attention its softcap
   const void *w, *b;              // w: of experts, their matrices
   const void* scales;             // of bytes; of experts, theirs
@@ -94,6 +96,31 @@ struct Take {
   int64_t count() const { return rows; }
   int64_t batch(int) const { return 16; }
   void operator()(int64_t i) const { std::copy_n(x + last[i] * width, width, y + i * width); }
+};
+
+// What is left of a product whose sums come from several processes: as the end of `Linear::part`.
+template <class T>
+struct Add {
+  using Element = typename T::Element;
+
+  const float* sums;  // [rows, n]
+  const Element *bias, *added;  // or nullptr
+  Element* y;
+  int64_t rows, n;
+  float scale;
+
+  int64_t count() const { return rows; }
+  int64_t batch(int) const { return 4; }
+  void operator()(int64_t i) const {
+    for (int64_t at = 0; at < n; at += LANES) {
+      const int some = std::min<int64_t>(LANES, n - at);
+      Floats v = read_some<F32>(sums + i * n + at, some);
+      if (bias) v += read_some<T>(bias + at, some);
+      if (scale != 1.0f) v = T::rounded(v) * scale;
+      if (added) v = T::rounded(v) + read_some<T>(added + i * n + at, some);
+      write_some<T>(y + i * n + at, v, some);
+    }
+  }
 };
 
 // The panels of a product.
@@ -187,6 +214,7 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
                   .m = m,
                   .n = op.n,
                   .k = op.k,
+                  .leaves = op.leaves,
               }
           );
         const Linear<T, T, X> product{
@@ -200,6 +228,7 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
             .scale = op.scale,
             .added = added,
             .added_stride = added_width,
+            .leaves = op.leaves,
         };
         if (!op.experts) return f(product.of(0, many, op.w, scales));
         const auto* ws = static_cast<const void* const*>(op.w);
@@ -258,6 +287,18 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
         default: return f(Rows<T>{w, s.tok(), to, m, op.n});
       }
     }
+    case ADD:
+      return f(
+          Add<T>{
+              .sums = static_cast<const float*>(s.buffers[op.from]),
+              .bias = b,
+              .added = added,
+              .y = to,
+              .rows = m,
+              .n = op.n,
+              .scale = op.scale,
+          }
+      );
     case ROUTE:
       return f(
           Route<T>{

@@ -169,7 +169,7 @@ EXPORT void* hibachi_xla_linear(Frame* f) {
     const int64_t m = c.size(0, 0), k = c.size(0, 1), n = c.out_size(0, 1), kind = c.integer(0);
     const int after = kind == hibachi::INT8 ? 3 : 2;
     const float* scales = after > 2 ? c.in<float>(2) : nullptr;
-    return hibachi_linear(c.dtype(), kind, c.wide(), c.in(0), k, c.in(1), scales, c.in(after), c.out(0), m, n, k);
+    return hibachi_linear(c.dtype(), kind, c.wide(), c.in(0), k, c.in(1), scales, c.in(after), c.out(0), m, n, k, 1);
   });
 }
 

@@ -1,0 +1,110 @@
+"""The side of the other ranks: they repeat what rank 0 does with its memory and its model, until it closes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hibachi.backend.array_backend import Array, ArrayBackend
+from hibachi.backend.group import Group, GroupLost
+from hibachi.backend.layout import StepInputs
+from hibachi.engine.group.leader import HIDDEN, OTHER
+from hibachi.engine.group.link import Connection, Reports, connected
+from hibachi.engine.group.message import Mirror, StepCall
+from hibachi.engine.runners.memory import Memory
+from hibachi.engine.scheduler.step import Limits
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+ENDS = 5.0  # seconds after the end of rank 0 in which a call must end as well
+
+
+def follow(model: Any, backend: ArrayBackend, group: Group) -> NoReturn:
+    """Be one of the ranks that are not the first, until that has closed; then raises SystemExit."""
+    Follower(model, backend, group, connected(group)[0]).run()
+    raise SystemExit(0)
+
+
+class Follower:
+    """A rank that is not the first. model: its part."""
+
+    def __init__(self, model: Any, backend: ArrayBackend, group: Group, connection: Connection) -> None:
+        self._model, self._backend, self._group, self._connection = model, backend, group, connection
+        self._memories: dict[int, tuple[Memory, Mirror]] = {}
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self.steps = 0
+
+    def run(self) -> None:
+        """Until rank 0 closes, or ends."""
+        self._reports = Reports(self._connection, lambda: self._group.sums)
+        threading.Thread(target=self._read, name="hibachi-messages", daemon=True).start()
+        failed = False
+        while (data := self._messages.get()) is not None:
+            kind, number = data[0], data[1]
+            if kind == OTHER:
+                said = json.loads(data[2:])
+                if said["do"] == "close":
+                    break
+                if said["do"] == "renew":
+                    self._group.abort()
+                    self._group.renew(said["epoch"])
+                    failed = False
+                else:
+                    self._obey(said, number)
+            elif not failed:
+                failed = not self._step(data, number)
+        self._connection.close()
+        self._group.close()
+
+    def _read(self) -> None:
+        while (data := self._connection.receive()) is not None:
+            self._messages.put(data)
+        self._messages.put(None)
+        threading.Event().wait(ENDS)  # in a call that waits for rank 0, no other way leads out
+        os._exit(1)
+
+    def _obey(self, said: dict[str, Any], number: int) -> None:
+        if said["do"] == "make":
+            limits, b = Limits(**said["limits"]), self._backend
+            self._memories.pop(number, None)  # before there is memory for another
+            self._memories[number] = Memory(self._model.cache_spec(), b, limits, said["dtype"]), Mirror(limits)
+        elif said["do"] == "fork":
+            self._memories[number][0].fork([(a, b) for a, b in said["blocks"]], [])
+
+    def _step(self, data: bytes, number: int) -> bool:
+        """Whether it went well; else rank 0 is told, and the next message is that the group is renewed."""
+        (memory, mirror), b = self._memories[number], self._backend
+        try:
+            self.steps, call = mirror.decode(data[2:])
+            method = self._model.hidden if data[0] == HIDDEN else self._model.step
+            with b.guard():
+                _, memory.cache = method(self._model.params, memory.cache, self._inputs(call, memory.limits))
+                b.settle(memory.cache)
+        except GroupLost as e:
+            log.info("%s", e)
+            return False
+        except Exception as e:
+            log.warning("step %d failed on rank %d: %s", self.steps, self._group.rank, e)
+            self._reports.failed(e, memory=b.out_of_memory(e))
+            self._group.abort()
+            return False
+        return True
+
+    def _inputs(self, call: StepCall, limits: Limits) -> StepInputs[Array]:
+        b, model = self._backend, self._model
+        tok, packed = call.packed(limits.block_size, b.shapes.choices, limits.rows)
+        if (reach := getattr(model, "reach", None)) is not None:
+            reach(packed.block_table.shape[1] * limits.block_size)
+        arrays: list[Any] = [tok, *packed.arrays()]
+        x = StepInputs(*(arrays if getattr(model, "takes_host", False) else b.put_all(arrays)))
+        if call.embeds is None:
+            return x
+        embeds, embedded = np.zeros((len(tok), call.embeds.shape[1]), np.float32), np.zeros(len(tok), bool)
+        embeds[call.embedded], embedded[call.embedded] = call.embeds, True
+        return replace(x, embeds=b.put(embeds), embedded=b.put(embedded))

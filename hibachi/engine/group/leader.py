@@ -1,0 +1,174 @@
+"""Rank 0's side: its memory tells the others of every call, before it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import numpy as np
+from typing_extensions import override
+
+from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
+from hibachi.backend.group import Group, GroupLost
+from hibachi.backend.layout import CacheSpec, StepInputs
+from hibachi.common.shapes import StepShape
+from hibachi.engine.group.link import Connection, Watch
+from hibachi.engine.group.message import Mirror, StepCall
+from hibachi.engine.runners.memory import Memory
+from hibachi.engine.scheduler.step import Limits
+from hibachi.errors import UnsupportedOperation
+
+STEP, HIDDEN, OTHER = range(3)  # kinds of messages: the first byte; then the memory's number
+REPORTED = 5.0  # seconds within which a rank says what failed there
+TRIAL = 1  # number of the memory of a trial
+
+
+class RankFailed(RuntimeError):
+    """A step failed on another rank."""
+
+
+class RankOutOfMemory(MemoryError):
+    """Memory ran out on another rank."""
+
+
+class Leader:
+    """The other ranks, as rank 0 sees them. told: see `watch`."""
+
+    def __init__(self, group: Group, connections: dict[int, Connection]) -> None:
+        self.group, self._connections = group, connections
+        self._wake: Callable[[], object] = lambda: None
+        self._watch = Watch(connections, lambda: self._wake())
+        self.steps = self._epoch = 0
+        self.bytes: list[int] = []
+        """Of the messages of the last steps."""
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """wake: called from another thread when a rank has ended; `check` raises then."""
+        self._wake = wake
+
+    def check(self) -> None:
+        """Raises GroupLost if a rank has ended."""
+        if self._watch.ended is not None:
+            raise GroupLost(f"{self._watch.ended} The model needs all {self.group.size} ranks; start them again.")
+
+    def send(self, data: bytes) -> None:
+        for connection in self._connections.values():
+            try:
+                connection.send(data)
+            except OSError:
+                self.lost("a message could not be sent")
+
+    def order(self, what: str, number: int = 0, **more: Any) -> None:
+        self.send(bytes([OTHER, number]) + json.dumps({"do": what, **more}).encode())
+
+    def lost(self, why: object) -> NoReturn:
+        self._watch.failure(REPORTED)
+        self.check()
+        raise GroupLost(f"The ranks do not answer each other ({why}); the last one is {self._watch.slowest()}.")
+
+    def mended(self, error: BaseException) -> BaseException:
+        """What a step that failed here or elsewhere has failed with; all ranks can take the next one. Raises
+        GroupLost.
+        """
+        if isinstance(error, GroupLost):
+            said = self._watch.failure(REPORTED)
+            if said is None:
+                self.lost(error)
+            text = f"On rank {said['rank']} the step failed: {said['failed']}"
+            error = RankOutOfMemory(text) if said["memory"] else RankFailed(text)
+        self._epoch += 1
+        self.group.abort()
+        self.order("renew", epoch=self._epoch)
+        self.group.renew(self._epoch)
+        return error
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            try:
+                connection.send(bytes([OTHER, 0]) + b'{"do": "close"}')
+            except OSError:
+                pass
+        self._watch.close()
+        self.group.close()
+
+
+class LedMemory(Memory):
+    """A memory of which each rank has its part. number: of this one of several."""
+
+    def __init__(
+        self, spec: CacheSpec, backend: ArrayBackend, limits: Limits, dtype: str, leader: Leader, number: int = 0
+    ) -> None:
+        self.leader, self._number = leader, number
+        self._mirror = Mirror(limits)
+        super().__init__(spec, backend, limits, dtype)
+
+    @override
+    def make(self) -> None:
+        self._mirror = Mirror(self.limits)
+        self.leader.order("make", self._number, limits=asdict(self.limits), dtype=self._dtype)
+        super().make()
+
+    @override
+    def another(self, limits: Limits) -> Memory:
+        return LedMemory(self.spec, self.backend, limits, self._dtype, self.leader, TRIAL)
+
+    @override
+    def fork(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
+        self.leader.order("fork", self._number, blocks=[[int(a), int(b)] for a, b in blocks])
+        super().fork(blocks, rows)
+
+    @override
+    def write(self, blocks: Sequence[int], kv: Sequence[tuple[HostArray, HostArray]]) -> None:
+        raise UnsupportedOperation(f"Keys and values {_ELSEWHERE}")
+
+    @override
+    def read(self, blocks: Sequence[int], tokens: int) -> list[tuple[HostArray, HostArray]]:
+        raise UnsupportedOperation(f"Keys and values {_ELSEWHERE}")
+
+    @override
+    def watch(self, wake: Callable[[], object]) -> None:
+        self.leader.watch(wake)
+
+    @override
+    def check(self) -> None:
+        self.leader.check()
+
+    @override
+    def close(self) -> None:
+        self.leader.close()
+
+    @override
+    @contextmanager
+    def calling(self, x: StepInputs[Array], *, hidden: bool) -> Iterator[None]:
+        leader = self.leader
+        data = self._mirror.encode(leader.steps, self._call_of(x))
+        leader.send(bytes([HIDDEN if hidden else STEP, self._number]) + data)
+        leader.bytes[: len(leader.bytes) - 999] = []
+        leader.bytes.append(len(data) + 2)
+        leader.steps += 1
+        try:
+            yield
+        except BaseException as e:
+            raise leader.mended(e) from e
+
+    def _call_of(self, x: StepInputs[Array]) -> StepCall:
+        def host(t: Any) -> Any:
+            return t if isinstance(t, np.ndarray) else self.backend.get(t)
+
+        tok, row, start, cu_q, table, last = map(host, (x.tok, x.row, x.start, x.cu_q, x.block_table, x.last))
+        q = np.diff(cu_q)
+        n, tokens = int(np.count_nonzero(q)), int(cu_q[-1])
+        shape = None
+        if n < len(q) or tokens < len(tok):
+            shape = StepShape(len(tok), len(q), table.shape[1], *x.tile_q.shape, len(last))
+        call = StepCall(tok[:tokens], row[:n], start[:n], q[:n], table[:n], last, shape)
+        if x.embeds is not None and x.embedded is not None:
+            call.embedded = np.flatnonzero(host(x.embedded))
+            call.embeds = host(x.embeds)[call.embedded]
+        return call
+
+
+_ELSEWHERE = "of one process are no part of those of several. Leave them out, or pass tensor_parallel_size=1."

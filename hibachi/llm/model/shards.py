@@ -1,0 +1,112 @@
+"""The part of a decoder that one of several processes has: heads, units of the feed-forward part, and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+from typing_extensions import override
+
+from hibachi.backend.group import share
+from hibachi.backend.packing import Rows
+from hibachi.backend.stored import HostArray, part
+from hibachi.errors import ConfigError, UnsupportedOperation
+from hibachi.llm.model.arch import Arch
+from hibachi.llm.model.weights import Weights, matrices
+
+ALIGNED = 32  # columns of a leaf are a multiple
+
+
+def check_shards(arch: Arch, size: int, leaves: int) -> None:
+    """Raise ConfigError or UnsupportedOperation for a model that so many processes cannot share in so many leaves."""
+    if leaves > 1 and (lacks := _lacks(arch)) is not None:
+        raise UnsupportedOperation(
+            f"A model with {lacks} is not computed by several processes, nor in leaves. Pass tensor_parallel_size=1, and "
+            f"leave tp_leaves out."
+        )
+    if not fits(arch, size, leaves):
+        fit = [n for n in range(1, arch.heads + 1) if fits(arch, n, n)]
+        raise ConfigError(
+            f"tensor_parallel_size={size}, tp_leaves={leaves}: expected a size that divides the {arch.heads} heads, that "
+            f"divides the {arch.kv_heads} heads of keys or is a multiple of them, and leaves that cut "
+            f"{arch.heads * arch.head_dim} and {arch.intermediate} columns into multiples of {ALIGNED}. With a leaf a "
+            f"rank that is {', '.join(map(str, fit))}."
+        )
+
+
+def fits(arch: Arch, size: int, leaves: int) -> bool:
+    """Whether so many processes can share a model in so many leaves."""
+    columns = arch.heads * arch.head_dim, arch.intermediate
+    of_keys = arch.kv_heads % size == 0 or size % arch.kv_heads == 0
+    return arch.heads % size == 0 and of_keys and (leaves == 1 or not any(n % (leaves * ALIGNED) for n in columns))
+
+
+def _lacks(arch: Arch) -> str | None:
+    """What a model has that is not cut."""
+    if any(layer.experts for layer in arch.layers):
+        return "experts"
+    return "norms over all heads" if arch.qk_norm == "all" else None
+
+
+class Shard(Weights):
+    """The tensors of a rank, by canonical name: rows of some, others as they are. Columns of `o` and `down` are left to
+    the backend, which may round whole rows.
+
+    arch: of the rank's own decoder.
+    """
+
+    def __init__(self, whole: Mapping[str, HostArray], arch: Arch, rank: int, size: int) -> None:
+        self._whole, self._of, self._rank, self._size = whole, arch, rank, size
+        self.arch: Arch = replace(
+            arch,
+            heads=arch.heads // size,
+            kv_heads=max(1, arch.kv_heads // size),
+            intermediate=arch.intermediate // size,
+            tied=False,  # embeddings are whole
+        )
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._whole
+
+    def __getitem__(self, name: str) -> HostArray:
+        pieces = [self._whole[self._source(name)][which] for which in self._rows(name)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    @override
+    def matrices(self, name: str) -> list[Rows]:
+        source = self._source(name)
+        found = self._whole.matrices(source) if isinstance(self._whole, Weights) else matrices(self._whole[source])
+        return [part(w, which) for w in found for which in self._rows(name)]
+
+    def _source(self, name: str) -> str:
+        return "embed.weight" if name == "head.weight" and self._of.tied else name
+
+    def _rows(self, name: str) -> list[slice]:
+        """Those that the rank has."""
+        a, kind = self._of, name.split(".")[-2]
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        at = self._rank * a.kv_heads // self._size * a.head_dim  # a head of keys may go to several ranks
+        of_keys = slice(at, at + max(1, a.kv_heads // self._size) * a.head_dim)
+        of_queries, units = share(q, self._rank, self._size), share(a.intermediate, self._rank, self._size)
+        cut = {
+            "q": [of_queries],
+            "k": [of_keys],
+            "v": [of_keys],
+            "qkv": [of_queries, _moved(of_keys, q), _moved(of_keys, q + kv)],
+            "gate": [units],
+            "up": [units],
+            "gate_up": [units, _moved(units, a.intermediate)],
+            "head": [share(a.vocab_size, self._rank, self._size)],
+        }
+        return cut.get(kind, [slice(None)])
+
+
+def _moved(which: slice, by: int) -> slice:
+    return slice(which.start + by, which.stop + by)

@@ -1,0 +1,186 @@
+"""Ranks of torch.distributed as a `hibachi.backend.group.Group`: gloo on the CPU, NCCL on CUDA.
+
+Sums are never a library's all-reduce: gloo's adds in another order at each place of the buffer, so from three ranks on a
+row's bits depend on its place in the batch. Parts are exchanged, and added as a tree.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hibachi.backend.array_backend import Array
+from hibachi.backend.group import Group, GroupLost, share, tree
+from hibachi.errors import ConfigError
+
+FOLDER = "HIBACHI_RANKS"  # the variable that names the folder by which ranks meet that this process has started
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name changed
+SMALL = 1 << 16  # bytes: less than this goes whole to all, as one exchange takes less time than two
+FOR_EVER = timedelta(days=365)
+
+
+class TorchGroup(Group):
+    """The processes that torchrun, or `started`, has made. timeout: seconds that a rank may be late."""
+
+    def __init__(self, size: int, device: torch.device, timeout: float | None) -> None:
+        self._timeout = FOR_EVER if timeout is None else timedelta(seconds=timeout)
+        self._device, self.sums = device, 0
+        self._own = not dist.is_initialized()
+        if self._own:
+            folder = os.environ.get(FOLDER)
+            met = timedelta(seconds=timeout or 300)
+            if folder:
+                store: Any = dist.FileStore(str(Path(folder) / "store"), size)
+                rank = int(os.environ["RANK"])
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=met)
+            else:
+                dist.init_process_group("gloo", timeout=met)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
+        self.host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
+        self._started: Any = None
+        self.renew(0)
+
+    def sum(self, x: Array) -> Array:
+        """See `Group`. The result is in x."""
+        self.sums += 1
+        n, flat = x.numel(), x.view(-1)
+        each = -(-n // self.size)
+        with self._told():
+            if self.size == 2 or n * 4 < SMALL:
+                parts = torch.empty((self.size, n), dtype=x.dtype, device=x.device)
+                _gather(parts.view(-1), flat, group=self._group)
+                flat.copy_(tree(parts.unbind(0)))
+                return x
+            if each * self.size != n:
+                flat = torch.cat([flat, flat.new_zeros(each * self.size - n)])
+            parts = torch.empty((self.size, each), dtype=x.dtype, device=x.device)
+            dist.all_to_all_single(parts.view(-1), flat, group=self._group)
+            _gather(flat, tree(parts.unbind(0)), group=self._group)
+        if each * self.size != n:
+            x.view(-1).copy_(flat[:n])
+        return x
+
+    def gather(self, x: Array, columns: int) -> Array:
+        """See `Group`."""
+        widest = share(columns, 0, self.size).stop
+        if x.shape[1] < widest:
+            x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        with self._told():
+            dist.gather(x.contiguous(), parts, group=self._group, group_dst=0)
+        return x if parts is None else torch.cat(parts, 1)[:, :columns]
+
+    def meet(self, name: str, value: bytes | None, timeout: float) -> bytes:
+        """See `Group`."""
+        store = dist.distributed_c10d._get_default_store()
+        if value is not None:
+            store.set(name, value)
+            return value
+        try:
+            store.wait([name], timedelta(seconds=timeout))
+        except dist.DistStoreError as e:
+            raise GroupLost(f"Rank 0 did not say where it is within {timeout:g} s.") from e
+        found: bytes = store.get(name)
+        return found
+
+    def check(self) -> None:
+        """See `Group`."""
+        if self._started is not None:
+            self._started.check()
+
+    def abort(self) -> None:
+        """See `Group`."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def renew(self, epoch: int) -> None:
+        """See `Group`."""
+        how = "nccl" if self._device.type == "cuda" else "gloo"
+        with self._told():
+            self._group: Any = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
+
+    def close(self) -> None:
+        """See `Group`."""
+        self.abort()
+        if self._own and dist.is_initialized():
+            dist.destroy_process_group()
+        if self._started is not None:
+            self._started.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:  # of gloo and of NCCL, whose classes differ by version
+            raise GroupLost(str(e).partition("\n")[0]) from e
+
+
+class Started:
+    """Ranks 1 and on of a group, as processes of torch's elastic launcher. opening: what they unpickle and call."""
+
+    def __init__(self, size: int, opening: bytes) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+        self._folder = tempfile.mkdtemp(prefix="hibachi-ranks-")  # for nobody else
+        Path(self._folder, "opening").write_bytes(opening)
+        self._threads = torch.get_num_threads()
+        threads = max(1, self._threads // size)
+        here = {FOLDER: self._folder, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        each = {**os.environ, **here, "OMP_NUM_THREADS": str(threads)}
+        os.environ.update(here | {"RANK": "0", "LOCAL_RANK": "0"})
+        torch.set_num_threads(threads)
+        others = range(1, size)
+        self._processes = start_processes(
+            "hibachi",
+            sys.executable,
+            {i: ("-m", "hibachi_torch.rank") for i in range(size - 1)},
+            {i: {**each, "RANK": str(rank), "LOCAL_RANK": str(rank)} for i, rank in enumerate(others)},
+            DefaultLogsSpecs(),
+        )
+
+    def check(self) -> None:
+        """Raises GroupLost if one has ended."""
+        done = self._processes.wait(0.01)
+        if done is not None and done.failures:
+            at, failure = next(iter(done.failures.items()))
+            raise GroupLost(f"Rank {at + 1} has ended with status {failure.exitcode}, before it was ready; see its log.")
+
+    def close(self) -> None:
+        """Wait for their end, and end those that do not."""
+        self._processes.wait(5.0)
+        self._processes.close()
+        for name in (FOLDER, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        torch.set_num_threads(self._threads)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def joined(size: int, device: torch.device, timeout: float | None, opening: bytes) -> TorchGroup:
+    """The group of this process; if no launcher has made one, its other ranks are started now. Raises ConfigError."""
+    there = os.environ.get("WORLD_SIZE")
+    if there is not None and int(there) != size:
+        raise ConfigError(
+            f"torchrun has started {there} processes, and tensor_parallel_size is {size}. Start as many as the model is "
+            f"to have, or say --tensor-parallel-size {there}."
+        )
+    started = Started(size, opening) if there is None and not dist.is_initialized() else None
+    try:
+        group = TorchGroup(size, device, timeout)
+    except BaseException:
+        if started is not None:
+            started.close()
+        raise
+    group._started = started
+    return group
