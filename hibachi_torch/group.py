@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ class TorchGroup(Group):
     """The processes that torchrun, or `started`, has made. timeout: seconds that a rank may be late."""
 
     def __init__(self, size: int, device: torch.device, timeout: float | None) -> None:
-        self._timeout = FOR_EVER if timeout is None else timedelta(seconds=timeout)
+        # What is told of a rank that hangs is to come before the whole engine counts as hanging.
+        self._timeout = FOR_EVER if timeout is None else timedelta(seconds=max(1.0, timeout * 0.6))
         self._device, self.sums = device, 0
         self._own = not dist.is_initialized()
         if self._own:
@@ -159,8 +161,8 @@ class Started:
 
     def close(self) -> None:
         """Wait for their end, and end those that do not."""
-        self._processes.wait(5.0)
-        self._processes.close()
+        self._processes.wait(2.0)
+        self._processes.close(signal.SIGKILL)
         for name in (FOLDER, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
             os.environ.pop(name, None)
         torch.set_num_threads(self._threads)

@@ -17,12 +17,14 @@ from hibachi.common.options import takes
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.ladder import LanguageModel
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.llm.drafts import resolved
+from hibachi.llm.model.arch import Arch
 from hibachi.llm.model.digest import FilesDigest
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.pooling import pooling_of
 from hibachi.llm.model.registry import arch_of, is_portable, load_model
+from hibachi.llm.model.shards import check_shards
 from hibachi.llm.options import TextConfig, TextOptions
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.own import NoTokenizer
@@ -100,7 +102,7 @@ class LLM(Texts):
         self.backend = _quantized(
             choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
-        self.backend = _grouped(self.backend, config, model, options)
+        self.backend = _grouped(self.backend, config, arch_of(files), (type(self), (model,), options))
         digest = None if config.kv_tiers is None else FilesDigest(files.paths)  # computed while the model loads
         self.model: LanguageModel[Any] = load_model(
             files, self.backend, dtype=dtype, max_model_len=config.max_model_len
@@ -173,14 +175,22 @@ def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
     return backend
 
 
-def _grouped(backend: ArrayBackend, config: TextConfig, model: str | Path, options: TextOptions) -> ArrayBackend:
-    """The backend as one of the ranks that compute the model, which are started if nobody has."""
+def _grouped(backend: ArrayBackend, config: TextConfig, arch: Arch | None, opens: tuple[Any, ...]) -> ArrayBackend:
+    """The backend as one of the ranks that compute a model, which are started if nobody has. opens: what they call."""
     size = config.tensor_parallel_size
     leaves = check_leaves(config.tp_leaves, size)
+    if leaves == 1:
+        return backend
+    if arch is None:
+        raise UnsupportedOperation(
+            "Only decoders of hibachi's own are cut over processes or into leaves; this model has another loader. Pass "
+            "tensor_parallel_size=1, and leave tp_leaves out."
+        )
+    check_shards(arch, size, leaves)
     if size == 1:
-        return backend.in_leaves(leaves) if leaves > 1 else backend
+        return backend.in_leaves(leaves)
     try:
-        opening = pickle.dumps((LLM, (model,), options))
+        opening = pickle.dumps(opens)
     except Exception as e:
         raise ConfigError(f"The other ranks are told what to open, and that cannot be pickled: {e}.") from e
     return backend.in_leaves(leaves, backend.join(size, config.stall_after, opening))

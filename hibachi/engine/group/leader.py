@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import UnsupportedOperation
 
 STEP, HIDDEN, OTHER = range(3)  # kinds of messages: the first byte; then the memory's number
-REPORTED = 5.0  # seconds within which a rank says what failed there
+REPORTED = 2.0  # seconds within which a rank says what failed there
 TRIAL = 1  # number of the memory of a trial
 
 
@@ -40,7 +41,10 @@ class Leader:
     def __init__(self, group: Group, connections: dict[int, Connection]) -> None:
         self.group, self._connections = group, connections
         self._wake: Callable[[], object] = lambda: None
+        self.alone = threading.RLock()
+        """Held from a message to the end of what it asks for: a trial may be made in another thread than steps."""
         self._watch = Watch(connections, lambda: self._wake())
+        self._silent: str | None = None
         self.steps = self._epoch = 0
         self.bytes: list[int] = []
         """Of the messages of the last steps."""
@@ -50,24 +54,26 @@ class Leader:
         self._wake = wake
 
     def check(self) -> None:
-        """Raises GroupLost if a rank has ended."""
-        if self._watch.ended is not None:
-            raise GroupLost(f"{self._watch.ended} The model needs all {self.group.size} ranks; start them again.")
+        """Raises GroupLost if a rank has ended, or did not answer."""
+        ended = self._watch.ended or self._silent
+        if ended is not None:
+            raise GroupLost(f"{ended} The model needs all {self.group.size} ranks; start them again.")
 
     def send(self, data: bytes) -> None:
         for connection in self._connections.values():
             try:
                 connection.send(data)
             except OSError:
+                self._watch.failure(REPORTED)  # until it is seen to have ended
                 self.lost("a message could not be sent")
 
     def order(self, what: str, number: int = 0, **more: Any) -> None:
         self.send(bytes([OTHER, number]) + json.dumps({"do": what, **more}).encode())
 
     def lost(self, why: object) -> NoReturn:
-        self._watch.failure(REPORTED)
+        self._silent = f"{self._watch.slowest()} ({str(why).rpartition('] ')[2]})."
         self.check()
-        raise GroupLost(f"The ranks do not answer each other ({why}); the last one is {self._watch.slowest()}.")
+        raise AssertionError
 
     def mended(self, error: BaseException) -> BaseException:
         """What a step that failed here or elsewhere has failed with; all ranks can take the next one. Raises
@@ -108,8 +114,9 @@ class LedMemory(Memory):
     @override
     def make(self) -> None:
         self._mirror = Mirror(self.limits)
-        self.leader.order("make", self._number, limits=asdict(self.limits), dtype=self._dtype)
-        super().make()
+        with self.leader.alone:
+            self.leader.order("make", self._number, limits=asdict(self.limits), dtype=self._dtype)
+            super().make()
 
     @override
     def another(self, limits: Limits) -> Memory:
@@ -144,15 +151,17 @@ class LedMemory(Memory):
     @contextmanager
     def calling(self, x: StepInputs[Array], *, hidden: bool) -> Iterator[None]:
         leader = self.leader
-        data = self._mirror.encode(leader.steps, self._call_of(x))
-        leader.send(bytes([HIDDEN if hidden else STEP, self._number]) + data)
-        leader.bytes[: len(leader.bytes) - 999] = []
-        leader.bytes.append(len(data) + 2)
-        leader.steps += 1
-        try:
-            yield
-        except BaseException as e:
-            raise leader.mended(e) from e
+        with leader.alone:
+            leader.check()
+            data = self._mirror.encode(leader.steps, self._call_of(x))
+            leader.send(bytes([HIDDEN if hidden else STEP, self._number]) + data)
+            leader.bytes[: len(leader.bytes) - 999] = []
+            leader.bytes.append(len(data) + 2)
+            leader.steps += 1
+            try:
+                yield
+            except BaseException as e:
+                raise leader.mended(e) from e
 
     def _call_of(self, x: StepInputs[Array]) -> StepCall:
         def host(t: Any) -> Any:

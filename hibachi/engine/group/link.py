@@ -109,7 +109,8 @@ class Watch:
         """The rank that has done least, for a message about one that hangs."""
         with self._changed:
             rank, (done, heard) = min(self._at.items(), key=lambda one: one[1], default=(0, (0, time.monotonic())))
-        return f"rank {rank}, which has added up {done} sums and was heard {time.monotonic() - heard:.0f} s ago"
+        ago = time.monotonic() - heard
+        return f"Rank {rank} does not answer: it was last heard {ago:.0f} s ago, when it had added up {done} sums"
 
     def close(self) -> None:
         self._closing = True
@@ -139,7 +140,7 @@ class Reports:
         threading.Thread(target=self._beat, name="hibachi-reports", daemon=True).start()
 
     def failed(self, error: BaseException, *, memory: bool) -> None:
-        self._send({"failed": f"{type(error).__name__}: {text_of(error)}", "memory": memory})
+        self._send({"failed": text_of(error), "memory": memory})
 
     def _beat(self) -> None:
         while self._send({"sums": self._sums()}):
