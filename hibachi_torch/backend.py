@@ -227,9 +227,8 @@ class TorchBackend(ArrayBackend):
     def fatal(self, error: BaseException) -> bool:
         # After one of these the process cannot use the device any more; older versions raise a plain RuntimeError.
         lost = getattr(torch, "AcceleratorError", ())
-        return not self.out_of_memory(error) and (
-            super().fatal(error) or isinstance(error, lost) or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
-        )
+        broken = isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+        return not self.out_of_memory(error) and (super().fatal(error) or isinstance(error, lost) or broken)
 
     @override
     def guard(self) -> AbstractContextManager[Any]:

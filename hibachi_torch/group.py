@@ -1,7 +1,7 @@
 """Ranks of torch.distributed as a `hibachi.backend.group.Group`: gloo on the CPU, NCCL on CUDA.
 
-Sums are never a library's all-reduce: gloo's adds in another order at each place of the buffer, so from three ranks on a
-row's bits depend on its place in the batch. Parts are exchanged, and added as a tree.
+Sums are never a library's all-reduce: gloo's adds in another order at each place of the buffer, so from three ranks on
+a row's bits depend on its place in the batch. Parts are exchanged, and added as a tree.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import torch
 import torch.distributed as dist
 
 from hibachi.backend.array_backend import Array
-from hibachi.backend.group import Group, GroupLost, share, tree
+from hibachi.backend.group import GroupLost, share, tree
 from hibachi.errors import ConfigError
 
 FOLDER = "HIBACHI_RANKS"  # the variable that names the folder by which ranks meet that this process has started
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name changed
+_dist: Any = dist  # what it exports, it does not say
 SMALL = 1 << 16  # bytes: less than this goes whole to all, as one exchange takes less time than two
 FOR_EVER = timedelta(days=365)
 
 
-class TorchGroup(Group):
+class TorchGroup:
     """The processes that torchrun, or `started`, has made. timeout: seconds that a rank may be late."""
 
     def __init__(self, size: int, device: torch.device, timeout: float | None) -> None:
@@ -42,7 +43,7 @@ class TorchGroup(Group):
             folder = os.environ.get(FOLDER)
             met = timedelta(seconds=timeout or 300)
             if folder:
-                store: Any = dist.FileStore(str(Path(folder) / "store"), size)
+                store: Any = _dist.FileStore(str(Path(folder) / "store"), size)
                 rank = int(os.environ["RANK"])
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=met)
             else:
@@ -50,7 +51,8 @@ class TorchGroup(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
         self.host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
-        self._started: Any = None
+        self.started: Started | None = None
+        self._group: Any = None
         self.renew(0)
 
     def sum(self, x: Array) -> Array:
@@ -87,7 +89,7 @@ class TorchGroup(Group):
         """See `Group`."""
         store = dist.distributed_c10d._get_default_store()
         if value is not None:
-            store.set(name, value)
+            store.set(name, value.decode())
             return value
         try:
             store.wait([name], timedelta(seconds=timeout))
@@ -98,8 +100,8 @@ class TorchGroup(Group):
 
     def check(self) -> None:
         """See `Group`."""
-        if self._started is not None:
-            self._started.check()
+        if self.started is not None:
+            self.started.check()
 
     def abort(self) -> None:
         """See `Group`."""
@@ -111,15 +113,15 @@ class TorchGroup(Group):
         """See `Group`."""
         how = "nccl" if self._device.type == "cuda" else "gloo"
         with self._told():
-            self._group: Any = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
+            self._group = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
 
     def close(self) -> None:
         """See `Group`."""
         self.abort()
         if self._own and dist.is_initialized():
             dist.destroy_process_group()
-        if self._started is not None:
-            self._started.close()
+        if self.started is not None:
+            self.started.close()
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -157,7 +159,9 @@ class Started:
         done = self._processes.wait(0.01)
         if done is not None and done.failures:
             at, failure = next(iter(done.failures.items()))
-            raise GroupLost(f"Rank {at + 1} has ended with status {failure.exitcode}, before it was ready; see its log.")
+            raise GroupLost(
+                f"Rank {at + 1} has ended with status {failure.exitcode}, before it was ready; see its log."
+            )
 
     def close(self) -> None:
         """Wait for their end, and end those that do not."""
@@ -174,8 +178,8 @@ def joined(size: int, device: torch.device, timeout: float | None, opening: byte
     there = os.environ.get("WORLD_SIZE")
     if there is not None and int(there) != size:
         raise ConfigError(
-            f"torchrun has started {there} processes, and tensor_parallel_size is {size}. Start as many as the model is "
-            f"to have, or say --tensor-parallel-size {there}."
+            f"torchrun has started {there} processes, and tensor_parallel_size is {size}. Start as many as the model "
+            f"is to have, or say --tensor-parallel-size {there}."
         )
     started = Started(size, opening) if there is None and not dist.is_initialized() else None
     try:
@@ -184,5 +188,5 @@ def joined(size: int, device: torch.device, timeout: float | None, opening: byte
         if started is not None:
             started.close()
         raise
-    group._started = started
+    group.started = started
     return group

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
@@ -303,10 +303,11 @@ class ArrayBackend(Library):
         """`put_weight` of a small matrix on which much depends, such as a router: it is never quantised."""
         return self.put_weight(w, dtype)
 
-    def put_columns(self, parts: Sequence[Rows], dtype: str, columns: slice) -> Array:
-        """`put_rows`, of which this process has these columns only. What is rounded is rounded as in the whole matrix.
+    def put_columns(self, parts: Sequence[Rows], dtype: str, first: int, end: int) -> Array:
+        """`put_rows`, of which this process has columns `first` to before `end`. What is rounded is rounded as in the
+        whole matrix.
         """
-        return self.put_weight(joined(parts)[:, columns], dtype)
+        return self.put_weight(joined(parts)[:, first:end], dtype)
 
     def weight_rows(self, w: Array, idx: Array) -> Array:
         """Rows `idx` of any shape of a weight [out, in] from `put_weight`: idx.shape + (in,).

@@ -32,7 +32,7 @@ class Group(Protocol):
     sums: int
 
     def sum(self, x: Any) -> Any:
-        """The sum of the x of all ranks, float32 of one shape, added as a tree; x may be overwritten. Raises GroupLost."""
+        """The sum of the x of all ranks, float32 of one shape, added as a tree; it is in x. Raises GroupLost."""
         ...
 
     def gather(self, x: Any, columns: int) -> Any:
@@ -40,7 +40,6 @@ class Group(Protocol):
         GroupLost.
         """
         ...
-
 
     def meet(self, name: str, value: bytes | None, timeout: float) -> bytes:
         """What rank 0 says under a name; others, which give None, wait for it. Raises GroupLost."""
@@ -74,7 +73,9 @@ def check_leaves(leaves: Any, size: int) -> int:
     if leaves is None:
         return size
     if not isinstance(leaves, int) or isinstance(leaves, bool) or not 1 <= leaves <= MOST_LEAVES:
-        raise ConfigError(f"tp_leaves must be an integer from 1 to {MOST_LEAVES} (or None: one a rank); got {leaves!r}.")
+        raise ConfigError(
+            f"tp_leaves must be an integer from 1 to {MOST_LEAVES} (or None: one a rank); got {leaves!r}."
+        )
     each, rest = divmod(leaves, size)
     if rest or each & (each - 1) or not each:
         fit = ", ".join(str(size << i) for i in range(8) if size << i <= MOST_LEAVES)

@@ -83,12 +83,12 @@ class PackedWeight:
         self.shape, self.dtype, self.kind, self.data, self.scales = shape, dtype, kind, data, scales
         self.pointers = data.ctypes.data, None if scales is None else scales.ctypes.data
 
-    def columns(self, which: slice, slabs: Slabs) -> PackedWeight:
-        """A matrix of some columns, which begin and end with a group of rounded rows."""
-        (n, k), lanes = self.shape, self.data.view(np.uint32).reshape(-1, LANES_OF_PANEL)
+    def columns(self, first: int, end: int, slabs: Slabs) -> PackedWeight:
+        """A matrix of some columns. Raises ConfigError where these begin or end within a group of rounded rows."""
+        n, k = self.shape
         panels = -(-n // LANES_OF_PANEL)
-        lanes = lanes.reshape(panels, -1, LANES_OF_PANEL)
-        first, last = (at * lanes.shape[1] // k for at in (which.start, which.stop))
-        held = slabs.empty(panels * (last - first) * LANES_OF_PANEL * 4, np.uint8).view(self.data.dtype)
-        held.view(np.uint32).reshape(panels, -1, LANES_OF_PANEL)[...] = lanes[:, first:last]
-        return PackedWeight((n, which.stop - which.start), self.dtype, self.kind, held, self.scales)
+        lanes = self.data.view(np.uint32).reshape(panels, -1, LANES_OF_PANEL)
+        at, to = first * lanes.shape[1] // k, end * lanes.shape[1] // k
+        held = slabs.empty(panels * (to - at) * LANES_OF_PANEL * 4, np.uint8).view(self.data.dtype)
+        held.view(np.uint32).reshape(panels, -1, LANES_OF_PANEL)[...] = lanes[:, at:to]
+        return PackedWeight((n, end - first), self.dtype, self.kind, held, self.scales)

@@ -172,15 +172,15 @@ class NativeBackend(NativeLayers):
         return self._linear(x, w, b, self.xp.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
 
     @override
-    def put_columns(self, parts: Sequence[Rows], dtype: str, columns: slice) -> Array:
+    def put_columns(self, parts: Sequence[Rows], dtype: str, first: int, end: int) -> Array:
         if self.dtype(dtype) not in self.codes:
-            return super().put_columns(parts, dtype, columns)
+            return super().put_columns(parts, dtype, first, end)
         held, self._slabs = self._slabs, Slabs()  # the whole matrix is not kept
         try:
             w = self.put_rows(parts, dtype)
         finally:
             self._slabs = held
-        return w.columns(columns, held)
+        return w.columns(first, end, held)
 
     @override
     def linear_leaves(self, x: Array, w: Array, b: Array | None = None, *, wide: bool = False) -> Array:

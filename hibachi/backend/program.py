@@ -308,7 +308,9 @@ class Program:
             self._add(LINEAR, source, to, **more)
 
     def _add(self, kind: int, source: int, to: int, **more: Any) -> None:
-        settled = dict(kind=kind, from_=source, to=to, outputs=self._after_last, added=-1, groups=1, scale=1.0, leaves=1)
+        settled = dict(
+            kind=kind, from_=source, to=to, outputs=self._after_last, added=-1, groups=1, scale=1.0, leaves=1
+        )
         self._ops.append(settled | more)
 
 

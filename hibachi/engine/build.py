@@ -20,9 +20,9 @@ from hibachi.backend.nine import NineBackend
 from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.config import EngineConfig
+from hibachi.engine.conversions import said_by
 from hibachi.engine.group.leader import Leader, LedMemory
 from hibachi.engine.group.link import connected
-from hibachi.engine.conversions import said_by
 from hibachi.engine.kinds import kind_of, takes_lengths
 from hibachi.engine.ladder import ModelKind
 from hibachi.engine.promise import same_bits
@@ -196,7 +196,9 @@ def check_group(spec: EngineSpec) -> None:
     }
     for what, there in asked.items():
         if there:
-            raise UnsupportedOperation(f"Several processes do not compute {what} together. Pass tensor_parallel_size=1.")
+            raise UnsupportedOperation(
+                f"Several processes do not compute {what} together. Pass tensor_parallel_size=1."
+            )
 
 
 def _beside(spec: EngineSpec, backend: ArrayBackend) -> ExtraInputs:

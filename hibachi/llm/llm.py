@@ -24,7 +24,7 @@ from hibachi.llm.model.digest import FilesDigest
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.pooling import pooling_of
 from hibachi.llm.model.registry import arch_of, is_portable, load_model
-from hibachi.llm.model.shards import check_shards
+from hibachi.llm.model.shards import check_shards, smallest
 from hibachi.llm.options import TextConfig, TextOptions
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.own import NoTokenizer
@@ -102,7 +102,7 @@ class LLM(Texts):
         self.backend = _quantized(
             choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
-        self.backend = _grouped(self.backend, config, arch_of(files), (type(self), (model,), options))
+        self.backend = _grouped(self.backend, config, arch_of(files), dtype, (type(self), (model,), options))
         digest = None if config.kv_tiers is None else FilesDigest(files.paths)  # computed while the model loads
         self.model: LanguageModel[Any] = load_model(
             files, self.backend, dtype=dtype, max_model_len=config.max_model_len
@@ -175,9 +175,17 @@ def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
     return backend
 
 
-def _grouped(backend: ArrayBackend, config: TextConfig, arch: Arch | None, opens: tuple[Any, ...]) -> ArrayBackend:
+def _grouped(
+    backend: ArrayBackend, config: TextConfig, arch: Arch | None, dtype: str, opens: tuple[Any, ...]
+) -> ArrayBackend:
     """The backend as one of the ranks that compute a model, which are started if nobody has. opens: what they call."""
-    size = config.tensor_parallel_size
+    asked = config.tensor_parallel_size
+    size = 1 if asked == "auto" else asked
+    if asked == "auto" and arch is not None:
+        size, why = smallest(arch, backend, dtype)
+        log.info("tensor_parallel_size is %d: %s", size, why)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f'tensor_parallel_size must be a number of processes, 1 or more, or "auto"; got {size!r}.')
     leaves = check_leaves(config.tp_leaves, size)
     if leaves == 1:
         return backend

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.engine.config import EngineConfig, EngineOptions, at_least, option
+from hibachi.engine.config import EngineConfig, EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class TextConfig(EngineConfig):
     device: Any = None
     deterministic: bool | None = None
     numerics: str | None = None
-    tensor_parallel_size: int = option(1, at_least(1))
+    tensor_parallel_size: int | str = 1
     tp_leaves: int | None = None
 
     def engine_options(self) -> EngineOptions:
@@ -45,7 +45,7 @@ class TextOptions(EngineOptions, total=False):
     device: Any
     deterministic: bool | None
     numerics: str | None
-    tensor_parallel_size: int
+    tensor_parallel_size: int | str
     tp_leaves: int | None
 
 

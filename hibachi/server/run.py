@@ -11,6 +11,7 @@ from contextlib import closing
 
 from hibachi.errors import ConfigError
 from hibachi.llm.holding import about
+from hibachi.llm.remote.opening import is_follower, open_settled
 from hibachi.server.load_model import opened
 from hibachi.server.settings import ServeSettings
 from hibachi.server.web.address import bound
@@ -35,6 +36,8 @@ def serve(settings: ServeSettings, remarks: Sequence[str] = ()) -> int:
         log.warning("%s", remark)
     if settings.tgi is not None and settings.tgi.huggingface_hub_cache is not None:
         os.environ["HF_HUB_CACHE"] = settings.tgi.huggingface_hub_cache  # which the engine's process inherits
+    if is_follower(settings):
+        open_settled(settings)
     tenants, certificate = tenants_of(settings), certificate_of(settings)
     origins, root_path = origins_of(settings.allowed_origins, "--allowed-origins"), root_of(settings.root_path)
     with bound(settings) as (listeners, url, public), ending():

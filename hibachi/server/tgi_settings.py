@@ -122,7 +122,7 @@ def _template(given: str) -> str | None:
     return template if isinstance(template, str) and template else None
 
 
-_PLACE = "the model runs in one process, on one device"
+_PLACE = "processes meet by themselves, or as torchrun says"
 _TRACES = "no traces are sent"
 _TUNNEL = "no tunnel is opened"
 _WATERMARK = "texts are not watermarked"
@@ -186,8 +186,8 @@ FLAGS = (
     # ---- what has no effect ----
     TgiFlag("prometheus-port", integer(0, 65535), (), "/metrics is on the port of everything else"),
     TgiFlag("validation-workers", integer(1), (), "long texts are read in threads, as many as are of use"),
-    TgiFlag("sharded", SWITCH, (), _PLACE, same=(False,)),
-    TgiFlag("num-shard", integer(1), (), _PLACE, same=(1,)),
+    TgiFlag("sharded", SWITCH, (), "--num-shard says it", same=(False, True)),
+    TgiFlag("num-shard", integer(1), ("tensor_parallel_size",)),
     TgiFlag("shard-uds-path", text("PATH"), (), _PLACE),
     TgiFlag("master-addr", text("NAME"), (), _PLACE),
     TgiFlag("master-port", integer(0, 65535), (), _PLACE),

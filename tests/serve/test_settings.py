@@ -60,6 +60,8 @@ GIVEN = {
     "kernels": ("kernels.json", "kernels.json"),
     "deterministic": ("true", True),
     "numerics": ("cpu-7", "cpu-7"),
+    "tensor_parallel_size": ("2", 2),
+    "tp_leaves": ("4", 4),
     "max_model_len": ("77", 77),
     "generation_config": ("vllm", "vllm"),
     "chat_template": ("chatml", "chatml"),

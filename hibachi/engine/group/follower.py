@@ -38,36 +38,43 @@ class Follower:
         self._model, self._backend, self._group, self._connection = model, backend, group, connection
         self._memories: dict[int, tuple[Memory, Mirror]] = {}
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._over = threading.Event()
         self.steps = 0
 
     def run(self) -> None:
         """Until rank 0 closes, or ends."""
         self._reports = Reports(self._connection, lambda: self._group.sums)
         threading.Thread(target=self._read, name="hibachi-messages", daemon=True).start()
+        try:
+            self._follow()
+        finally:
+            self._over.set()
+            self._connection.close()
+            self._group.close()
+
+    def _follow(self) -> None:
         failed = False
         while (data := self._messages.get()) is not None:
             kind, number = data[0], data[1]
-            if kind == OTHER:
-                said = json.loads(data[2:])
-                if said["do"] == "close":
-                    break
-                if said["do"] == "renew":
-                    self._group.abort()
-                    self._group.renew(said["epoch"])
-                    failed = False
-                else:
-                    self._obey(said, number)
-            elif not failed:
-                failed = not self._step(data, number)
-        self._connection.close()
-        self._group.close()
+            if kind != OTHER:
+                failed = failed or not self._step(data, number)
+                continue
+            said = json.loads(data[2:])
+            if said["do"] == "close":
+                return
+            if said["do"] == "renew":
+                self._group.abort()
+                self._group.renew(said["epoch"])
+                failed = False
+            else:
+                self._obey(said, number)
 
     def _read(self) -> None:
         while (data := self._connection.receive()) is not None:
             self._messages.put(data)
         self._messages.put(None)
-        threading.Event().wait(ENDS)  # in a call that waits for rank 0, no other way leads out
-        os._exit(1)
+        if not self._over.wait(ENDS):  # it is in a call that waits for rank 0: no other way leads out
+            os._exit(1)
 
     def _obey(self, said: dict[str, Any], number: int) -> None:
         if said["do"] == "make":

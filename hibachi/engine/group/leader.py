@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from hibachi.errors import UnsupportedOperation
 
 STEP, HIDDEN, OTHER = range(3)  # kinds of messages: the first byte; then the memory's number
 REPORTED = 2.0  # seconds within which a rank says what failed there
-TRIAL = 1  # number of the memory of a trial
+MEMORIES = 256  # of a trial each, besides the engine's, which is number 0
 
 
 class RankFailed(RuntimeError):
@@ -45,6 +46,8 @@ class Leader:
         """Held from a message to the end of what it asks for: a trial may be made in another thread than steps."""
         self._watch = Watch(connections, lambda: self._wake())
         self._silent: str | None = None
+        self.free: list[int] = list(range(1, MEMORIES))
+        """Numbers of memories that there are not, the last ones first to be taken again."""
         self.steps = self._epoch = 0
         self.bytes: list[int] = []
         """Of the messages of the last steps."""
@@ -93,10 +96,8 @@ class Leader:
 
     def close(self) -> None:
         for connection in self._connections.values():
-            try:
+            with suppress(OSError):
                 connection.send(bytes([OTHER, 0]) + b'{"do": "close"}')
-            except OSError:
-                pass
         self._watch.close()
         self.group.close()
 
@@ -120,7 +121,10 @@ class LedMemory(Memory):
 
     @override
     def another(self, limits: Limits) -> Memory:
-        return LedMemory(self.spec, self.backend, limits, self._dtype, self.leader, TRIAL)
+        # Other ranks keep theirs until another gets its number.
+        new = LedMemory(self.spec, self.backend, limits, self._dtype, self.leader, self.leader.free.pop())
+        weakref.finalize(new, self.leader.free.append, new._number)
+        return new
 
     @override
     def fork(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
@@ -172,7 +176,8 @@ class LedMemory(Memory):
         n, tokens = int(np.count_nonzero(q)), int(cu_q[-1])
         shape = None
         if n < len(q) or tokens < len(tok):
-            shape = StepShape(len(tok), len(q), table.shape[1], *x.tile_q.shape, len(last))
+            tiles, tile = x.tile_q.shape
+            shape = StepShape(len(tok), len(q), table.shape[1], tiles, tile, len(last))
         call = StepCall(tok[:tokens], row[:n], start[:n], q[:n], table[:n], last, shape)
         if x.embeds is not None and x.embedded is not None:
             call.embedded = np.flatnonzero(host(x.embedded))

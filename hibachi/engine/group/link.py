@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from hibachi.backend.group import Group, GroupLost
@@ -51,6 +52,8 @@ class Connection:
         return b"".join(parts)
 
     def close(self) -> None:
+        with suppress(OSError):  # it may be closed by the other side
+            self._socket.shutdown(socket.SHUT_RDWR)  # else a thread that receives keeps it open
         self._socket.close()
 
 

@@ -148,7 +148,12 @@ class Mirror:
         new = table[:, :width] != self._table[row, :width]
         new = (new | (at >= have[:, None])) & (at < need[:, None])
         changed = new.any(axis=1)
-        one = changed & (new.sum(axis=1) == 1) & (have == need - 1) & new[np.arange(len(row)), np.minimum(need, width) - 1]
+        one = (
+            changed
+            & (new.sum(axis=1) == 1)
+            & (have == need - 1)
+            & new[np.arange(len(row)), np.minimum(need, width) - 1]
+        )
         parts = [np.packbits(one), table[one, need[one] - 1].astype(self._blocks)]
         others = np.flatnonzero(changed & ~one)
         parts.append(np.array([len(others)], "<u2"))
@@ -175,7 +180,9 @@ class Mirror:
             self._have[row[i]] = need[i]
 
     def _sum(self, call: StepCall) -> int:
-        found = zlib.crc32(np.concatenate([call.row, call.start, call.q, call.last, call.tok]).astype(np.int32).tobytes())
+        found = zlib.crc32(
+            np.concatenate([call.row, call.start, call.q, call.last, call.tok]).astype(np.int32).tobytes()
+        )
         for i, need in enumerate((-(-(call.start + call.q) // self._size)).tolist()):
             found = zlib.crc32(np.ascontiguousarray(call.table[i, :need], np.int32).tobytes(), found)
         return found
@@ -198,4 +205,6 @@ class _Reader:
 def _exceptions(found: Ints, usual: Ints) -> Ints:
     """How many differ, where, and what they are."""
     at = np.flatnonzero(found != usual)
-    return np.concatenate([np.array([len(at)], "<u2").view("u1"), np.concatenate([at, found[at]]).astype("<u4").view("u1")])
+    return np.concatenate(
+        [np.array([len(at)], "<u2").view("u1"), np.concatenate([at, found[at]]).astype("<u4").view("u1")]
+    )

@@ -332,7 +332,8 @@ def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: 
         if b.group is None or parts:
             layer[ours] = b.put_rows(flat, dtype)
         else:
-            layer[ours] = b.put_columns(flat, dtype, share(flat[0].shape[1], b.group.rank, b.group.size))
+            mine = share(flat[0].shape[1], b.group.rank, b.group.size)
+            layer[ours] = b.put_columns(flat, dtype, mine.start, mine.stop)
     if kind.experts:
         gate, up, down = (matrices_of(files, f"{at}experts.{n}.weight") for n in ("gate", "up", "down"))
         layer["router"] = b.put_precise(files[f"{at}router.weight"], dtype)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 from typing_extensions import override
 
+from hibachi.backend.array_backend import ArrayBackend
 from hibachi.backend.group import share
 from hibachi.backend.packing import Rows
 from hibachi.backend.stored import HostArray, part
 from hibachi.errors import ConfigError, UnsupportedOperation
-from hibachi.llm.model.arch import Arch
+from hibachi.llm.model.arch import Arch, shapes
 from hibachi.llm.model.weights import Weights, matrices
 
 ALIGNED = 32  # columns of a leaf are a multiple
+WEIGHTS = 0.8  # of the free memory may be weights
 
 
 def check_shards(arch: Arch, size: int, leaves: int) -> None:
     """Raise ConfigError or UnsupportedOperation for a model that so many processes cannot share in so many leaves."""
     if leaves > 1 and (lacks := _lacks(arch)) is not None:
         raise UnsupportedOperation(
-            f"A model with {lacks} is not computed by several processes, nor in leaves. Pass tensor_parallel_size=1, and "
-            f"leave tp_leaves out."
+            f"A model with {lacks} is not computed by several processes, nor in leaves. Pass "
+            f"tensor_parallel_size=1, and leave tp_leaves out."
         )
     if not fits(arch, size, leaves):
         fit = [n for n in range(1, arch.heads + 1) if fits(arch, n, n)]
         raise ConfigError(
-            f"tensor_parallel_size={size}, tp_leaves={leaves}: expected a size that divides the {arch.heads} heads, that "
-            f"divides the {arch.kv_heads} heads of keys or is a multiple of them, and leaves that cut "
+            f"tensor_parallel_size={size}, tp_leaves={leaves}: expected a size that divides the {arch.heads} heads, "
+            f"that divides the {arch.kv_heads} heads of keys or is a multiple of them, and leaves that cut "
             f"{arch.heads * arch.head_dim} and {arch.intermediate} columns into multiples of {ALIGNED}. With a leaf a "
             f"rank that is {', '.join(map(str, fit))}."
         )
@@ -40,6 +43,21 @@ def fits(arch: Arch, size: int, leaves: int) -> bool:
     columns = arch.heads * arch.head_dim, arch.intermediate
     of_keys = arch.kv_heads % size == 0 or size % arch.kv_heads == 0
     return arch.heads % size == 0 and of_keys and (leaves == 1 or not any(n % (leaves * ALIGNED) for n in columns))
+
+
+def smallest(arch: Arch, backend: ArrayBackend, dtype: str) -> tuple[int, str]:
+    """The fewest processes in which a model fits, and why. Raises ConfigError where it fits in no number of them."""
+    free, item = backend.memory(), {"int8": 1.0, "int4": 0.57}.get(backend.quantization, 4 if dtype == "float32" else 2)
+    if free is None:
+        return 1, "processes of one machine share its memory, so more of them need no less"
+    whole = int(item * sum(math.prod(shape) for shape in shapes(arch)[0].values()))
+    for size in range(1, arch.heads + 1):
+        if fits(arch, size, size) and whole / size <= free[0] * WEIGHTS:
+            return size, f"weights of {whole >> 20} MiB, and {free[0] >> 20} MiB free on a device"
+    raise ConfigError(
+        f"tensor_parallel_size='auto': the weights take {whole >> 20} MiB, and a device has {free[0] >> 20} MiB free. "
+        f"Take a smaller dtype or quantization, or say how many processes."
+    )
 
 
 def _lacks(arch: Arch) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
@@ -33,7 +34,7 @@ def open_settled(
     Raises what making a model raises, and ConfigError.
     """
     template, generation = template_of(settings.chat_template), generation_of(settings.generation_config)
-    make = open_remote if settings.engine == "child" else open_model
+    make = open_remote if settings.engine == "child" and not is_follower(settings) else open_model
     options = engine_options(settings)
     options.update(more)
     texts = make(settings.model, feedforward=feedforward, **options)
@@ -50,6 +51,13 @@ def open_settled(
         texts.close()
         raise
     return texts, template
+
+
+def is_follower(settings: LLMSettings) -> bool:
+    """Whether this process is a rank that another one leads: opening the model returns when that has closed, by
+    SystemExit.
+    """
+    return settings.tensor_parallel_size != 1 and int(os.environ.get("RANK", "0")) > 0
 
 
 def _only_tokens(settings: LLMSettings) -> None:

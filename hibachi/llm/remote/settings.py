@@ -13,6 +13,8 @@ from hibachi.llm.chatformat.templates.choosing import Parsers
 from hibachi.llm.chatformat.templates.known import REASONING_NAMES, TOOL_NAMES
 from hibachi.llm.llm import QUANTIZATIONS
 
+_ranks = integer(1).read
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
@@ -47,6 +49,16 @@ class ModelSettings:
     )
     numerics: str | None = setting(
         text("NAME"), None, "refuse to compute bits of another name: docs/determinism.md", "any"
+    )
+    tensor_parallel_size: int | str = setting(
+        ValueKind(
+            "N|auto", "a number of processes, or auto", lambda given: given if given == "auto" else _ranks(given)
+        ),
+        1,
+        "processes that compute the model together, each a part (torch); auto: as few as it fits in: docs/scale.md",
+    )
+    tp_leaves: int | None = setting(
+        integer(1), None, "parts of sums, which decide the bits: docs/scale.md", "one a process"
     )
     max_model_len: int | None = setting(integer(2), None, "most tokens of a request, prompt included", "the model's")
     generation_config: str = setting(

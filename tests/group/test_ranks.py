@@ -1,0 +1,160 @@
+"""One model over several ranks: the bits are those of one, and what fails on one rank is rolled back on all."""
+
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hibachi import (
+    LLM,
+    ConfigError,
+    EngineFailed,
+    NonFiniteOutput,
+    NumpyBackend,
+    SamplingParams,
+    UnsupportedOperation,
+)
+from hibachi.backend.group import check_leaves, share, tree
+from hibachi.llm.model.decoder import Decoder
+from hibachi.llm.model.shards import fits
+
+from .ranks import Together, arch_of, collected, weights_of
+
+DRAWN = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True, logprobs=1)
+ARCH = arch_of()
+WEIGHTS = weights_of(ARCH)
+
+
+def prompts(n=6, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 97, int(length)).tolist() for length in rng.integers(2, 60, n)]
+
+
+def answers(size, leaves, arch=ARCH, weights=WEIGHTS, *, alone=False, **options):
+    with Together(size, leaves, arch, weights, **options) as ranks:
+        run = ranks.engine.run
+        if alone:
+            return [collected([run(prompt, DRAWN)])[0] for prompt in prompts()]
+        return collected([run(prompt, DRAWN) for prompt in prompts()])
+
+
+CASES = {
+    "float32": (ARCH, {}, "float32", None),
+    "bfloat16": (ARCH, {}, "bfloat16", None),
+    "int8": (ARCH, {}, "float32", "int8"),
+    "int4": (ARCH, {}, "bfloat16", "int4"),
+    "two heads of keys": (arch_of(kv_heads=2), {}, "float32", None),
+    "biases, an own head": (
+        arch_of(attention_bias=True, mlp_bias=True, tied=False),
+        {"biases": ".bias"},
+        "float32",
+        None,
+    ),
+    "norms after as well": (arch_of(norms="both"), {}, "float32", None),
+    "in parallel": (arch_of(parallel=True), {}, "float32", None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_the_same_for_1_2_4_and_8_ranks_in_8_leaves(case):
+    arch, more, dtype, how = CASES[case]
+    weights = weights_of(arch, **more)
+    backend = NumpyBackend() if how is None else NumpyBackend().quantized(how)
+    options = {"backend": backend, "dtype": dtype}
+    one = answers(1, 8, arch, weights, **options)
+    assert not any(isinstance(answer, Exception) for answer in one), one
+    assert all(answers(size, 8, arch, weights, **options) == one for size in (2, 4, 8))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_bits_of_a_request_are_those_alone_and_in_company(size):
+    arch = arch_of(heads=12, kv_heads=12)
+    weights = weights_of(arch)
+    assert answers(size, size, arch, weights) == answers(size, size, arch, weights, alone=True)
+    if size == 3:
+        assert answers(3, 3, arch, weights) == answers(1, 3, arch, weights) != answers(1, 1, arch, weights)
+
+
+def test_a_step_has_two_sums_a_layer_and_one_gather():
+    with Together(2, 2, ARCH, WEIGHTS) as ranks:
+        ranks.engine.run([1, 2, 3], DRAWN).collect()
+        ranks.engine.selfcheck()
+        steps = ranks.engine.core.runner.memory.leader.steps
+        assert [(rank.sums, rank.gathers) for rank in ranks.group.ranks] == [(4 * steps, steps)] * 2
+        assert ranks.engine.facts.numerics == "cpu-2/2 float32" and ranks.engine.deterministic
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [MemoryError, ValueError])
+def test_what_fails_on_one_rank_is_rolled_back_on_all(rank, error):
+    def harm(of):
+        if of.sums in (6, 27):  # in the middle of a step
+            raise error("made up")
+
+    want = answers(2, 2)
+    assert answers(2, 2, harms={rank: harm}) == want
+
+
+def test_a_nan_on_one_rank_fails_the_row_that_has_it_alone():
+    arch = arch_of(tied=False)
+    weights = weights_of(arch)
+    weights["embed.weight"][96] = np.nan  # of a token that one prompt has
+    given = [[1, 96, 2], *([t % 96 for t in prompt] for prompt in prompts())]
+    with Together(2, 2, arch, weights) as it:
+        found = collected([it.engine.run(prompt, DRAWN.with_(logit_bias={96: -100.0})) for prompt in given])
+    assert isinstance(found[0], NonFiniteOutput) and not any(isinstance(each, Exception) for each in found[1:])
+
+
+def test_a_rank_that_ends_or_hangs_is_named_and_all_streams_end():
+    for how, told in (("end", "Rank 1 has ended."), ("hang", "Rank [01] does not answer")):
+        stop = threading.Event()
+
+        def harm(of, how=how, stop=stop):
+            if of.sums > 40:
+                if how == "hang":
+                    stop.wait(20)
+                raise SystemExit
+
+        with Together(2, 2, ARCH, WEIGHTS, harms={1: harm}) as ranks:
+            ranks.group.patience = 2.0
+            began = time.monotonic()
+            streams = [
+                ranks.engine.run(prompt, SamplingParams(max_tokens=60, ignore_eos=True)) for prompt in prompts(3)
+            ]
+            errors = collected(streams)
+            assert all(isinstance(error, EngineFailed) for error in errors), errors
+            assert re.match(told, str(errors[0])), errors[0]
+            assert ranks.engine.health().state == "failed" and time.monotonic() - began < 15
+            stop.set()
+
+
+def test_what_is_not_shared_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"divides the 9 heads.*With a leaf a rank that is 1, 3, 9"):
+        Decoder.build(arch_of(heads=9, kv_heads=3), {}, NumpyBackend().in_leaves(4))
+    assert fits(ARCH, 8, 8) and not fits(ARCH, 16, 16)
+    with pytest.raises(UnsupportedOperation, match="norms over all heads"):
+        Decoder.build(arch_of(qk_norm="all"), {}, NumpyBackend().in_leaves(2))
+    with pytest.raises(UnsupportedOperation, match="takes the backend torch"):
+        LLM("tiny", backend="numpy", tensor_parallel_size=2)
+    for bad in (0, -1, 1.5, True, "two"):
+        with pytest.raises(ConfigError, match="tensor_parallel_size must be"):
+            LLM("tiny", backend="numpy", tensor_parallel_size=bad)
+    for bad in (0, 3, 129, 2**31, 1.5):
+        with pytest.raises(ConfigError, match="tp_leaves must be"):
+            check_leaves(bad, 2)
+
+
+def test_a_tree_adds_neighbours_and_shares_are_whole():
+    parts = [f"{i}" for i in range(7)]
+
+    class Term(str):
+        def __add__(self, other):
+            return Term(f"({self}+{other})")
+
+    assert tree([Term(p) for p in parts]) == "(((0+1)+(2+3))+((4+5)+6))"
+    for n in (1, 5, 97, 128):
+        for size in (1, 2, 3, 8):
+            pieces = [list(range(n))[share(n, rank, size)] for rank in range(size)]
+            assert [i for piece in pieces for i in piece] == list(range(n)) and len(pieces[0]) == max(map(len, pieces))
