@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,7 +38,7 @@ class TorchGroup:
     def __init__(self, size: int, device: torch.device, timeout: float | None) -> None:
         # What is told of a rank that hangs is to come before the whole engine counts as hanging.
         self._timeout = FOR_EVER if timeout is None else timedelta(seconds=max(1.0, timeout * 0.6))
-        self._device, self.sums = device, 0
+        self._device, self.sums, self.facts = device, 0, dict[str, str]()
         self._own = not dist.is_initialized()
         if self._own:
             folder = os.environ.get(FOLDER)
@@ -131,6 +132,17 @@ class TorchGroup:
             raise GroupLost(str(e).partition("\n")[0]) from e
 
 
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """The launcher sets handlers of its own, which would end this process in their way."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT] if main else []
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 class Started:
     """Ranks 1 and on of a group, as processes of torch's elastic launcher. opening: what they unpickle and call."""
 
@@ -146,13 +158,14 @@ class Started:
         os.environ.update(here | {"RANK": "0", "LOCAL_RANK": "0"})
         torch.set_num_threads(threads)
         others = range(1, size)
-        self._processes = start_processes(
-            "hibachi",
-            sys.executable,
-            {i: ("-m", "hibachi_torch.rank") for i in range(size - 1)},
-            {i: {**each, "RANK": str(rank), "LOCAL_RANK": str(rank)} for i, rank in enumerate(others)},
-            DefaultLogsSpecs(),
-        )
+        with _signals_kept():
+            self._processes = start_processes(
+                "hibachi",
+                sys.executable,
+                {i: ("-m", "hibachi_torch.rank") for i in range(size - 1)},
+                {i: {**each, "RANK": str(rank), "LOCAL_RANK": str(rank)} for i, rank in enumerate(others)},
+                DefaultLogsSpecs(),
+            )
 
     def check(self) -> None:
         """Raises GroupLost if one has ended."""

@@ -30,6 +30,8 @@ class Group(Protocol):
     size: int
     host: str
     sums: int
+    facts: dict[str, str]
+    """What must be the same on all ranks, by name, besides what the engine knows: such as a digest of the files."""
 
     def sum(self, x: Any) -> Any:
         """The sum of the x of all ranks, float32 of one shape, added as a tree; it is in x. Raises GroupLost."""

@@ -21,7 +21,7 @@ from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.config import EngineConfig
 from hibachi.engine.conversions import said_by
-from hibachi.engine.group.leader import Leader, LedMemory
+from hibachi.engine.group.leader import Leader, LedMemory, facts_of
 from hibachi.engine.group.link import connected
 from hibachi.engine.kinds import kind_of, takes_lengths
 from hibachi.engine.ladder import ModelKind
@@ -353,7 +353,7 @@ def cached_runner(
     head, tally = _head(rows, sampler)
     memory, group = None, backend.group
     if group is not None:
-        leader = Leader(group, connected(group))
+        leader = Leader(group, connected(group, facts_of(model, backend)))
         memory = LedMemory(model.cache_spec(), backend, scheduler.limits, dtype, leader)
     runner = OverlappingRunner(rows, scheduler, head, dtype, tally, memory)
     runner.entries = None if group is not None else runner.memory

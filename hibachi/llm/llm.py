@@ -103,7 +103,9 @@ class LLM(Texts):
             choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
         self.backend = _grouped(self.backend, config, arch_of(files), dtype, (type(self), (model,), options))
-        digest = None if config.kv_tiers is None else FilesDigest(files.paths)  # computed while the model loads
+        group = self.backend.group
+        named = config.kv_tiers is not None or group is not None
+        digest = FilesDigest(files.paths) if named else None  # computed while the model loads
         self.model: LanguageModel[Any] = load_model(
             files, self.backend, dtype=dtype, max_model_len=config.max_model_len
         )
@@ -116,6 +118,8 @@ class LLM(Texts):
         # Kernels of a file may have other bits, and libraries compute some models apart.
         check_numerics(config.numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
         tiers = config.kv_tiers
+        if digest is not None and group is not None:
+            group.facts["files"] = digest.result()
         if digest is not None and tiers is not None:
             how = kept, config.gguf_unpack, self.model.max_model_len, self.backend.fingerprint()
             tiers = replace(tiers, cache_id=repr((digest.result(), *how)))

@@ -50,7 +50,7 @@ class Rank:
 
     def __init__(self, threads, rank):
         self.threads, self.rank, self.size, self.sums = threads, rank, threads.size, 0
-        self.gathers, self.harm = 0, lambda: None
+        self.gathers, self.harm, self.facts = 0, lambda: None, {}
         self.renew(0)
 
     def exchanged(self, x, found):

@@ -16,11 +16,13 @@ from hibachi import (
     SamplingParams,
     UnsupportedOperation,
 )
-from hibachi.backend.group import check_leaves, share, tree
+from hibachi.backend.group import GroupLost, check_leaves, share, tree
+from hibachi.engine.group.leader import facts_of
+from hibachi.engine.group.link import connected
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
 
-from .ranks import Together, arch_of, collected, weights_of
+from .ranks import Threads, Together, arch_of, collected, weights_of
 
 DRAWN = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True, logprobs=1)
 ARCH = arch_of()
@@ -128,6 +130,28 @@ def test_a_rank_that_ends_or_hangs_is_named_and_all_streams_end():
             assert re.match(told, str(errors[0])), errors[0]
             assert ranks.engine.health().state == "failed" and time.monotonic() - began < 15
             stop.set()
+
+
+def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
+    group = Threads(2)
+    group.ranks[1].facts = {"files": "others"}
+    group.ranks[0].facts = {"files": "these"}
+    model = Decoder.build(ARCH, WEIGHTS, NumpyBackend().in_leaves(2, group.ranks[1]), dtype="bfloat16")
+
+    def other():
+        connection = connected(group.ranks[1], facts_of(model, model.backend))[0]
+        assert connection.receive() is None
+        connection.close()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(ConfigError, match="the same files; rank 1 has others, and rank 0 these"):
+        connected(group.ranks[0], {})
+    thread.join()
+    facts = facts_of(model, model.backend)
+    assert facts["numerics"] == "cpu-2/2" and facts["dtype"] == "bfloat16" and facts["leaves"] == "2"
+    with pytest.raises(GroupLost, match=r"Expected 2 ranks within 0.2 s; missing: \[1\]"):
+        connected(Threads(2).ranks[0], {}, 0.2)
 
 
 def test_what_is_not_shared_is_refused_by_name():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend
 from hibachi.backend.group import Group, GroupLost
 from hibachi.backend.layout import StepInputs
-from hibachi.engine.group.leader import HIDDEN, OTHER
+from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of
 from hibachi.engine.group.link import Connection, Reports, connected
 from hibachi.engine.group.message import Mirror, StepCall
 from hibachi.engine.runners.memory import Memory
@@ -27,7 +28,7 @@ ENDS = 5.0  # seconds after the end of rank 0 in which a call must end as well
 
 def follow(model: Any, backend: ArrayBackend, group: Group) -> NoReturn:
     """Be one of the ranks that are not the first, until that has closed; then raises SystemExit."""
-    Follower(model, backend, group, connected(group)[0]).run()
+    Follower(model, backend, group, connected(group, facts_of(model, backend))[0]).run()
     raise SystemExit(0)
 
 
@@ -44,6 +45,9 @@ class Follower:
     def run(self) -> None:
         """Until rank 0 closes, or ends."""
         self._reports = Reports(self._connection, lambda: self._group.sums)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to rank 0 as well
+            signal.signal(signal.SIGTERM, lambda *_: self._reports.asked_to_end())
         threading.Thread(target=self._read, name="hibachi-messages", daemon=True).start()
         try:
             self._follow()

@@ -16,6 +16,7 @@ from typing_extensions import override
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.group import Group, GroupLost
 from hibachi.backend.layout import CacheSpec, StepInputs
+from hibachi.common.installed import version
 from hibachi.common.shapes import StepShape
 from hibachi.engine.group.link import Connection, Watch
 from hibachi.engine.group.message import Mirror, StepCall
@@ -26,6 +27,19 @@ from hibachi.errors import UnsupportedOperation
 STEP, HIDDEN, OTHER = range(3)  # kinds of messages: the first byte; then the memory's number
 REPORTED = 2.0  # seconds within which a rank says what failed there
 MEMORIES = 256  # of a trial each, besides the engine's, which is number 0
+
+
+def facts_of(model: Any, backend: ArrayBackend) -> dict[str, str]:
+    """What must be the same on all ranks."""
+    return {
+        "version of hibachi": version(),
+        "numerics": str(backend.numerics or f"{backend.name}, {backend.kernels}"),
+        "leaves": str(backend.leaves),
+        "dtype": str(getattr(model, "dtype", None)),
+        "quantization": str(getattr(model, "quantization", backend.quantization)),
+        "longest context": str(getattr(model, "max_model_len", None)),
+        "layers": repr(list(model.cache_spec())),
+    }
 
 
 class RankFailed(RuntimeError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
+import signal
 import socket
 import struct
 import threading
@@ -14,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from hibachi.backend.group import Group, GroupLost
-from hibachi.errors import text_of
+from hibachi.errors import ConfigError, text_of
 
 _LENGTH = struct.Struct("<I")
 BEAT = 1.0  # seconds from one report of a rank to the next
@@ -57,15 +59,17 @@ class Connection:
         self._socket.close()
 
 
-def connected(group: Group, timeout: float = MEET) -> dict[int, Connection]:
+def connected(group: Group, facts: dict[str, str], timeout: float = MEET) -> dict[int, Connection]:
     """On rank 0 the connections to the others by rank, on others that to rank 0. The address and a secret word come by
-    what the ranks meet by. Raises GroupLost for ranks that do not come.
+    what the ranks meet by. facts: must be the same on all ranks, with those of the group. Raises GroupLost for ranks
+    that do not come, ConfigError for one that has others.
     """
+    facts = group.facts | facts
     if group.rank:
         host, port, word = json.loads(group.meet("hibachi", None, timeout))
         one = socket.create_connection((host, port), timeout)
         connection = Connection(one)
-        connection.send(word.encode() + b" %d" % group.rank)
+        connection.send(json.dumps([word, group.rank, facts]).encode())
         return {0: connection}
     word, until, found = secrets.token_hex(16), time.monotonic() + timeout, dict[int, Connection]()
     with socket.create_server((group.host, 0)) as server:
@@ -81,12 +85,28 @@ def connected(group: Group, timeout: float = MEET) -> dict[int, Connection]:
                 late = [rank for rank in range(1, group.size) if rank not in found]
                 raise GroupLost(f"Expected {group.size} ranks within {timeout:g} s; missing: {late}.") from None
             connection = Connection(one)
-            said, _, rank = (connection.receive() or b"").partition(b" ")
-            if hmac.compare_digest(said, word.encode()) and rank.isdigit() and 0 < int(rank) < group.size:
-                found[int(rank)] = connection
-            else:  # somebody else
+            said, rank, theirs = _introduced(connection.receive())
+            if not hmac.compare_digest(said.encode(), word.encode()):  # somebody else
                 connection.close()
+                continue
+            found[rank] = connection
+            for name, here in facts.items():
+                if (there := theirs.get(name)) != here:
+                    for each in found.values():
+                        each.close()
+                    raise ConfigError(
+                        f"All ranks must have the same {name}; rank {rank} has {there}, and rank 0 {here}. Start them "
+                        f"with the same files, versions and options."
+                    )
     return found
+
+
+def _introduced(data: bytes | None) -> tuple[str, int, dict[str, str]]:
+    try:
+        word, rank, facts = json.loads(data or b"")
+        return str(word), int(rank), dict(facts)
+    except (ValueError, TypeError):
+        return "", 0, {}
 
 
 class Watch:
@@ -99,6 +119,8 @@ class Watch:
         self._failures: dict[int, dict[str, Any]] = {}
         self._at: dict[int, tuple[int, float]] = {}  # what each has done, and when it last said so
         self._closing = False
+        self.asked: Callable[[], object] = end_all
+        """Called when a rank was asked to end."""
         for rank in connections:
             threading.Thread(target=self._listen, args=(rank,), name=f"hibachi-rank-{rank}", daemon=True).start()
 
@@ -125,6 +147,8 @@ class Watch:
             said = json.loads(data)
             with self._changed:
                 self._at[rank] = said.pop("sums", self._at.get(rank, (0, 0.0))[0]), time.monotonic()
+                if said.pop("end", False):
+                    self.asked()
                 if said:
                     self._failures[rank] = said | {"rank": rank}
                     self._changed.notify_all()
@@ -133,6 +157,12 @@ class Watch:
                 self.ended = self.ended or f"Rank {rank} has ended."
                 self._changed.notify_all()
             self._told()
+
+
+def end_all() -> None:
+    """End this process in its order: what serves may be its parent, which decides for it."""
+    of_parent = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    os.kill(os.getppid() if of_parent else os.getpid(), signal.SIGTERM)
 
 
 class Reports:
@@ -144,6 +174,9 @@ class Reports:
 
     def failed(self, error: BaseException, *, memory: bool) -> None:
         self._send({"failed": text_of(error), "memory": memory})
+
+    def asked_to_end(self) -> None:
+        self._send({"end": True})
 
     def _beat(self) -> None:
         while self._send({"sums": self._sums()}):

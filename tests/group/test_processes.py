@@ -1,0 +1,147 @@
+"""Processes as ranks, on PyTorch with gloo: started by us and by torchrun, killed, stopped, and asked to end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from hibachi import LLM, EngineFailed, SamplingParams
+
+OPTIONS = {"backend": "torch", "max_num_seqs": 8, "max_model_len": 256, "tp_leaves": 4}
+PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=1)
+PROMPTS = [[5, 6, 7], list(range(5, 45)), [9], list(range(100, 170))]
+PROGRAM = """
+from hibachi import LLM, SamplingParams
+from tests.group.test_processes import OPTIONS, answers
+llm = LLM("tiny", tensor_parallel_size={size}, **OPTIONS)
+print(answers(llm))
+llm.close()
+"""
+
+
+def answers(llm):
+    return [(c.token_ids, c.logprobs) for out in llm.generate(PROMPTS, PARAMS) for c in out.choices]
+
+
+def ranks():
+    """The processes that this one has started as ranks."""
+    found = subprocess.run(
+        ["pgrep", "-f", "hibachi_torch.rank", "-P", str(os.getpid())], capture_output=True, text=True
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def gone(pids, seconds=10):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture(scope="module")
+def want():
+    with LLM("tiny", **OPTIONS) as llm:
+        return answers(llm)
+
+
+def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want):
+    with LLM("tiny", tensor_parallel_size=2, **OPTIONS) as llm:
+        assert llm.engine.facts.numerics.startswith("cpu-2/4 ") and llm.deterministic and llm.selfcheck() > 0
+        assert answers(llm) == want
+        (pid,) = ranks()
+    assert gone([pid]) and "RANK" not in os.environ
+    with LLM("tiny", **OPTIONS) as llm:
+        assert answers(llm) == want
+
+
+def test_a_rank_that_is_killed_ends_all_streams_at_once():
+    with LLM("tiny", tensor_parallel_size=2, **OPTIONS) as llm:
+        streams = [llm.engine.run([5, i], PARAMS.with_(max_tokens=250)) for i in range(3)]
+        for stream in streams:
+            next(stream)
+        os.kill(ranks()[0], signal.SIGKILL)
+        began = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineFailed, match=r"Rank 1 has ended\. The model needs all 2 ranks"):
+                list(stream)
+        assert time.monotonic() - began < 5 and llm.engine.health().state == "failed"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_before_the_engine_counts_as_lost():
+    llm = LLM("tiny", tensor_parallel_size=2, stall_after=5.0, **OPTIONS)
+    stream = llm.engine.run([5], PARAMS.with_(max_tokens=250))
+    next(stream)
+    pids = ranks()
+    os.kill(pids[0], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(EngineFailed, match="Rank 1 does not answer: it was last heard"):
+        list(stream)
+    assert time.monotonic() - began < 5.5
+    llm.close()
+    assert gone(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_torchrun_starts_a_plain_script(want, size, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(size=size))
+    how = {"capture_output": True, "text": True, "timeout": 120, "env": os.environ | {"PYTHONPATH": os.getcwd()}}
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(script)]
+    done = subprocess.run(run, **how)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == str(want)
+    run[run.index(str(size))] = "3"
+    done = subprocess.run(run, **how)
+    assert "torchrun has started 3 processes, and tensor_parallel_size is" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_a_server_of_two_ranks_answers_and_ends_when_any_rank_is_asked_to(launcher, tmp_path):
+    import httpx
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    start = torchrun if launcher == "torchrun" else [sys.executable, "-m"]
+    command = [*start, "hibachi", "serve", "tiny", "--backend", "torch", "--tensor-parallel-size", "2"]
+    server = subprocess.Popen([*command, "--port", str(port)], start_new_session=True)
+    try:
+        until, url = time.monotonic() + 60, f"http://127.0.0.1:{port}"
+        while time.monotonic() < until:
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        asked = {"prompt": "It is", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=30)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+        all_of_it = below(server.pid)
+        (follower, *_) = [pid for pid in all_of_it if b"\0RANK=1" in Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(follower, signal.SIGTERM)
+        server.wait(40)
+        assert gone(all_of_it)
+    finally:
+        for pid in below(server.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        server.wait()
+
+
+def below(pid):
+    """A process and all that it has started."""
+    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return [pid, *(each for child in children for each in below(int(child)))]
