@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hibachi import Paged, State
+from hibachi import Paged, State, UnsupportedOperation
 
 from .cases import expect, sample, samples
 
@@ -165,6 +165,41 @@ def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias(backend):
             want = x @ w.T + (0 if bias is None else bias)
             np.testing.assert_allclose(got, want, rtol=ABOUT, atol=ABOUT)
             assert got.dtype == np.float32
+
+
+class Two:
+    """Two ranks, one after the other: rank 0 gets what rank 1 has left."""
+
+    size = 2
+
+    def __init__(self, rank, left):
+        self.rank, self.left = rank, left
+
+    def sum(self, x):
+        if self.rank:
+            self.left.append(x)
+        return x + self.left[0] if self.rank == 0 else x
+
+
+def test_linear_reduce_adds_the_leaves_of_all_processes(backend):
+    w, b, x = normal(6, 256), normal(6), normal(3, 256)
+    for bias in (None, b):
+        try:
+            whole = backend.in_leaves(4)
+        except UnsupportedOperation:
+            pytest.skip("it computes in one process")
+        found, left = [], list[object]()
+        for rank in (None, 1, 0):
+            at = slice(0, 256) if rank is None else slice(rank * 128, rank * 128 + 128)
+            one = whole if rank is None else backend.in_leaves(4, Two(rank, left))
+            weight = one.put_columns([w], "float32", at.start, at.stop)
+            added = None if bias is None else one.put(bias)
+            found.append(one.get(one.linear_reduce(one.put(np.ascontiguousarray(x[:, at])), weight, added)))
+        alone, _, together = found
+        np.testing.assert_allclose(alone, x @ w.T + (0 if bias is None else bias), rtol=ABOUT, atol=ABOUT)
+        np.testing.assert_allclose(together, alone, rtol=ABOUT, atol=ABOUT)
+        if backend.numerics is not None:
+            np.testing.assert_array_equal(together, alone)
 
 
 def test_weight_rows_are_those_of_the_matrix(backend):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.backend.candidates import Candidate
+from hibachi.backend.group import Group
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.common.shapes import CallShapes
+from hibachi.errors import UnsupportedOperation
 from hibachi_jax import programs, tpu
 from hibachi_jax.attention import attend, scoring
 
@@ -92,6 +94,12 @@ class JaxBackend(ArrayBackend):
         self._turns = self._loops = self.platform == "cpu"
         self.shapes = replace(self.shapes, any_width=self._loops)
         self.undecided = native is None
+
+    @override
+    def in_leaves(self, leaves: int, group: Group | None = None) -> Self:
+        raise UnsupportedOperation(
+            "JAX divides its work over devices itself, and adds no sums in leaves. Pass backend='torch'."
+        )
 
     @classmethod
     @override

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -180,9 +180,13 @@ class TorchBackend(ArrayBackend):
     def join(self, size: int, timeout: float | None, opening: bytes) -> Group:
         from hibachi_torch.group import joined  # it takes a tenth of a second
 
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         return joined(size, self.device, timeout, opening)
+
+    @override
+    def in_leaves(self, leaves: int, group: Group | None = None) -> Self:
+        found = super().in_leaves(leaves, group)
+        found.device = getattr(group, "device", self.device)
+        return found
 
     @override
     def candidates(self) -> Sequence[Candidate]:

@@ -38,7 +38,9 @@ class TorchGroup:
     def __init__(self, size: int, device: torch.device, timeout: float | None) -> None:
         # What is told of a rank that hangs is to come before the whole engine counts as hanging.
         self._timeout = FOR_EVER if timeout is None else timedelta(seconds=max(1.0, timeout * 0.6))
-        self._device, self.sums, self.facts = device, 0, dict[str, str]()
+        self.device, self.sums, self.facts = device, 0, dict[str, str]()
+        if device.type == "cuda" and device.index is None:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         self._own = not dist.is_initialized()
         if self._own:
             folder = os.environ.get(FOLDER)
@@ -112,7 +114,7 @@ class TorchGroup:
 
     def renew(self, epoch: int) -> None:
         """See `Group`."""
-        how = "nccl" if self._device.type == "cuda" else "gloo"
+        how = "nccl" if self.device.type == "cuda" else "gloo"
         with self._told():
             self._group = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
 
@@ -194,7 +196,11 @@ def joined(size: int, device: torch.device, timeout: float | None, opening: byte
             f"torchrun has started {there} processes, and tensor_parallel_size is {size}. Start as many as the model "
             f"is to have, or say --tensor-parallel-size {there}."
         )
-    started = Started(size, opening) if there is None and not dist.is_initialized() else None
+    started = None
+    if there is None and not dist.is_initialized():
+        if not opening:
+            raise ConfigError("Expected ranks, as `torchrun --nproc-per-node N script.py` starts them; there are none.")
+        started = Started(size, opening)
     try:
         group = TorchGroup(size, device, timeout)
     except BaseException:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
-from hibachi.backend.group import Group, tree
+from hibachi.backend.group import Group, check_leaves, share, tree
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.library import Library
 from hibachi.backend.packing import Rows, joined
@@ -526,6 +526,38 @@ class ArrayBackend(Library):
             f"A model over several processes takes the backend torch; got {self!r}. Pass backend='torch', or "
             f"tensor_parallel_size=1."
         )
+
+    def together(
+        self, size: int, leaves: int | None = None, *, timeout: float | None = 120.0, opening: bytes = b""
+    ) -> Self:
+        """This backend as that of one of `size` processes that compute a model together, whose sums are cut into so
+        many leaves; None means one each. Other arguments and errors as of `join`.
+        """
+        leaves = check_leaves(leaves, size)
+        return self.in_leaves(leaves, self.join(size, timeout, opening) if size > 1 else None)
+
+    def shard(self, params: Mapping[str, HostArray], specs: Mapping[str, str], dtype: str) -> dict[str, Array]:
+        """The part of a model's params that this process has.
+
+        specs: by name "rows", of a matrix [out, in] or a vector whose outputs this process has a share of; "columns",
+        of a matrix that `linear_reduce` multiplies with; "matrix", whole, for `linear`. Others are whole as well.
+        """
+        rank, size = (0, 1) if self.group is None else (self.group.rank, self.group.size)
+        found = {}
+        for name, array in params.items():
+            how = specs.get(name, "")
+            mine = share(array.shape[-1 if how == "columns" else 0], rank, size)
+            if how == "columns":
+                found[name] = self.put_columns([array], dtype, mine.start, mine.stop)
+            else:
+                part = array[mine] if how == "rows" else array
+                matrix = part.ndim == 2 and how in ("rows", "matrix")
+                found[name] = self.put_weight(part, dtype) if matrix else self.put(part, dtype)
+        return found
+
+    def gather(self, x: Array, columns: int) -> Array:
+        """What each process has of an output [n, columns], such as logits, side by side; on rank 0, which reads it."""
+        return x if self.group is None else self.group.gather(x, columns)
 
     @property
     def local_leaves(self) -> int:

@@ -199,13 +199,11 @@ def _grouped(
             "tensor_parallel_size=1, and leave tp_leaves out."
         )
     check_shards(arch, size, leaves)
-    if size == 1:
-        return backend.in_leaves(leaves)
     try:
-        opening = pickle.dumps(opens)
+        opening = pickle.dumps(opens) if size > 1 else b""
     except Exception as e:
         raise ConfigError(f"The other ranks are told what to open, and that cannot be pickled: {e}.") from e
-    return backend.in_leaves(leaves, backend.join(size, config.stall_after, opening))
+    return backend.together(size, leaves, timeout=config.stall_after, opening=opening)
 
 
 def _quantized(backend: ArrayBackend, how: str | None, dtype: str) -> ArrayBackend:

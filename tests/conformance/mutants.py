@@ -242,6 +242,8 @@ ARRAYS = [
            scatter_rows=repeated_rows_lose),
     broken("linear_multiplies_by_the_transposed_weight_and_adds_the_bias", "forgets the bias",
            linear=lambda b, x, w, bias=None: b.linear(x, w)),
+    broken("linear_reduce_adds_the_leaves_of_all_processes", "adds only its own",
+           linear_reduce=lambda b, x, w, bias=None: b.linear(x, w, bias)),
     broken("weight_rows_are_those_of_the_matrix", "takes neighbours",
            weight_rows=lambda b, w, idx: b.weight_rows(w, np.maximum(idx, 1) - 1)),
     broken("rms_norm_divides_by_the_root_mean_square_and_multiplies_by_the_weight", "subtracts the mean",

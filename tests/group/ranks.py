@@ -96,16 +96,18 @@ class Rank:
 
 
 class Together:
-    """An engine of so many ranks. harms: by rank, called with it before each of its sums."""
+    """An engine of so many ranks. make: a model of a backend, in place of a decoder. harms: by rank, called before sums."""
 
-    def __init__(self, size, leaves, arch, weights, *, backend=None, dtype="float32", harms=None, **options):
+    def __init__(
+        self, size, leaves, arch=None, weights=None, *, make=None, backend=None, dtype="float32", harms=None, **options
+    ):
         self.group, self.threads, self.errors = Threads(size), [], []
         backend = backend or NumpyBackend()
 
         def made(rank):
             of = self.group.ranks[rank]
             mine = backend.in_leaves(leaves, of if size > 1 else None)
-            model = Decoder.build(arch, weights, mine, dtype=dtype)
+            model = make(mine) if make else Decoder.build(arch, weights, mine, dtype=dtype)
             if rank in (harms or {}):
                 of.harm = lambda: harms[rank](of)
             return AutoregressiveBatchInference(model, backend=mine, **OPTIONS | options)

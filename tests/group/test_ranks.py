@@ -13,6 +13,7 @@ from hibachi import (
     EngineFailed,
     NonFiniteOutput,
     NumpyBackend,
+    Paged,
     SamplingParams,
     UnsupportedOperation,
 )
@@ -182,3 +183,40 @@ def test_a_tree_adds_neighbours_and_shares_are_whole():
         for size in (1, 2, 3, 8):
             pieces = [list(range(n))[share(n, rank, size)] for rank in range(size)]
             assert [i for piece in pieces for i in piece] == list(range(n)) and len(pieces[0]) == max(map(len, pieces))
+
+
+class Mine:
+    """A model of one's own, which says itself how its arrays are cut."""
+
+    vocab_size, dtype, portable = 50, "float32", True
+
+    def __init__(self, weights, backend):
+        self.backend = backend
+        self.size = 1 if backend.group is None else backend.group.size
+        self.params = backend.shard(weights, self.param_specs(), "float32")
+
+    def param_specs(self):
+        return {"q": "rows", "k": "rows", "v": "rows", "o": "columns", "head": "rows"}
+
+    def cache_spec(self):
+        return [Paged(4 // self.size, 32, 32)]
+
+    def step(self, params, cache, x):
+        b = self.backend
+        h = b.take(params["embed"], x.tok)
+        q, k, v = (b.xp.reshape(b.linear(h, params[name]), (h.shape[0], -1, 32)) for name in "qkv")
+        out, cache[0] = b.attend(q, k, v, cache[0], x)
+        out = b.take(b.xp.reshape(out, (h.shape[0], -1)), x.last)
+        h = b.take(h, x.last) + b.linear_reduce(out, params["o"])
+        return b.gather(b.logits(h, params["head"]), self.vocab_size), cache
+
+
+def test_a_model_of_ones_own_is_cut_as_it_says():
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (50, 64), "q": (128, 64), "k": (128, 64), "v": (128, 64), "o": (64, 128), "head": (50, 64)}
+    weights = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    found = []
+    for size in (1, 2, 4):
+        with Together(size, 4, make=lambda backend: Mine(weights, backend)) as ranks:
+            found.append(collected([ranks.engine.run([t % 50 for t in prompt], DRAWN) for prompt in prompts()]))
+    assert found[0] == found[1] == found[2] and not any(isinstance(each, Exception) for each in found[0])

@@ -141,8 +141,7 @@ class Decoder:
         else:
             h, cache = self.hidden(params, cache, x)
             logits = b.logits(h, params["head"], params.get("head_bias"))
-        if b.group is not None:
-            logits = b.group.gather(logits, self.vocab_size)
+        logits = b.gather(logits, self.vocab_size)
         if a.logit_divisor != 1.0:
             logits = logits / a.logit_divisor
         if a.logit_softcap is not None:
