@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.bench.randommodel import write_model
 from hibachi import LLM, SamplingParams
 
-PROMPT, NEW = 16, 48
+PROMPT, NEW = 4, 8
 
 
 def rate(llm: LLM, rows: int) -> float:

@@ -45,6 +45,9 @@ log: logging.Logger = logging.getLogger("hibachi.engine")
 R = TypeVar("R")
 LENGTHS = 37, 2, 18  # of the prompts that are compared
 COMPANY = 6  # others beside them
+# Where several processes add up what they have, a library may do so in an order that depends on the place in the batch,
+# and rounding hides that in most outputs: more others, longer ones, and all are compared.
+COMPANY_OF_RANKS, LONGEST_OF_RANKS = 24, 150
 IN_PIECES = 37, 32, 20, 16, 4, 2, 1, 48, 36  # of the prompts of a trial, some of which end with the larger pieces
 NEW = 3  # tokens after each prompt
 CHUNK = 7  # tokens of a prompt at once, beside others
@@ -83,11 +86,12 @@ def steps(runner: CachedRunner, *, unused: bool = False, speculated: bool = Fals
     """`selfcheck`, of which each turn is one step of the model: yields how many of its batches are done."""
     if (drawn := _sampled(runner)) is None:
         return 0
-    texts = _texts(runner.limits, drawn, new=SPECULATED if speculated else NEW)
+    several = runner.backend.group is not None
+    texts = _texts(runner.limits, drawn, new=SPECULATED if speculated else NEW, several=several)
     probe, others = _Probe(runner, drawn, take_cache=unused), f"beside {len(texts) - 1} others in chunks of {CHUNK}"
     try:
         alone: dict[tuple[int, int], HostArray] = {}
-        for i in list(texts)[: len(LENGTHS)]:
+        for i in list(texts)[: None if several else len(LENGTHS)]:
             alone |= yield from probe.outputs({i: texts[i]}, runner.limits.budget)
         backwards = dict(reversed(texts.items()))
         if (off := _difference(alone, (yield from probe.outputs(backwards, CHUNK)))) is not None:
@@ -146,13 +150,19 @@ class _Sampled:
         return self.depth.forced(out, np.pad(frames, ((0, more), (0, 0)), mode="edge"))
 
 
+def _others(several: bool) -> tuple[int, int]:
+    """How many stand beside the prompts that are compared, and how long they are at most."""
+    return (COMPANY_OF_RANKS, LONGEST_OF_RANKS) if several else (COMPANY, max(LENGTHS))
+
+
 def _texts(
-    limits: Limits, drawn: _Sampled, lengths: Sequence[int] = (), new: int = NEW
+    limits: Limits, drawn: _Sampled, lengths: Sequence[int] = (), new: int = NEW, *, several: bool = False
 ) -> dict[int, tuple[int, HostArray]]:
     """Random prompts by number, each with its length and the tokens that follow; as many as there is room for."""
     random = np.random.default_rng(0)
     texts, blocks = {}, 0
-    for i, n in enumerate(lengths or [*LENGTHS, *random.integers(1, LENGTHS[0], COMPANY).tolist()]):
+    others, longest = _others(several)
+    for i, n in enumerate(lengths or [*LENGTHS, *random.integers(1, longest, others).tolist()]):
         n = min(n, limits.max_model_len - 1)
         end = min(n + new, limits.max_model_len)
         blocks += -(-end // limits.block_size)
@@ -205,7 +215,8 @@ class _Probe:
         limits, self._drawn, self._runner = runner.limits, drawn, runner
         # a library that compiles for the shape of the cache needs the same
         if not (take_cache or runner.backend.shapes.compiled):
-            most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + SPECULATED) // limits.block_size)
+            others, longest = _others(runner.backend.group is not None)
+            most = 1 + (len(LENGTHS) + others) * -(-(longest + SPECULATED) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
         self._memory = runner.memory if take_cache else runner.memory.another(limits)

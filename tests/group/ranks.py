@@ -96,7 +96,7 @@ class Rank:
 
 
 class Together:
-    """An engine of so many ranks. make: a model of a backend, in place of a decoder. harms: by rank, called before sums."""
+    """An engine of so many ranks. make: a model of a backend; None means a decoder. harms: by rank, before its sums."""
 
     def __init__(
         self, size, leaves, arch=None, weights=None, *, make=None, backend=None, dtype="float32", harms=None, **options

@@ -12,6 +12,7 @@ from hibachi import (
     ConfigError,
     EngineFailed,
     NonFiniteOutput,
+    NotDeterministic,
     NumpyBackend,
     Paged,
     SamplingParams,
@@ -131,6 +132,21 @@ def test_a_rank_that_ends_or_hangs_is_named_and_all_streams_end():
             assert re.match(told, str(errors[0])), errors[0]
             assert ranks.engine.health().state == "failed" and time.monotonic() - began < 15
             stop.set()
+
+
+def test_sums_in_an_order_that_depends_on_the_place_are_found_out(monkeypatch):
+    """As those of gloo's all-reduce, from three ranks on."""
+
+    def ring(parts):
+        pieces = [np.array_split(part.reshape(-1), len(parts)) for part in parts]
+        sums = [sum((pieces[(i + k) % 3][i] for k in range(1, 3)), pieces[i][i]) for i in range(3)]
+        return np.concatenate(sums).reshape(parts[0].shape)
+
+    arch = arch_of(heads=12, kv_heads=12, hidden_size=512)
+    monkeypatch.setattr("tests.group.ranks.tree", ring)
+    with Together(3, 3, arch, weights_of(arch), dtype="bfloat16", max_num_seqs=32) as ranks:
+        with pytest.raises(NotDeterministic, match="does not compute the same bits whatever shares the batch"):
+            ranks.engine.selfcheck()
 
 
 def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
