@@ -24,6 +24,7 @@ from hibachi.engine.group.link import connected
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
 
+from . import ranks as group_of_threads
 from .ranks import Threads, Together, arch_of, collected, weights_of
 
 DRAWN = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -143,10 +144,12 @@ def test_sums_in_an_order_that_depends_on_the_place_are_found_out(monkeypatch):
         return np.concatenate(sums).reshape(parts[0].shape)
 
     arch = arch_of(heads=12, kv_heads=12, hidden_size=512)
-    monkeypatch.setattr("tests.group.ranks.tree", ring)
-    with Together(3, 3, arch, weights_of(arch), dtype="bfloat16", max_num_seqs=32) as ranks:
-        with pytest.raises(NotDeterministic, match="does not compute the same bits whatever shares the batch"):
-            ranks.engine.selfcheck()
+    monkeypatch.setattr(group_of_threads, "tree", ring)
+    with (
+        Together(3, 3, arch, weights_of(arch), dtype="bfloat16", max_num_seqs=32) as ranks,
+        pytest.raises(NotDeterministic, match="does not compute the same bits whatever shares the batch"),
+    ):
+        ranks.engine.selfcheck()
 
 
 def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
