@@ -338,6 +338,18 @@ def test_v40_a_request_waits_for_a_store_without_holding_others_and_can_be_cance
         assert turn(made, PROMPT) == 16, "it begins with what there is"
 
 
+def test_samples_that_do_not_start_together_have_names_of_their_own():
+    """Those that rows have no room for compute the prompt once more; from then on each has tokens of its own."""
+    params = SamplingParams(temperature=1e6, seed=1, max_tokens=14)
+    with own(SumPaged(NUMPY), max_num_seqs=2, cache_tokens=64, kv_tiers=KVTiers(host_bytes=SIZE)) as made:
+        drawn = [stream.collect() for stream in made.run_many([1, 2], params, 6)]
+        for number in range(8):
+            turn(made, [9 - number, number] * 14)
+        assert len({*map(tuple, drawn)}) == 6
+        for tokens in drawn:
+            assert turn(made, [1, 2, *tokens]) == 12
+
+
 def test_k23_a_pinned_prompt_stays_and_an_unpinned_one_makes_way():
     with own(SumPaged(NUMPY), cache_tokens=64, kv_tiers=KVTiers(host_bytes=1 << 20)) as made:
         turn(made, PROMPT)
