@@ -108,6 +108,7 @@ class Tiering(PendingLoads[Job]):
         except StepFailed:
             raise
         except Exception as e:
+            self.host.clear()  # else the same would be loaded again, without end
             raise_for_all(e, self._runner.backend, cache_lost=True)
 
     # ---- requests ----------------------------------------------------------------------------------------------

@@ -267,6 +267,16 @@ def test_who_waited_at_a_reset_finds_nothing_of_who_ran():
     assert waits.row >= 0 and waits.reused == 0 and not plan.loads.blocks and waits.root == b"new"
 
 
+def test_what_cannot_be_loaded_is_computed(monkeypatch):
+    store = Dictionary()
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        turn(made, PROMPT)
+    monkeypatch.setattr("hibachi.engine.runners.memory.arrays_of", lambda *given: 1 / 0)
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        turn(made, PROMPT, terms=Terms(timeout=20))
+        assert made.meters().failed == 1
+
+
 def test_a_callback_that_raises_harms_nobody():
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE, on_event=lambda *event: 1 / 0)) as made:
         turn(made, PROMPT)

@@ -255,6 +255,15 @@ class HostTier:
             self._start()
             self._out.put(self._renew)
 
+    def clear(self) -> None:
+        """Host memory has nothing; stores keep what they have."""
+        with self._lock:
+            gone = list(self._entries)
+            self._entries.clear()
+            self._keeper.clear()
+        for name in gone:
+            self._tell("removed", "host", name)
+
     def _renew(self) -> None:
         for source in self._sources:
             self._ready(source)
