@@ -116,8 +116,7 @@ class Tiering(PendingLoads[Job]):
     def keep(self, job: Job, scheduler: Scheduler, *, pin: bool | None, importance: float | None) -> int:
         """See `BatchEngine.keep`. From any thread."""
         seq, size = job.seq, scheduler.limits.block_size
-        if scheduler.tiers is None or seq.keys is None:
-            return 0
+        assert scheduler.tiers
         names = scheduler.tiers.names(seq, seq.prompt_len // size)
         states = [state_name(name) for name in names] if scheduler.checkpoints else []
         concerned = [*(names if scheduler.pool else ()), *states]

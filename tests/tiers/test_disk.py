@@ -327,6 +327,7 @@ def test_a_full_tier_loses_the_oldest_also_after_a_restart(kv, opened, records, 
             assert held_bytes(kv) <= most
         left = there(store)
         assert left == [*range(first + 50 - len(left), first + 50)]
+        assert store.latest(250) == [*map(named, left[:-3:-1])]
         assert len(left) == records or len(left) > 40  # of which three share a segment
         store.close()
     assert there(opened(most, OTHER)) == []
