@@ -466,11 +466,19 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
         own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=10))
     with own(SumPaged(NUMPY)) as made, pytest.raises(UnsupportedOperation, match="kv_tiers"):
         prefix.warm(made, PROMPT, pin=True)
+    with pytest.raises(ConfigError, match=r"kv_tiers must be KVTiers\(\.\.\.\) .*; got {'host_bytes': 1}"):
+        own(SumPaged(NUMPY), kv_tiers={"host_bytes": 1})
     for wrong, said in (
         ({}, "Tiers need a place"),
         ({"host_bytes": 0}, "host_bytes must be a number of bytes, 1 or more; got 0"),
         ({"disk": tmp_path}, "expected both or neither"),
         ({"host_bytes": 1, "load_failure": "cry"}, "recompute, fail; got 'cry'"),
+        ({"host_bytes": 1, "eviction": "cry"}, "frequency, importance; got 'cry'"),
+        ({"host_bytes": 1, "recency_window": math.nan}, "number of entries, 0 or more; got nan"),
+        ({"disk": "", "disk_bytes": SIZE}, "disk must be a path; got ''"),
+        ({"host_bytes": 1, "key_file": "key"}, "key_file='key' is of a store: add store, or leave it out"),
+        ({"host_bytes": 1, "cache_id": ""}, "cache_id must be a text that names the model's weights; got ''"),
+        ({"host_bytes": 1, "on_event": "log"}, "on_event must be a function of three texts; got 'log'"),
     ):
         with pytest.raises(ConfigError, match=said):
             KVTiers(**wrong)

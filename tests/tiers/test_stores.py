@@ -254,6 +254,7 @@ def test_an_installed_store_is_found_by_its_name(installed, given):
         ("redis", ConfigError, "such as redis://host .* NAME:... of redis, rediss, unix, away, broken, lost,"),
         ("theirs", ConfigError, "expected an URL"),
         ("", ConfigError, "expected an URL"),
+        ("c://x", ConfigError, "expected an URL"),  # which fsspec takes for a disk of Windows
         ("nobody:x", ConfigError, "'nobody:x': expected an URL"),
         (
             "redis://me:secret/?@host:port/0?password=secret",

@@ -223,7 +223,7 @@ class DiskStore:
             has = disk.f_bavail * disk.f_frsize + sum(file.size for file in listing(self.folder))
         except KVStoreError as e:
             raise ConfigError(str(e)) from e
-        except OSError as e:
+        except (OSError, ValueError) as e:  # the latter: it can be no name of a folder
             raise ConfigError(
                 f"The folder {self.folder} of the cache on disk must be one that this user may write to: {e}. Mend "
                 "that (where it is missing, it is made with mode 0700), or name another folder."

@@ -33,12 +33,10 @@ class Keeper:
     rejections: int
 
     def __init__(self, capacity: int, policy: str = "lru", window: int = 0) -> None:
-        if capacity < 1:
-            raise ConfigError(f"A cache needs room for something: expected 1 byte or more; got {capacity}.")
         if policy not in EVICTIONS:
             raise ConfigError(f"The eviction is one of {', '.join(EVICTIONS)}; got {policy!r}.")
-        if window < 0:
-            raise ConfigError(f"The window is a number of entries, 0 or more; got {window}.")
+        if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+            raise ConfigError(f"The recency window is a number of entries, 0 or more; got {window!r}.")
         self.capacity, self._policy, self._window = capacity, policy, window
         self.weighs = policy == "importance"  # else the importance of an entry counts for nothing
         self.evictions = self.rejections = 0

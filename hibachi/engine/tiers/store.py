@@ -62,7 +62,7 @@ def open_store(given: Any, root: bytes) -> KVStore:
     if isinstance(given, str):
         name, others = given.partition(":")[0], by_name(GROUP)
         ours: dict[str, Callable[[str, bytes], Any]] = dict.fromkeys(("redis", "rediss", "unix"), RedisStore)
-        if "://" in given and name not in others:
+        if given.find("://") > 1 and name not in others:
             ours.setdefault(name, FsspecStore)
         what = f"The store {_without_secrets(given)!r}"
         unknown = f"{what}: expected an URL, such as redis://host or s3://bucket/folder, or NAME:... of {{known}}."
