@@ -10,7 +10,7 @@ from typing import Any
 from hibachi.engine.build import Built
 from hibachi.engine.runners.entries import bytes_of
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.runner import Runner, StepFailed, raise_for_all
+from hibachi.engine.runners.runner import Runner, raise_for_all
 from hibachi.engine.scheduler.names import chained, state_name
 from hibachi.engine.scheduler.scheduler import TOGETHER, Scheduler
 from hibachi.engine.scheduler.step import EntryStores, StepPlan
@@ -65,7 +65,7 @@ class Tiering(PendingLoads[Job]):
         root_of: Callable[[int], bytes],
         brought: Brought,
         *,
-        fail: bool = False,
+        fail: bool,
     ) -> None:
         super().__init__(host, brought)
         self.fail, self._runner, self._root_of = fail, runner, root_of
@@ -105,8 +105,6 @@ class Tiering(PendingLoads[Job]):
             self.store(plan.stores)
             if plan.loads is not None and any(plan.loads):
                 self._entries.incoming(plan.loads)
-        except StepFailed:
-            raise
         except Exception as e:
             self.host.clear()  # else the same would be loaded again, without end
             raise_for_all(e, self._runner.backend, cache_lost=True)

@@ -26,6 +26,7 @@ from hibachi import (
     prefix,
 )
 from hibachi.engine.recording.replay import read, replay
+from hibachi.engine.runners.entries import Entries
 from hibachi.engine.scheduler.names import extended, state_name
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
@@ -73,7 +74,7 @@ class Dictionary:
         self.held.clear()
 
     def close(self):
-        pass
+        self.closed = True
 
 
 def llm(**options):
@@ -180,6 +181,7 @@ def test_a_restarted_engine_finds_what_the_last_one_kept_and_others_do_not(tmp_p
 
 
 def test_a_restarted_engine_has_what_was_written_last_before_the_first_request(tmp_path, monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiers.host.AT_ONCE", 3)
     tiers = KVTiers(disk=tmp_path, disk_bytes=SIZE)
     with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
         turn(made, PROMPT)
@@ -214,7 +216,7 @@ def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
         turn(made, PROMPT)
         store.failing = set()
         turn(made, [9, *PROMPT])
-    assert len(store.held) == 1, "and so keeps to itself what it computes under old names"
+    assert len(store.held) == 1 and store.closed, "and so keeps to itself what it computes under old names"
 
 
 KILLED = """
@@ -275,6 +277,19 @@ def test_states_are_looked_for_where_the_blocks_of_a_start_end():
     names = extended([], b"root", None, seq.keys, 3)
     tiers = Tiers(b"root", {state_name(names[1]): b"two", state_name(names[2]): b"three"}.get)
     assert [tiers.state(seq, 0, most) for most in (5, 2)] == [(3, b"three"), (2, b"two")]
+    tiers.renew(b"new")
+    assert tiers.state(seq, 0, 3) is None, "what was kept before a reset"
+
+
+def test_blocks_wait_for_others_to_be_stored_with_unless_nothing_is_computed(monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiering.LATEST", 60.0)
+    data, sizes = Entries.data, []
+    monkeypatch.setattr(Entries, "data", lambda some: sizes.append(len(some.names)) or data(some))
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE)) as made:
+        for prompt in (PROMPT, [3, *PROMPT]):
+            made.run(prompt, SamplingParams(temperature=0)).collect()
+        until(lambda: made.core.tiering.host.counts.stored == 30)
+    assert sum(sizes) == 30 and len(sizes) < 6, sizes
 
 
 def test_a_callback_that_raises_harms_nobody():
@@ -456,8 +471,9 @@ def test_a_recording_with_loads_is_played_again(tmp_path):
 
 
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="cache_id"):
-        AutoregressiveBatchInference(SumPaged(NUMPY), backend="numpy", kv_tiers=KVTiers(host_bytes=SIZE))
+    with pytest.raises(ConfigError, match=r"cache_id.*; got 5"):
+        model = type("Numbered", (SumPaged,), {"cache_id": 5})(NUMPY)
+        AutoregressiveBatchInference(model, backend="numpy", kv_tiers=KVTiers(host_bytes=SIZE))
     with pytest.raises(UnsupportedOperation, match="SumLogits shares none"):
         own(SumLogits(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE))
     with pytest.raises(UnsupportedOperation, match="shares none"):

@@ -268,13 +268,14 @@ class HostTier:
         for source in self._sources:
             self._ready(source)
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self) -> None:
         """Write what still waits, and close the stores."""
         self._in.put(None)
         self._out.put(None)
         for thread in self._threads:
-            thread.join(timeout)
-        self._each("close")
+            thread.join()
+        for source in self._sources:
+            self._call(source, "close")
 
     def _start(self) -> None:
         if not self._threads:
@@ -420,7 +421,3 @@ class HostTier:
                 source.told = now
                 log.warning("the store %s failed in %s: %s; what it has is computed", source.name, method, text_of(e))
             return None, e
-
-    def _each(self, method: str, *given: Any) -> None:
-        for source in self._sources:
-            self._call(source, method, *given)
