@@ -378,6 +378,17 @@ def test_what_was_read_has_a_second_chance(opened):
     assert there(store)[:6] == [258, 259, 260, 261, 262, 268]  # half of a segment at most
 
 
+def test_a_second_chance_is_given_in_what_room_a_segment_has(opened):
+    for i in range(40):
+        fill(each := opened(), [2 * i, 2 * i + 1])
+        each.close()
+    store = opened(16 * 800)
+    before = there(store)
+    store.get([*map(named, before)])
+    store.put([(named(100), bytes(400))])  # two segments go for one of 800 bytes, which also holds one record
+    assert len(before) - len(there(store)) == 4 - 1 - 1
+
+
 def test_what_cannot_fit_is_refused_without_harm(opened):
     store = opened(1000)
     fill(store, [1])

@@ -25,18 +25,6 @@ def test_a_window_as_large_as_what_is_kept_refuses_what_is_new(policy):
     assert list(keeper) == [b"1", b"2"] and (keeper.evictions, keeper.rejections, keeper.used) == (0, 2, 2)
 
 
-def test_what_is_pinned_survives_until_it_was_unpinned_as_often():
-    keeper = Keeper(2)
-    stored(keeper, [0, 0])
-    assert keeper.pin(b"1") and keeper.pin(b"1") and not keeper.pin(b"3")
-    assert keeper.admit(b"3", 1) == [b"2"]
-    keeper.unpin(b"1")
-    assert keeper.admit(b"4", 2) is None
-    assert keeper.admit(b"4", 1) == [b"3"]
-    keeper.unpin(b"1")
-    assert keeper.admit(b"5", 1) == [b"1"]
-
-
 class Oracle:
     """Entries in a list, the one that was used longest ago first: [name, size, importance, uses, pins]."""
 
