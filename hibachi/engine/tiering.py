@@ -72,6 +72,7 @@ class Tiering(PendingLoads[Job]):
         assert runner.entries is not None
         self._entries = runner.entries
         self._stored = 0.0  # when all was stored that could be
+        self._prepared: StepPlan | None = None  # the last step that was
         self._sizes = [bytes_of(kinds) for kinds in self._entries.entry_kinds()]
         self._generation = host.generation(root_of(0))
         scheduler.tiers = Tiers(root_of(self._generation), host.find)
@@ -100,7 +101,12 @@ class Tiering(PendingLoads[Job]):
         self.store(scheduler.take_stores(0 if late else TOGETHER))
 
     def before(self, plan: StepPlan) -> None:
-        """Store and load what a step asks for. Raises StepFailed."""
+        """Store and load what a step asks for, once: one that is run again may have written to what it stores. Raises
+        StepFailed.
+        """
+        if plan is self._prepared:
+            return
+        self._prepared = plan
         try:
             self.store(plan.stores)
             if plan.loads is not None and any(plan.loads):

@@ -32,6 +32,7 @@ from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.scheduler.tiers import Tiers
+from hibachi.engine.tiers import sealed
 from hibachi.engine.tiers.host import HostTier, Wish
 from hibachi.engine.tiers.keeping import Keeper
 from hibachi.request import Request
@@ -498,3 +499,27 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             KVTiers(**wrong)
+
+
+def test_a_step_that_is_begun_twice_stores_what_was_there_before_the_first_time():
+    """Else a block that the step writes to would be kept under the name of what it had."""
+
+    class Stumbles(SumPaged):
+        calls = 0
+
+        def step(self, params, cache, x):
+            found = super().step(params, cache, x)
+            self.calls += 1
+            if self.calls % 2:
+                raise MemoryError("after the cache was written to")
+            return found
+
+    kept = []
+    for model in (SumPaged(NUMPY), Stumbles(NUMPY)):
+        stores = Dictionary()
+        with own(model, overlap=True, deterministic=False, cache_tokens=4 * 20, kv_tiers=KVTiers(store=stores)) as made:
+            talk(made, 10, turns=6)
+            assert made.stats().tier_hits
+        kept.append({name: data[sealed.HEADER.size + sealed.MAC :] for name, data in stores.held.items()})
+    assert len(kept[0].keys() & kept[1].keys()) > 50
+    assert all(kept[1][name] == data for name, data in kept[0].items() if name in kept[1])
