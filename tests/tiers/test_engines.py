@@ -251,25 +251,29 @@ def test_engines_that_are_killed_leave_nothing_unsound_and_no_answer_differs(tmp
     assert loaded > 100
 
 
-def test_who_waited_at_a_reset_finds_nothing_of_who_ran():
-    """Not even what became sound after it: that depends on what was computed before."""
+@pytest.mark.parametrize("kind", [{"blocks": 40}, {"checkpoints": 8}, {"blocks": 40, "copies": True}])
+@pytest.mark.parametrize("prompt", [18, 3])
+def test_after_a_reset_nobody_finds_anything_of_who_ran(kind, prompt):
+    """Not even what became full or sound after it: that depends on what was computed before."""
     find = {}
-    scheduler = Scheduler(Limits(1, 64, 64, 64, 40, 4))
+    scheduler = Scheduler(Limits(1, 64, 10, 64, block_size=4, **kind), key_of=lambda seq, n: bytes([n]))
     scheduler.tiers = Tiers(b"old", find.get)
-    keys = [bytes([n]) for n in range(4)]
-    runs, waits = (Seq(16, 8, keys=list(keys)) for _ in range(2))
+    keys = [bytes([n]) for n in range(6)]
+    runs, waits = Seq(prompt, 24 - prompt, keys=keys[: prompt // 4]), Seq(24, 2, keys=[*keys])
     for seq in (runs, waits):
         scheduler.add(seq)
-        scheduler.tiers.names(seq, 4)
+        scheduler.tiers.names(seq, 6)
     plan = scheduler.schedule()
     scheduler.drop_prefixes()
     scheduler.tiers.renew(b"new")
     while runs.finish is None:
         scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool))
-        find |= {name: b"stale" for _, name in scheduler.take_stores().blocks}
+        stores = scheduler.take_stores()
+        find |= {name: b"stale" for _, name in [*stores.blocks, *stores.states]}
         find |= {name: b"stale" for name in runs.names}
         plan = scheduler.schedule()
-    assert waits.row >= 0 and waits.reused == 0 and not plan.loads.blocks and waits.root == b"new"
+        scheduler.check()
+    assert waits.row >= 0 and waits.reused == 0 and not any(plan.loads) and waits.root == b"new"
 
 
 def test_states_are_looked_for_where_the_blocks_of_a_start_end():

@@ -398,13 +398,17 @@ class Scheduler:
         return sent
 
     def drop_prefixes(self) -> None:
-        """Sequences that start later find nothing of what was computed so far; running ones go on."""
+        """Sequences that start later find nothing of what was computed so far; running ones go on, and share nothing
+        any more: all that they compute depends on it.
+        """
+        for seq in [seq for seq in self.order if seq.row >= 0]:
+            seq.keys = None
+            self._let_go(seq)
         if self.pool:
             self.pool.drop()
+            self.pool.named.clear()
         if self.checkpoints:
             self.checkpoints.reset()
-        if self.pool:
-            self.pool.named.clear()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -663,7 +667,9 @@ class Scheduler:
         none. Returns how many blocks are published; NEVER if no more will be.
         """
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
-        assert pool and keys is not None
+        assert pool
+        if keys is None:  # since the prefixes were dropped
+            return NEVER
         new: list[tuple[int, Hashable]] = []
         log.append((seq, before, seq.node, keys, new))
         if sound >= 0:  # that step has succeeded, and with it all before
@@ -1153,15 +1159,19 @@ class Scheduler:
             self.pool.release(seq.blocks, sound=full if emitted else 0)
             if self.copies:
                 self.copies.leave(seq, row, seq.blocks)
-        if self.checkpoints:
-            for _, slot in self._slots.pop(seq, ()):
-                self.checkpoints.release(slot)
+        self._let_go(seq)
         self.free_rows.append(row)
         self.table.leave(row)
         self.paused_rows -= seq.paused
         self.waits -= seq.link is not None and seq.link.waits
         seq.blocks, seq.row, seq.published, seq.node, seq.vacant = [], -1, 0, None, False
         self.stale = True
+
+    def _let_go(self, seq: Seq) -> None:
+        """The checkpoints that it has written are not wanted."""
+        if self.checkpoints:
+            for _, slot in self._slots.pop(seq, ()):
+                self.checkpoints.release(slot)
 
     # ---- invariants --------------------------------------------------------------------------------------------
 
