@@ -135,7 +135,7 @@ class Tiering(PendingLoads[Job]):
     def forget(self, scheduler: Scheduler) -> None:
         """Nothing that was kept is found from now on, here or after a restart."""
         assert scheduler.tiers
-        self._generation += 1
+        self._generation = max(self._generation + 1, time.time_ns())  # later than what others reset before
         scheduler.tiers.renew(self._root_of(self._generation))
         self.host.forget(self._generation)
 

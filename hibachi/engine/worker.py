@@ -120,11 +120,13 @@ class Worker:
             if self._refusal not in (None, _draining):
                 assert self._refusal is not None
                 raise self._refusal()
-            if self._thread is None:  # nothing was computed
-                return
             done: Channel[Any] = Channel()
-            done.thread = self._thread.ident
-            self._inbox.put((self.engine.drop_prefixes, Job(Seq(0, None, finish=Finish.STOP), done, Request(None))))
+            job = Job(Seq(0, None, finish=Finish.STOP), done, Request(None))
+            if self._thread is None:  # tiers may have something though nothing was computed
+                self.engine.drop_prefixes(job)
+            else:
+                done.thread = self._thread.ident
+                self._inbox.put((self.engine.drop_prefixes, job))
         done.wait_end()
         if done.finish is not Finish.STOP:
             raise done.error or _closed()

@@ -218,6 +218,28 @@ def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
         store.failing = set()
         turn(made, [9, *PROMPT])
     assert len(store.held) == 1 and store.closed, "and so keeps to itself what it computes under old names"
+    (number,) = store.held
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        del store.held[number]  # others took its place
+        turn(made, PROMPT)
+        until(lambda: len(store.held) == 9)
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        assert turn(made, PROMPT) == 28, "the number that is part of the names is still known"
+
+
+def test_who_is_reset_last_finds_nothing_of_who_was_reset_before():
+    store = Dictionary()
+    one, other = (own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) for _ in range(2))
+    with one, other:
+        turn(other, [1])
+        one.reset_cache()
+        turn(one, PROMPT)
+        until(lambda: len(store.held) == 9)
+        other.reset_cache()
+        assert turn(other, PROMPT) == 0
+        until(lambda: len(store.held) == 9)
+    with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:
+        assert turn(made, PROMPT) == 28
 
 
 KILLED = """

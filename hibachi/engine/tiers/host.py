@@ -74,13 +74,14 @@ class Wish:
 
 @dataclass(slots=True)
 class _StoreBehind:
-    """A store, and what is known of it. pace: seconds that an entry takes; None means nobody knows."""
+    """A store, and what is known of it. pace: seconds that an entry takes; None means nobody knows. generation: that it
+    was known to have.
+    """
 
     store: KVStore
     name: str
     pace: float | None = None
-    ready: bool = False  # it is known to have the generation of this process
-    generation: int = -1
+    generation: int | None = None
     error: Exception | None = None  # the last one
     told: float = field(default=-TOLD_EVERY)
 
@@ -108,7 +109,7 @@ class HostTier:
         self._out: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._in: SimpleQueue[Wish | None] = SimpleQueue()
         self._ahead, self._most = 0, max(AHEAD, keeper.capacity)
-        self._root, self._generation = b"", 0
+        self._counter, self._generation = b"", 0  # the name of what says the generation, and this process's own
         self._threads: list[threading.Thread] = []
 
     @property
@@ -212,36 +213,36 @@ class HostTier:
                 log.warning("on_event failed: %s", text_of(e))
 
     def generation(self, root: bytes) -> int:
-        """How often all was forgotten, as far as the stores know. root: of the names of generation 0."""
-        self._root = root
+        """When all was forgotten last, as far as the stores know: 0 is never. root: of the names of generation 0."""
+        self._counter = chained(root, b"generation")
         for source in self._sources:
             self._generation = max(self._generation, self._asked(source) or 0)
-        for source in self._sources:  # those that did not answer are asked again before they are used
-            source.ready = source.ready and source.generation == self._generation
         return self._generation
 
     def _asked(self, source: _StoreBehind) -> int | None:
         """The generation that a store knows; None: it did not answer."""
-        got, error = self._call(source, "get", [chained(self._root, b"generation")])
+        got, error = self._call(source, "get", [self._counter])
         if error is not None or not got:
             return None
-        source.ready, source.generation = True, int.from_bytes(got[0] or b"", "little")
+        source.generation = int.from_bytes(got[0] or b"", "little")
         return source.generation
 
     def _ready(self, source: _StoreBehind) -> bool:
         """Whether a store may be used: it has forgotten what this process has, and nothing that this one still has."""
-        if source.ready:
-            return True
-        known = self._asked(source)
-        if known is not None and known < self._generation:
-            counter = [(chained(self._root, b"generation"), self._generation.to_bytes(8, "little"))]
-            if self._call(source, "drop")[1] is None and self._call(source, "put", counter)[1] is None:
-                source.generation = self._generation
-        source.ready = source.generation == self._generation
-        return source.ready
+        generation = self._generation
+        if source.generation != generation and (known := self._asked(source)) is not None:
+            if known > generation:
+                self._warn(source, "was reset by another process since, and is used again after a restart")
+            elif known < generation and self._call(source, "drop")[1] is None:
+                self._count(source, generation)
+        return source.generation == self._generation
+
+    def _count(self, source: _StoreBehind, generation: int) -> None:
+        if self._call(source, "put", [(self._counter, generation.to_bytes(8, "little"))])[1] is None:
+            source.generation = generation
 
     def forget(self, generation: int) -> None:
-        """Nothing that was kept until now is found again; the stores drop what they have, and remember how often."""
+        """Nothing that was kept until now is found again; the stores drop what they have, and remember when."""
         with self._lock:
             self._generation = generation
             self._entries.clear()
@@ -249,8 +250,6 @@ class HostTier:
             self._pinned.clear()
             self._given.clear()
         self._tell("removed", "all", b"")
-        for source in self._sources:
-            source.ready = False
         if self._sources:
             self._start()
             self._out.put(self._renew)
@@ -310,6 +309,8 @@ class HostTier:
                 if self._ready(source) and self._call(source, "put", pairs)[1] is None:
                     for name, _ in pairs:
                         self._tell("stored", source.name, name)
+                    if generation and self._call(source, "get", [self._counter])[0] == [None]:  # it made way
+                        self._count(source, generation)
         with self._lock:
             self._ahead -= size
 
@@ -417,7 +418,10 @@ class HostTier:
         except Exception as e:
             self.counts.failed += 1
             source.error = e
-            if (now := self._clock()) - source.told >= TOLD_EVERY:
-                source.told = now
-                log.warning("the store %s failed in %s: %s; what it has is computed", source.name, method, text_of(e))
+            self._warn(source, f"failed in {method}: {text_of(e)}; what it has is computed")
             return None, e
+
+    def _warn(self, source: _StoreBehind, what: str) -> None:
+        if (now := self._clock()) - source.told >= TOLD_EVERY:
+            source.told = now
+            log.warning("the store %s %s", source.name, what)
