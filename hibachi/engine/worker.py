@@ -281,6 +281,8 @@ class Worker:
     def stop(self) -> None:
         """Ask the thread to finish the running step, end all streams and leave; does not wait."""
         with self._changed:
+            if self._thread is None and not self._closing:  # there is no thread that would
+                self.engine.close()
             if self._refusal in (None, _draining):
                 self._refusal = _closed
             self._closing = True

@@ -196,6 +196,9 @@ def test_a_restarted_engine_has_what_was_written_last_before_the_first_request(t
         host = made.core.tiering.host
         until(lambda: host.counts.brought == 3)
         assert turn(made, PROMPT) == 12, "a prompt that host memory has no room for begins with its beginning"
+    threads = threading.active_count()
+    own(SumPaged(NUMPY), kv_tiers=few).close()
+    assert threading.active_count() == threads, "an engine that nobody asked leaves nothing behind"
 
 
 def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
