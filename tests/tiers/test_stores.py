@@ -187,6 +187,15 @@ def test_a_store_that_goes_on_failing_is_left_alone_ever_longer(monkeypatch, cap
     assert all("failed to get" in failed() for _ in range(FAILURES))
 
 
+def test_a_store_that_is_away_does_not_answer_when_it_is_closed(server, caplog):
+    store, server.connected = opened("redis://host"), False
+    for _ in range(FAILURES):
+        with pytest.raises(KVStoreError, match="ConnectionError"):
+            store.get(NAMES)
+    store.close()
+    assert "answers again" not in caplog.text
+
+
 @pytest.mark.slow
 def test_a_redis_that_is_a_program_of_its_own(redis_program):
     process, address = redis_program

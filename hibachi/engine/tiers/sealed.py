@@ -156,7 +156,7 @@ class Sealed:
             error = e if str(e) else TimeoutError(f"no answer within {self._timeout:g} s")
         with self._lock:
             if error is None:
-                if self._pause:
+                if self._pause and what != "close":  # which may need nobody to answer
                     log.warning("the store of cache blocks answers again")
                 self._failures, self._pause = 0, 0.0
                 return done.result()
