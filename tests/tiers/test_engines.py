@@ -491,6 +491,32 @@ def test_k24_what_is_stored_and_removed_is_told():
         assert {name for what, _, name in told if what == "removed"} <= here
 
 
+def test_events_of_several_threads_are_numbered_in_the_order_of_what_happened():
+    host, switches = HostTier(Keeper(2000)), sys.getswitchinterval()
+
+    def keep(seed):
+        for number in np.random.default_rng(seed).integers(0, 40, 40000).tolist():
+            host.keep(Read(number), 100, now=True)
+
+    threads = [threading.Thread(target=keep, args=(seed,)) for seed in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switches)
+    events = host.events(0)
+    assert [number for number, *_ in events] == list(range(events[0][0], events[0][0] + len(events)))
+    here = {}
+    for _, what, _, name in events:
+        here[name] = what == "stored"
+    assert {name for name, is_here in here.items() if is_here} == {
+        name.hex() for name in (n.to_bytes(16) for n in range(40)) if host.has(name)
+    }
+
+
 def test_a_recording_with_loads_is_played_again(tmp_path):
     file = tmp_path / "plans"
     tiers = KVTiers(host_bytes=SIZE)

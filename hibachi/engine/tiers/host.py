@@ -201,14 +201,24 @@ class HostTier:
 
     def events(self, since: int) -> list[tuple[int, str, str, str]]:
         """The last events from number `since` on: (number, "stored" or "removed", tier, name in hexadecimal digits)."""
-        return [(n, what, tier, name.hex()) for n, what, tier, name in list(self._events) if n >= since]
+        with self._lock:
+            events = list(self._events)
+        return [(n, what, tier, name.hex()) for n, what, tier, name in events if n >= since]
 
-    def _tell(self, what: str, tier: str, name: bytes) -> None:
-        self._events.append((self._told, what, tier, name))
-        self._told += 1
-        if self._event is not None:
+    def _note(self, what: str, tier: str, names: Sequence[bytes]) -> list[tuple[str, str, bytes]]:
+        """Number events as they happen, the lock being held; returns what is to be told without it."""
+        told = [(what, tier, name) for name in names]
+        for each in told:
+            self._events.append((self._told, *each))
+            self._told += 1
+        return told
+
+    def _tell(self, told: list[tuple[str, str, bytes]]) -> None:
+        if self._event is None:
+            return
+        for each in told:
             try:
-                self._event(what, tier, name)
+                self._event(*each)
             except Exception as e:
                 log.warning("on_event failed: %s", text_of(e))
 
@@ -249,7 +259,8 @@ class HostTier:
             self._keeper.clear()
             self._pinned.clear()
             self._given.clear()
-        self._tell("removed", "all", b"")
+            told = self._note("removed", "all", [b""])
+        self._tell(told)
         if self._sources:
             self._start()
             self._out.put(self._renew)
@@ -307,8 +318,9 @@ class HostTier:
             pairs = pairs if entries is None else self._held(entries)
             for source in self._sources if pairs else ():
                 if self._ready(source) and self._call(source, "put", pairs)[1] is None:
-                    for name, _ in pairs:
-                        self._tell("stored", source.name, name)
+                    with self._lock:
+                        told = self._note("stored", source.name, [name for name, _ in pairs])
+                    self._tell(told)
                     if generation and self._call(source, "get", [self._counter])[0] == [None]:  # it made way
                         self._count(source, generation)
         with self._lock:
@@ -336,10 +348,8 @@ class HostTier:
                     self._keeper.pin(name)
                 self._entries[name] = data
                 self.counts.stored += 1
-        for each in gone or ():
-            self._tell("removed", "host", each)
-        if gone is not None:
-            self._tell("stored", "host", name)
+            told = [] if gone is None else self._note("removed", "host", gone) + self._note("stored", "host", [name])
+        self._tell(told)
 
     def _read(self) -> None:
         while (wish := self._in.get()) is not None:

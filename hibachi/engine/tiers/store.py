@@ -37,9 +37,6 @@ class KVStore(Protocol):
         """Keep these, each a name and its data. One that is there already may be left as it is."""
         ...
 
-    # One that can say what was written last may have `latest(most: int) -> list[bytes]`, the last one first, of so many
-    # bytes together: an engine that starts brings it into host memory.
-
     def drop(self) -> None:
         """Forget what was written under this root, by whomever."""
         ...
