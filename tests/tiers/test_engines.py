@@ -359,7 +359,8 @@ class Read:
 
 
 @pytest.mark.parametrize("now", [True, False])
-def test_a_slow_store_is_left_behind_by_as_much_as_host_memory_holds(now, monkeypatch):
+def test_a_slow_store_is_left_behind_by_as_much_as_host_memory_holds(now, monkeypatch, caplog):
+    threads = threading.active_count()
     monkeypatch.setattr("hibachi.engine.tiers.host.AHEAD", 1)
     store = Dictionary()
     host = HostTier(Keeper(1000), [("slow", store)])
@@ -372,8 +373,15 @@ def test_a_slow_store_is_left_behind_by_as_much_as_host_memory_holds(now, monkey
     store.gate.set()
     until(lambda: len(store.held) == most)
     host.keep(Read(30), 100, now=now)
-    host.close()
-    assert len(store.held) == most + 1
+    until(lambda: len(store.held) == most + 1)
+    store.gate.clear()
+    for number in range(31, 34):
+        host.keep(Read(number), 100, now=now)
+    host.close(timeout=0.1)
+    assert "300 bytes were not written to slow stores within 0.1 s" in caplog.text
+    store.gate.set()
+    until(lambda: len(store.held) == most + 2)
+    until(lambda: threading.active_count() == threads)
 
 
 def test_a_store_that_became_slower_than_computing_is_left_and_asked_again_some_day(monkeypatch):

@@ -30,6 +30,7 @@ FADE = 0.8  # weight of an older measurement
 TOLD_EVERY = 60.0  # seconds between lines about one store that fails
 EVENTS = 1 << 14  # the last ones are kept for who asks
 GIVEN = 1 << 16  # names whose importance somebody has said
+CLOSE_WITHIN = 5.0  # seconds that `close` waits for stores: an engine has twice as many
 AHEAD = 1 << 28  # bytes that may wait to be written, at least; else as many as host memory has
 
 Event = Callable[[str, str, bytes], None]  # "stored" or "removed", the tier, the name
@@ -111,6 +112,7 @@ class HostTier:
         self._ahead, self._most = 0, max(AHEAD, keeper.capacity)
         self._counter, self._generation = b"", 0  # the name of what says the generation, and this process's own
         self._threads: list[threading.Thread] = []
+        self._over = False  # nothing is written any more
 
     @property
     def used(self) -> int:
@@ -268,22 +270,26 @@ class HostTier:
     def clear(self) -> None:
         """Host memory has nothing; stores keep what they have."""
         with self._lock:
-            gone = list(self._entries)
+            told = self._note("removed", "host", list(self._entries))
             self._entries.clear()
             self._keeper.clear()
-        for name in gone:
-            self._tell("removed", "host", name)
+        self._tell(told)
 
     def _renew(self) -> None:
         for source in self._sources:
             self._ready(source)
 
-    def close(self) -> None:
-        """Write what still waits, and close the stores."""
+    def close(self, timeout: float = CLOSE_WITHIN) -> None:
+        """Write what still waits, for at most so many seconds, and close the stores."""
         self._in.put(None)
         self._out.put(None)
+        end = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):  # in a store, which cannot be closed then
+            self._over = True
+            log.warning("%d bytes were not written to slow stores within %g s, and are lost", self._ahead, timeout)
+            return
         for source in self._sources:
             self._call(source, "close")
 
@@ -297,7 +303,7 @@ class HostTier:
     # ---- of the threads ----------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (work := self._out.get()) is not None:
+        while (work := self._out.get()) is not None and not self._over:
             work()
             del work
 
