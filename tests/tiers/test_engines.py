@@ -201,6 +201,17 @@ def test_a_restarted_engine_has_what_was_written_last_before_the_first_request(t
     assert threading.active_count() == threads, "an engine that nobody asked leaves nothing behind"
 
 
+def test_a_start_takes_as_long_for_each_of_many_entries_as_of_few():
+    store = Dictionary()
+    store.held = {number.to_bytes(16): b"some" for number in range(100_000)}
+    store.latest = lambda most: list(store.held)
+    host = HostTier(Keeper(SIZE), [("disk", store)])
+    host.generation(bytes(16))
+    host.warm()
+    until(lambda: host.counts.brought == 100_000, 5)
+    host.close()
+
+
 def test_a_reset_holds_though_the_store_was_away_and_another_had_reset_it():
     store = Dictionary()
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(store=store)) as made:

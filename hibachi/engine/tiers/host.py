@@ -12,10 +12,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class _StoreBehind:
     name: str
     pace: float | None = None
     generation: int | None = None
-    error: Exception | None = None  # the last one
+    error: Exception | None = None  # of its last call
     told: float = field(default=-TOLD_EVERY)
 
 
@@ -162,7 +162,7 @@ class HostTier:
         for source in self._sources:
             if callable(latest := getattr(source.store, "latest", None)):
                 self._start()
-                self._out.put(partial(self._fill, source, latest(self._keeper.capacity)))
+                self._out.put(partial(self._fill, source, iter(latest(self._keeper.capacity))))
 
     def weigh(self, names: Sequence[bytes], importance: float) -> None:
         """Entries of these names have this importance, now or when they come; of names that are not here the last ones
@@ -332,16 +332,17 @@ class HostTier:
         with self._lock:
             self._ahead -= size
 
-    def _fill(self, source: _StoreBehind, names: list[bytes]) -> None:
+    def _fill(self, source: _StoreBehind, names: Iterator[bytes]) -> None:
         """Some entries at a time, between what is to be written, as long as there is room."""
-        some = [name for name in names[:AT_ONCE] if not self.has(name)]
-        got = self._call(source, "get", some)[0] if some and self._ready(source) else None
-        for name, data in zip(some, got or (), strict=False):
+        some = list(islice(names, AT_ONCE))
+        missing = [name for name in some if not self.has(name)]
+        got = self._call(source, "get", missing)[0] if missing and self._ready(source) else None
+        for name, data in zip(missing, got or (), strict=False):
             if data is not None and self._keeper.used + len(data) <= self._keeper.capacity:
                 self._put(name, data, self._importance)
                 self.counts.brought += 1
-        if names[AT_ONCE:] and self._keeper.used < self._keeper.capacity:
-            self._out.put(partial(self._fill, source, names[AT_ONCE:]))
+        if some and self._keeper.used < self._keeper.capacity:
+            self._out.put(partial(self._fill, source, names))
 
     def _put(self, name: bytes, data: bytes, importance: float = 0.0) -> None:
         self._importance = FADE * self._importance + (1 - FADE) * importance  # of what comes back nobody knows its own
@@ -430,7 +431,9 @@ class HostTier:
     def _call(self, source: _StoreBehind, method: str, *given: Any) -> tuple[Any, Exception | None]:
         """What a method of a store returns, and the error that it raised."""
         try:
-            return getattr(source.store, method)(*given), None
+            found = getattr(source.store, method)(*given)
+            source.error = None
+            return found, None
         except Exception as e:
             self.counts.failed += 1
             source.error = e
