@@ -373,25 +373,28 @@ class Read:
 def test_a_slow_store_is_left_behind_by_as_much_as_host_memory_holds(now, monkeypatch, caplog):
     threads = threading.active_count()
     monkeypatch.setattr("hibachi.engine.tiers.host.AHEAD", 1)
-    store = Dictionary()
-    host = HostTier(Keeper(1000), [("slow", store)])
+    store, quick = Dictionary(), Dictionary()
+    host = HostTier(Keeper(1000), [("slow", store), ("quick", quick)])
     host.generation(bytes(16))
+
+    def keep(*numbers):
+        for number in numbers:
+            host.keep(read := Read(number), 100, now=now)
+            until(lambda: read.names[0] in quick.held)
+
     store.gate.clear()
-    for number in range(30):
-        host.keep(Read(number), 100, now=now)
-    most = 11 if now else 3  # what is not read yet lies on the device
-    assert host.counts.dropped == 30 - most and host.used <= 1000
+    keep(*range(30))
+    assert host.counts.dropped == 30 - 11 and host.used == 1000
     store.gate.set()
-    until(lambda: len(store.held) == most)
-    host.keep(Read(30), 100, now=now)
-    until(lambda: len(store.held) == most + 1)
+    until(lambda: len(store.held) == 11)
+    keep(30)
+    until(lambda: len(store.held) == 12)
     store.gate.clear()
-    for number in range(31, 34):
-        host.keep(Read(number), 100, now=now)
+    keep(*range(31, 34))
     host.close(timeout=0.1)
-    assert "300 bytes were not written to slow stores within 0.1 s" in caplog.text
+    assert "300 bytes were not written to slow within 0.1 s" in caplog.text
     store.gate.set()
-    until(lambda: len(store.held) == most + 2)
+    until(lambda: len(store.held) == 13)
     until(lambda: threading.active_count() == threads)
 
 
@@ -412,6 +415,19 @@ def test_a_store_that_became_slower_than_computing_is_left_and_asked_again_some_
         assert came.acquire(timeout=20)
     host.close()
     assert asked == [0, 1, 2, 17, 18, 19], "until 0.8 * (0.8 * 1 + 0.2 * 3) + 0.2 * 3 = 1.72 s fade below 1.5 s"
+
+
+def test_what_is_not_read_yet_lies_on_the_device_and_is_bounded(monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiers.host.AHEAD", 1)
+    host, gate = HostTier(Keeper(1000)), threading.Event()
+    for number in range(30):
+        read = Read(number)
+        read.data = lambda: [bytes(100)] * gate.wait(20)
+        host.keep(read, 100, now=False)
+    assert host.counts.dropped == 27
+    gate.set()
+    until(lambda: host.counts.stored == 3)
+    host.close()
 
 
 def test_v40_a_request_waits_for_a_store_without_holding_others_and_can_be_cancelled(monkeypatch):

@@ -1,8 +1,8 @@
-"""Host memory as a tier, and the two threads between it and the stores.
+"""Host memory as a tier, and the threads between it and the stores.
 
-The engine's thread only hands over: what it stores is read from the device, kept and written to the stores by one
-thread; what a waiting request may find in the stores is brought to host memory by another. Host memory is bounded, and
-so is what waits to be written: a slow store costs entries, and no step waits for it. Whatever fails is a miss.
+The engine's thread only hands over: one thread reads from the device what is to be kept, one for each store writes it
+there, and one brings what a waiting request may find in the stores. Host memory is bounded, and so is what waits to be
+written: a slow store costs entries of its own, and no step waits for it. Whatever fails is a miss.
 """
 
 from __future__ import annotations
@@ -73,6 +73,43 @@ class Wish:
     done: Callable[[Exception | None], None]
 
 
+class _WorkQueue:
+    """A thread, which begins with the first work, and what waits for it. ahead: bytes of that."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock, self.ahead = name, threading.Lock(), 0
+        self._works: SimpleQueue[tuple[Callable[[], object], int] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def put(self, work: Callable[[], object], size: int = 0) -> None:
+        with self._lock:
+            self.ahead += size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._works.put((work, size))
+
+    def _run(self) -> None:
+        while (next_ := self._works.get()) is not None and not self._over:
+            work, size = next_
+            try:
+                work()
+            except Exception:
+                log.exception("what tiers keep could not be moved")
+            del work, next_
+            with self._lock:
+                self.ahead -= size
+
+    def end(self, until: float) -> bool:
+        """Do what waits, but nothing more after `until`; returns whether the thread is gone."""
+        self._works.put(None)
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+            self._over = self._thread.is_alive()
+        return not self._over
+
+
 @dataclass(slots=True)
 class _StoreBehind:
     """A store, and what is known of it. pace: seconds that an entry takes; None means nobody knows. generation: that it
@@ -85,6 +122,7 @@ class _StoreBehind:
     generation: int | None = None
     error: Exception | None = None  # of its last call
     told: float = field(default=-TOLD_EVERY)
+    out: _WorkQueue = field(default_factory=partial(_WorkQueue, "hibachi-tiers-store"))
 
 
 class HostTier:
@@ -107,12 +145,9 @@ class HostTier:
         self._given: dict[bytes, float] = {}  # the importance of each that was named, here or not
         self._events: deque[tuple[int, str, str, bytes]] = deque(maxlen=EVENTS)
         self._told = 0
-        self._out: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._in: SimpleQueue[Wish | None] = SimpleQueue()
-        self._ahead, self._most = 0, max(AHEAD, keeper.capacity)
+        self._out, self._in = _WorkQueue("hibachi-tiers-out"), _WorkQueue("hibachi-tiers-in")
+        self._most = max(AHEAD, keeper.capacity)
         self._counter, self._generation = b"", 0  # the name of what says the generation, and this process's own
-        self._threads: list[threading.Thread] = []
-        self._over = False  # nothing is written any more
 
     @property
     def used(self) -> int:
@@ -139,21 +174,16 @@ class HostTier:
 
     def keep(self, entries: Outgoing, size: int, *, now: bool) -> None:
         """Keep what was read from the device. size: bytes of all. now: the device need not be waited for."""
-        pairs = self._held(entries) if now else []
-        if now and not (pairs and self._sources):
-            return
-        if self._ahead > (self._most if now else self._most // 4):  # what is not read yet lies on the device
+        if now:
+            self._store(entries, size, self._generation)
+        elif self._out.ahead > self._most // 4:  # what is not read yet lies on the device
             self.counts.dropped += len(entries.names)
-            return
-        with self._lock:
-            self._ahead += size
-        self._start()
-        self._out.put(partial(self._store, None if now else entries, pairs, size, self._generation))
+        else:
+            self._out.put(partial(self._store, entries, size, self._generation), size)
 
     def bring(self, wish: Wish) -> None:
         """Bring what a request wishes into host memory, in the background."""
-        self._start()
-        self._in.put(wish)
+        self._in.put(partial(self._grant, wish))
 
     def warm(self) -> None:
         """Bring what stores say was written last into host memory, in the background: a process that starts has it
@@ -161,8 +191,7 @@ class HostTier:
         """
         for source in self._sources:
             if callable(latest := getattr(source.store, "latest", None)):
-                self._start()
-                self._out.put(partial(self._fill, source, iter(latest(self._keeper.capacity))))
+                source.out.put(partial(self._fill, source, iter(latest(self._keeper.capacity))))
 
     def weigh(self, names: Sequence[bytes], importance: float) -> None:
         """Entries of these names have this importance, now or when they come; of names that are not here the last ones
@@ -263,9 +292,8 @@ class HostTier:
             self._given.clear()
             told = self._note("removed", "all", [b""])
         self._tell(told)
-        if self._sources:
-            self._start()
-            self._out.put(self._renew)
+        for source in self._sources:
+            source.out.put(partial(self._ready, source))
 
     def clear(self) -> None:
         """Host memory has nothing; stores keep what they have."""
@@ -275,37 +303,17 @@ class HostTier:
             self._keeper.clear()
         self._tell(told)
 
-    def _renew(self) -> None:
-        for source in self._sources:
-            self._ready(source)
-
     def close(self, timeout: float = CLOSE_WITHIN) -> None:
         """Write what still waits, for at most so many seconds, and close the stores."""
-        self._in.put(None)
-        self._out.put(None)
         end = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):  # in a store, which cannot be closed then
-            self._over = True
-            log.warning("%d bytes were not written to slow stores within %g s, and are lost", self._ahead, timeout)
-            return
+        idle = self._in.end(end) & self._out.end(end)
         for source in self._sources:
-            self._call(source, "close")
-
-    def _start(self) -> None:
-        if not self._threads:
-            work = [("hibachi-tiers-out", self._write)] + [("hibachi-tiers-in", self._read)] * bool(self._sources)
-            self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in work]
-            for thread in self._threads:
-                thread.start()
+            if not source.out.end(end):
+                log.warning("%d bytes were not written to %s within %g s", source.out.ahead, source.name, timeout)
+            elif idle:  # else somebody is in a store
+                self._call(source, "close")
 
     # ---- of the threads ----------------------------------------------------------------------------------------
-
-    def _write(self) -> None:
-        while (work := self._out.get()) is not None and not self._over:
-            work()
-            del work
 
     def _held(self, entries: Outgoing) -> list[tuple[bytes, bytes]]:
         """Put into host memory what was read from the device; returns it."""
@@ -319,18 +327,21 @@ class HostTier:
             self._put(name, data, importance)
         return [(name, data) for name, data, _ in found]
 
-    def _store(self, entries: Outgoing | None, pairs: list[tuple[bytes, bytes]], size: int, generation: int) -> None:
-        if generation == self._generation:
-            pairs = pairs if entries is None else self._held(entries)
-            for source in self._sources if pairs else ():
-                if self._ready(source) and self._call(source, "put", pairs)[1] is None:
-                    with self._lock:
-                        told = self._note("stored", source.name, [name for name, _ in pairs])
-                    self._tell(told)
-                    if generation and self._call(source, "get", [self._counter])[0] == [None]:  # it made way
-                        self._count(source, generation)
-        with self._lock:
-            self._ahead -= size
+    def _store(self, entries: Outgoing, size: int, generation: int) -> None:
+        pairs = self._held(entries) if generation == self._generation else []
+        for source in self._sources if pairs else ():
+            if source.out.ahead > self._most:
+                self.counts.dropped += len(pairs)
+            else:
+                source.out.put(partial(self._write, source, pairs, generation), size)
+
+    def _write(self, source: _StoreBehind, pairs: list[tuple[bytes, bytes]], generation: int) -> None:
+        if generation == self._generation and self._ready(source) and self._call(source, "put", pairs)[1] is None:
+            with self._lock:
+                told = self._note("stored", source.name, [name for name, _ in pairs])
+            self._tell(told)
+            if generation and self._call(source, "get", [self._counter])[0] == [None]:  # it made way
+                self._count(source, generation)
 
     def _fill(self, source: _StoreBehind, names: Iterator[bytes]) -> None:
         """Some entries at a time, between what is to be written, as long as there is room."""
@@ -342,7 +353,7 @@ class HostTier:
                 self._put(name, data, self._importance)
                 self.counts.brought += 1
         if some and self._keeper.used < self._keeper.capacity:
-            self._out.put(partial(self._fill, source, names))
+            source.out.put(partial(self._fill, source, names))
 
     def _put(self, name: bytes, data: bytes, importance: float = 0.0) -> None:
         self._importance = FADE * self._importance + (1 - FADE) * importance  # of what comes back nobody knows its own
@@ -358,14 +369,12 @@ class HostTier:
             told = [] if gone is None else self._note("removed", "host", gone) + self._note("stored", "host", [name])
         self._tell(told)
 
-    def _read(self) -> None:
-        while (wish := self._in.get()) is not None:
-            failed: Exception | None = None
-            try:
-                failed = self._bring(wish)
-            finally:
-                wish.done(failed)
-            del wish
+    def _grant(self, wish: Wish) -> None:
+        failed: Exception | None = None
+        try:
+            failed = self._bring(wish)
+        finally:
+            wish.done(failed)
 
     def _bring(self, wish: Wish) -> Exception | None:
         """Returns the error of a store that failed."""
