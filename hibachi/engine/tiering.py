@@ -119,16 +119,31 @@ class Tiering(PendingLoads[Job]):
 
     def keep(self, job: Job, scheduler: Scheduler, *, pin: bool | None, importance: float | None) -> int:
         """See `BatchEngine.keep`. From any thread."""
-        seq, size = job.seq, scheduler.limits.block_size
+        seq, size, checkpoints = job.seq, scheduler.limits.block_size, scheduler.checkpoints
         assert scheduler.tiers
         names = scheduler.tiers.names(seq, seq.prompt_len // size)
-        states = [state_name(name) for name in names] if scheduler.checkpoints else []
-        concerned = [*(names if scheduler.pool else ()), *states]
+        concerned = dict.fromkeys(names if scheduler.pool else (), self._sizes[0])
+        if checkpoints:
+            at = {*range(checkpoints.every, len(names) + 1, checkpoints.every), (seq.prompt_len - 1) // size}
+            concerned |= {state_name(names[n - 1]): self._sizes[1] for n in at if 0 < n <= len(names)}
         if importance is not None:
             self.host.weigh(concerned, importance)
         if pin is not None:
-            self.host.pin(concerned, max(self._sizes), on=pin)
+            self.host.pin(concerned, on=pin)
         return len(names) * size
+
+    def store_again(self, job: Job, scheduler: Scheduler) -> None:
+        """Store what of a prompt is on the device and no longer in host memory."""
+        seq, pool, checkpoints = job.seq, scheduler.pool, scheduler.checkpoints
+        if scheduler.tiers is None or seq.keys is None:
+            return
+        names = scheduler.tiers.names(seq, seq.prompt_len // scheduler.limits.block_size)
+        blocks = pool.match(seq.salt, seq.keys, len(names))[0] if pool else []
+        unsound = set(pool.unsound(blocks) if pool else ())
+        n, slot = (checkpoints and checkpoints.find(seq.salt, seq.keys, len(names))) or (0, 0)
+        states = [(slot, state_name(names[n - 1]))] if n else []
+        stores = EntryStores([pair for pair in zip(blocks, names, strict=False) if pair[0] not in unsound], states)
+        self.store(EntryStores(*([pair for pair in pairs if not self.host.has(pair[1])] for pairs in stores)))
 
     # ---- all of it ---------------------------------------------------------------------------------------------
 

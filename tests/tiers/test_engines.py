@@ -489,6 +489,25 @@ def test_k23_a_pinned_prompt_stays_and_an_unpinned_one_makes_way():
         assert made.core.tiering.host.used <= 20 * entry
 
 
+@pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth])
+def test_what_is_pinned_comes_to_host_memory_though_the_device_has_it(toy):
+    flood = np.random.default_rng(0).integers(0, 10, (4, 30)).tolist()
+    with own(toy(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE)) as made:
+        turn(made, PROMPT)
+        host = made.core.tiering.host
+        until(lambda: host.counts.stored >= (toy is not SumState) * 8 + (toy is not SumPaged))
+        used = host.used
+    with own(toy(NUMPY), kv_tiers=KVTiers(host_bytes=2 * used)) as made:
+        for prompt in (PROMPT, *flood):
+            turn(made, prompt)
+        prefix.warm(made, PROMPT, pin=True)
+        assert made.stats().prefix_hits == 28
+        for prompt in flood:
+            turn(made, [3, *prompt])
+        made.core.scheduler.drop_prefixes()
+        assert turn(made, PROMPT) == 28
+
+
 def test_the_importance_of_a_prompt_can_be_said_and_holds_for_what_comes_back_from_a_store():
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=1 << 20)) as made:
         with pytest.raises(InvalidRequest, match="eviction importance"):

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -193,7 +193,7 @@ class HostTier:
             if callable(latest := getattr(source.store, "latest", None)):
                 source.out.put(partial(self._fill, source, iter(latest(self._keeper.capacity))))
 
-    def weigh(self, names: Sequence[bytes], importance: float) -> None:
+    def weigh(self, names: Iterable[bytes], importance: float) -> None:
         """Entries of these names have this importance, now or when they come; of names that are not here the last ones
         are remembered. Raises InvalidRequest. Callable from any thread.
         """
@@ -207,21 +207,21 @@ class HostTier:
                 del self._given[name]
             self._keeper.weigh(names, importance)
 
-    def pin(self, names: Sequence[bytes], size: int, *, on: bool) -> int:
+    def pin(self, names: Mapping[bytes, int], *, on: bool) -> int:
         """Keep entries of these names, now or when they come, until on=False says that they may make way again.
 
-        size: bytes of an entry, at most. Returns how many names changed. Raises InvalidRequest for more than half of
-        the host memory. Callable from any thread.
+        names: with the bytes of each. Returns how many names changed. Raises InvalidRequest for more than half of the
+        host memory. Callable from any thread.
         """
         with self._lock:
-            changed = [name for name in dict.fromkeys(names) if (name in self._pinned) != on]
+            changed = {name: size for name, size in names.items() if (name in self._pinned) != on}
             most = self._keeper.capacity // 2
-            if on and (wanted := sum(self._pinned.values()) + size * len(changed)) > most:
+            if on and (wanted := sum(self._pinned.values()) + sum(changed.values())) > most:
                 raise InvalidRequest(
                     f"At most half of the host memory can be pinned: expected up to {most} bytes; with this prompt it "
                     f"would be {wanted}. Unpin another, or allow more host_bytes."
                 )
-            for name in changed:
+            for name, size in changed.items():
                 if on:
                     self._pinned[name] = size
                 else:
