@@ -333,6 +333,20 @@ def test_blocks_wait_for_others_to_be_stored_with_unless_nothing_is_computed(mon
     assert sum(sizes) == 30 and len(sizes) < 6, sizes
 
 
+def test_a_state_is_loaded_with_all_blocks_before_it_though_other_threads_evict_them():
+    asked = []
+
+    def find(name):
+        asked.append(name)
+        return b"kept" if asked.count(name) == 1 else None  # it makes way as soon as it was seen
+
+    scheduler = Scheduler(Limits(1, 64, 64, 64, 40, 4, checkpoints=8))
+    scheduler.tiers = Tiers(b"root", find)
+    scheduler.add(Seq(18, 2, keys=[bytes([n]) for n in range(4)]))
+    plan = scheduler.schedule()
+    assert (len(plan.loads.states), len(plan.loads.blocks), plan.start.tolist()) == (1, 4, [16])
+
+
 def test_a_callback_that_raises_harms_nobody():
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(host_bytes=SIZE, on_event=lambda *event: 1 / 0)) as made:
         turn(made, PROMPT)

@@ -35,13 +35,13 @@ class Tiers:
             seq.names, seq.root = [], self.root
         return extended(seq.names, self.root, seq.salt, seq.keys or (), n)
 
-    def found(self, seq: Seq, start: int, most: int) -> list[tuple[bytes, Any]]:
-        """(name, contents) of the blocks of a sequence from `start` on, as far as they are here without a gap."""
+    def found(self, seq: Seq, start: int, most: int) -> list[Any]:
+        """The contents of the blocks of a sequence from `start` on, as far as they are here without a gap."""
         found = []
         for name in self.names(seq, most)[start:most]:
             if (data := self._find(name)) is None:
                 break
-            found.append((name, data))
+            found.append(data)
         return found
 
     def state(self, seq: Seq, start: int, most: int) -> tuple[int, Any] | None:
