@@ -391,7 +391,7 @@ class DiskStore:
             if room < least:
                 raise KVStoreError(
                     f"The cache on disk has no room for {least} bytes: of its {self.most}, other processes hold "
-                    f"{self.most - room}."
+                    f"{self.most - room}. Give it more; all that share a folder should say the same."
                 )
             size = min(size, room)
             free = [file for file in files if not takes[file][1]]
