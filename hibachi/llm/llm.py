@@ -17,6 +17,7 @@ from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.ladder import LanguageModel
 from hibachi.errors import ConfigError
 from hibachi.llm.drafts import resolved
+from hibachi.llm.model import MEANING
 from hibachi.llm.model.digest import FilesDigest
 from hibachi.llm.model.files import locate, open_files
 from hibachi.llm.model.pooling import pooling_of
@@ -112,7 +113,7 @@ class LLM(Texts):
         check_numerics(config.numerics, self.backend, portable=getattr(self.model, "portable", False), dtype=dtype)
         tiers = config.kv_tiers
         if digest is not None and tiers is not None:
-            how = kept, config.gguf_unpack, self.model.max_model_len, self.backend.fingerprint()
+            how = MEANING, kept, config.gguf_unpack, self.model.max_model_len
             tiers = replace(tiers, cache_id=repr((digest.result(), *how)))
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         ends = self.model.eos_ids

@@ -35,6 +35,7 @@ from hibachi.engine.scheduler.tiers import Tiers
 from hibachi.engine.tiers import sealed
 from hibachi.engine.tiers.host import HostTier, Wish
 from hibachi.engine.tiers.keeping import Keeper
+from hibachi.llm.model import MEANING
 from hibachi.request import Request
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
 
@@ -179,6 +180,18 @@ def test_a_restarted_engine_finds_what_the_last_one_kept_and_others_do_not(tmp_p
             assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(disk=tmp_path, disk_bytes=SIZE, cache_id="new weights")) as made:
         assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
+
+
+def test_libraries_of_one_numerics_find_what_the_others_kept(tmp_path, monkeypatch):
+    tiers, answers = KVTiers(disk=tmp_path, disk_bytes=SIZE), set()
+    for backend, meaning in (("torch", MEANING), ("numpy", MEANING), ("jax", MEANING), ("numpy", MEANING + 1)):
+        monkeypatch.setattr("hibachi.llm.llm.MEANING", meaning)
+        with llm(backend=backend, kv_tiers=tiers) as made:
+            found = made.generate([list(range(5, 105))], SamplingParams(temperature=0, max_tokens=4))
+            hits = 96 * bool(answers and made.engine.facts.numerics and meaning == MEANING)
+            assert made.stats().tier_hits == hits, "files that are read otherwise have other names"
+            answers.add(tuple(found[0].choices[0].token_ids))
+    assert len(answers) == 1 or not made.engine.facts.numerics
 
 
 def test_a_restarted_engine_has_what_was_written_last_before_the_first_request(tmp_path, monkeypatch):
