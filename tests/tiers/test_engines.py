@@ -40,6 +40,7 @@ from hibachi.request import Request
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, expected
 
 from ..engine.models import until
+from ..engine.test_given_kv import begun
 from ..engine.test_own_cache import Attends
 
 NUMPY = NumpyBackend()
@@ -180,6 +181,16 @@ def test_a_restarted_engine_finds_what_the_last_one_kept_and_others_do_not(tmp_p
             assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
     with own(SumPaged(NUMPY), kv_tiers=KVTiers(disk=tmp_path, disk_bytes=SIZE, cache_id="new weights")) as made:
         assert turn(made, PROMPT, terms=Terms(cache_salt="a")) == 0
+
+
+def test_keys_and_values_from_elsewhere_are_kept_under_no_name():
+    tiers = KVTiers(store=Dictionary())
+    request, wanted = begun(PROMPT, 5, values=[7] * len(PROMPT), known=True)
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        assert made.submit(made.check(request)).collect() == wanted
+        assert turn(made, PROMPT) == 0
+    with own(SumPaged(NUMPY), kv_tiers=tiers) as made:
+        assert turn(made, PROMPT) == 28
 
 
 def test_libraries_of_one_numerics_find_what_the_others_kept(tmp_path, monkeypatch):
