@@ -15,14 +15,16 @@ def stored(keeper, importances):
 def test_the_least_important_outside_the_window_makes_way():
     keeper = Keeper(3, "importance", window=1)
     assert stored(keeper, [5, 1, 9, 2]) == [[], [], [], [b"2"]]
-    assert list(keeper) == [b"1", b"3", b"4"] and (keeper.evictions, keeper.rejections) == (1, 0)
+    assert list(keeper) == [b"1", b"3", b"4"]
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_a_window_as_large_as_what_is_kept_refuses_what_is_new(policy):
     keeper = Keeper(2, policy, window=8)
     assert stored(keeper, [5, 1, 9, 2]) == [[], [], None, None]
-    assert list(keeper) == [b"1", b"2"] and (keeper.evictions, keeper.rejections, keeper.used) == (0, 2, 2)
+    assert list(keeper) == [b"1", b"2"] and keeper.used == 2
+    with pytest.raises(ConfigError, match="0 or more; got '8'"):
+        Keeper(2, policy, window="8")
 
 
 class Oracle:
@@ -83,7 +85,6 @@ IMPORTANCES = [0.0, 1.0, 2.5, -math.inf, math.inf, math.nan]
 def test_any_calls_keep_what_a_sorted_list_keeps(policy, window):
     rng = random.Random(f"{policy} {window}")
     keeper, oracle = Keeper(24, policy, window), Oracle(24, policy, window)
-    came = []
     for i in range(3000):
         for _ in range(200 if i % 100 == 0 else 0):  # what comes and goes leaves nothing behind
             assert keeper.admit(b"brief", 0, 3.0) == []
@@ -93,11 +94,9 @@ def test_any_calls_keep_what_a_sorted_list_keeps(policy, window):
         more = (rng.choice(IMPORTANCES[:3]),) if call == "weigh" else more
         found = getattr(keeper, call)([name] if call == "weigh" else name, *more)
         assert found == getattr(oracle, call)(name, *more), (call, name, *more)
-        came += [found] if call == "admit" else []
-        assert list(keeper) == [entry[0] for entry in oracle.entries] and len(keeper) == len(oracle.entries)
+        assert list(keeper) == [entry[0] for entry in oracle.entries]
         assert (name in keeper) == bool(oracle.named(name))
         assert keeper.used == sum(entry[1] for entry in oracle.entries)
         assert len(vars(keeper)["_heap"]) <= 2 * 60 + 65  # nothing is taken from its middle
-    assert (keeper.evictions, keeper.rejections) == (sum(len(gone or []) for gone in came), came.count(None))
     keeper.clear()
-    assert (len(keeper), keeper.used) == (0, 0) and keeper.admit(b"", 24) == []
+    assert (list(keeper), keeper.used) == ([], 0) and keeper.admit(b"", 24) == []

@@ -54,7 +54,6 @@ class TierCounts:
     stored: int = 0  # entries put into host memory
     dropped: int = 0  # that were to be stored, while too many waited
     brought: int = 0  # from stores into host memory
-    failed: int = 0  # calls of stores that raised
     slower: int = 0  # requests for which computing was expected to be faster than loading
 
 
@@ -183,7 +182,7 @@ class HostTier:
 
     def bring(self, wish: Wish) -> None:
         """Bring what a request wishes into host memory, in the background."""
-        self._in.put(partial(self._grant, wish))
+        self._in.put(lambda: wish.done(self._bring(wish)))
 
     def warm(self) -> None:
         """Bring what stores say was written last into host memory, in the background: a process that starts has it
@@ -207,11 +206,11 @@ class HostTier:
                 del self._given[name]
             self._keeper.weigh(names, importance)
 
-    def pin(self, names: Mapping[bytes, int], *, on: bool) -> int:
+    def pin(self, names: Mapping[bytes, int], *, on: bool) -> None:
         """Keep entries of these names, now or when they come, until on=False says that they may make way again.
 
-        names: with the bytes of each. Returns how many names changed. Raises InvalidRequest for more than half of the
-        host memory. Callable from any thread.
+        names: with the bytes of each. Raises InvalidRequest for more than half of the host memory. Callable from any
+        thread.
         """
         with self._lock:
             changed = {name: size for name, size in names.items() if (name in self._pinned) != on}
@@ -228,7 +227,6 @@ class HostTier:
                     del self._pinned[name]
                 if name in self._entries:
                     (self._keeper.pin if on else self._keeper.unpin)(name)
-            return len(changed)
 
     def events(self, since: int) -> list[tuple[int, str, str, str]]:
         """The last events from number `since` on: (number, "stored" or "removed", tier, name in hexadecimal digits)."""
@@ -369,13 +367,6 @@ class HostTier:
             told = [] if gone is None else self._note("removed", "host", gone) + self._note("stored", "host", [name])
         self._tell(told)
 
-    def _grant(self, wish: Wish) -> None:
-        failed: Exception | None = None
-        try:
-            failed = self._bring(wish)
-        finally:
-            wish.done(failed)
-
     def _bring(self, wish: Wish) -> Exception | None:
         """Returns the error of a store that failed."""
         failed: Exception | None = None
@@ -444,7 +435,6 @@ class HostTier:
             source.error = None
             return found, None
         except Exception as e:
-            self.counts.failed += 1
             source.error = e
             self._warn(source, f"failed in {method}: {text_of(e)}; what it has is computed")
             return None, e
