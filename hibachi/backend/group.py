@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 from hibachi.errors import ConfigError, EngineFailed
 
 T = TypeVar("T")
-ALIGNED = 64  # columns: leaves begin at multiples of these, as do groups of rounded rows
 MOST_LEAVES = 128
 
 

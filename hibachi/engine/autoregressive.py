@@ -411,7 +411,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         scored = params is not None and params.prompt_logprobs is not None
         begun = request.begun
         seq.begun = begun is not None
-        known = embeds is None and (begun is None or begun.known)
+        # What was begun elsewhere may have other bits than the names of tiers promise.
+        known = embeds is None and (begun is None or (begun.known and self._spec.config.kv_tiers is None))
         if built.block_size and known and request.pooling is None and not scored:
             seq.keys = kind.block_keys(host, built.block_size)
             seq.salt = terms.cache_salt if not request.inputs else (terms.cache_salt, _digest(request.inputs))

@@ -158,7 +158,10 @@ class BatchInference(Closing):
             raise UnsupportedOperation(
                 "This engine keeps nothing beside its cache: give it kv_tiers (--kv-host-bytes)."
             )
-        return engine.tiering.keep(job, engine.scheduler, pin=pin, importance=importance)
+        tiering, tokens = engine.tiering, engine.tiering.keep(job, engine.scheduler, pin=pin, importance=importance)
+        if pin is not False:  # the device may have it, and so nothing would bring it to host memory
+            engine.inbox.put((lambda job: tiering.store_again(job, engine.scheduler), job))
+        return tokens
 
     def cache_events(self, since: int = 0) -> list[tuple[int, str, str, str]]:
         """See `BatchEngine`."""

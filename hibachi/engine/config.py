@@ -43,6 +43,11 @@ def _restart(name: str, value: Any) -> None:
         raise ConfigError(f'{name} must be "never" (or None) or "on_failure"; got {value!r}.')
 
 
+def _tiers(name: str, value: Any) -> None:
+    if not isinstance(value, (KVTiers, type(None))):
+        raise ConfigError(f"{name} must be KVTiers(...) (or None: the device's memory only); got {value!r}.")
+
+
 def option(default: Any, check: Check) -> Any:
     """A field with a check. Typed as any value, as `dataclasses.field` is."""
     return field(default=default, metadata={"check": check})
@@ -105,7 +110,7 @@ class EngineConfig(WorkerConfig):
     max_prefill_tokens: int | None = option(None, at_least(1, ""))
     pause_after: int | None = option(None, at_least(1, NO_LIMIT))
     overlap: bool | None = None
-    kv_tiers: KVTiers | None = None
+    kv_tiers: KVTiers | None = field(default=None, metadata={"check": _tiers})
     speculative_config: Mapping[str, Any] | str | SpeculativeConfig | None = None
 
 

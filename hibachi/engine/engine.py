@@ -205,7 +205,9 @@ class Engine:
         if self.tiering is None or not self.tiering.end(job) or job not in self._live:
             return
         if failed is not None and self.tiering.fail:
-            self._give_up(job, KVStoreError(f"A store of the cache failed: {text_of(failed)}. Send the request again."))
+            self._give_up(
+                job, KVStoreError(f"A store of the cache failed ({text_of(failed)}). Send the request again.")
+            )
         else:
             self._free(job)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hibachi.engine.build import Built
 from hibachi.engine.runners.entries import bytes_of
 from hibachi.engine.runners.job import Job
-from hibachi.engine.runners.runner import Runner, StepFailed, raise_for_all
+from hibachi.engine.runners.runner import Runner, raise_for_all
 from hibachi.engine.scheduler.names import chained, state_name
 from hibachi.engine.scheduler.scheduler import TOGETHER, Scheduler
 from hibachi.engine.scheduler.step import EntryStores, StepPlan
@@ -65,13 +65,14 @@ class Tiering(PendingLoads[Job]):
         root_of: Callable[[int], bytes],
         brought: Brought,
         *,
-        fail: bool = False,
+        fail: bool,
     ) -> None:
         super().__init__(host, brought)
         self.fail, self._runner, self._root_of = fail, runner, root_of
         assert runner.entries is not None
         self._entries = runner.entries
         self._stored = 0.0  # when all was stored that could be
+        self._prepared: StepPlan | None = None  # the last step that was
         self._sizes = [bytes_of(kinds) for kinds in self._entries.entry_kinds()]
         self._generation = host.generation(root_of(0))
         scheduler.tiers = Tiers(root_of(self._generation), host.find)
@@ -100,38 +101,56 @@ class Tiering(PendingLoads[Job]):
         self.store(scheduler.take_stores(0 if late else TOGETHER))
 
     def before(self, plan: StepPlan) -> None:
-        """Store and load what a step asks for. Raises StepFailed."""
+        """Store and load what a step asks for, once: one that is run again may have written to what it stores. Raises
+        StepFailed.
+        """
+        if plan is self._prepared:
+            return
+        self._prepared = plan
         try:
             self.store(plan.stores)
             if plan.loads is not None and any(plan.loads):
                 self._entries.incoming(plan.loads)
-        except StepFailed:
-            raise
         except Exception as e:
+            self.host.clear()  # else the same would be loaded again, without end
             raise_for_all(e, self._runner.backend, cache_lost=True)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def keep(self, job: Job, scheduler: Scheduler, *, pin: bool | None, importance: float | None) -> int:
         """See `BatchEngine.keep`. From any thread."""
-        seq, size = job.seq, scheduler.limits.block_size
-        if scheduler.tiers is None or seq.keys is None:
-            return 0
+        seq, size, checkpoints = job.seq, scheduler.limits.block_size, scheduler.checkpoints
+        assert scheduler.tiers
         names = scheduler.tiers.names(seq, seq.prompt_len // size)
-        states = [state_name(name) for name in names] if scheduler.checkpoints else []
-        concerned = [*(names if scheduler.pool else ()), *states]
+        concerned = dict.fromkeys(names if scheduler.pool else (), self._sizes[0])
+        if checkpoints:
+            at = {*range(checkpoints.every, len(names) + 1, checkpoints.every), (seq.prompt_len - 1) // size}
+            concerned |= {state_name(names[n - 1]): self._sizes[1] for n in at if 0 < n <= len(names)}
         if importance is not None:
             self.host.weigh(concerned, importance)
         if pin is not None:
-            self.host.pin(concerned, max(self._sizes), on=pin)
+            self.host.pin(concerned, on=pin)
         return len(names) * size
+
+    def store_again(self, job: Job, scheduler: Scheduler) -> None:
+        """Store what of a prompt is on the device and no longer in host memory."""
+        seq, pool, checkpoints = job.seq, scheduler.pool, scheduler.checkpoints
+        if scheduler.tiers is None or seq.keys is None:
+            return
+        names = scheduler.tiers.names(seq, seq.prompt_len // scheduler.limits.block_size)
+        blocks = pool.match(seq.salt, seq.keys, len(names))[0] if pool else []
+        unsound = set(pool.unsound(blocks) if pool else ())
+        n, slot = (checkpoints and checkpoints.find(seq.salt, seq.keys, len(names))) or (0, 0)
+        states = [(slot, state_name(names[n - 1]))] if n else []
+        stores = EntryStores([pair for pair in zip(blocks, names, strict=False) if pair[0] not in unsound], states)
+        self.store(EntryStores(*([pair for pair in pairs if not self.host.has(pair[1])] for pairs in stores)))
 
     # ---- all of it ---------------------------------------------------------------------------------------------
 
     def forget(self, scheduler: Scheduler) -> None:
         """Nothing that was kept is found from now on, here or after a restart."""
         assert scheduler.tiers
-        self._generation += 1
+        self._generation = max(self._generation + 1, time.time_ns())  # later than what others reset before
         scheduler.tiers.renew(self._root_of(self._generation))
         self.host.forget(self._generation)
 

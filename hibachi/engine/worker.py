@@ -120,11 +120,13 @@ class Worker:
             if self._refusal not in (None, _draining):
                 assert self._refusal is not None
                 raise self._refusal()
-            if self._thread is None:  # nothing was computed
-                return
             done: Channel[Any] = Channel()
-            done.thread = self._thread.ident
-            self._inbox.put((self.engine.drop_prefixes, Job(Seq(0, None, finish=Finish.STOP), done, Request(None))))
+            job = Job(Seq(0, None, finish=Finish.STOP), done, Request(None))
+            if self._thread is None:  # tiers may have something though nothing was computed
+                self.engine.drop_prefixes(job)
+            else:
+                done.thread = self._thread.ident
+                self._inbox.put((self.engine.drop_prefixes, job))
         done.wait_end()
         if done.finish is not Finish.STOP:
             raise done.error or _closed()
@@ -279,6 +281,8 @@ class Worker:
     def stop(self) -> None:
         """Ask the thread to finish the running step, end all streams and leave; does not wait."""
         with self._changed:
+            if self._thread is None and not self._closing:  # there is no thread that would
+                self.engine.close()
             if self._refusal in (None, _draining):
                 self._refusal = _closed
             self._closing = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,16 +20,17 @@ from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.ladder import LanguageModel
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.llm.drafts import resolved
+from hibachi.llm.model import MEANING
 from hibachi.llm.model.arch import Arch
 from hibachi.llm.model.digest import FilesDigest
-from hibachi.llm.model.files import locate, open_files
+from hibachi.llm.model.files import ModelFiles, locate, open_files
 from hibachi.llm.model.pooling import pooling_of
 from hibachi.llm.model.registry import arch_of, is_portable, load_model
 from hibachi.llm.model.shards import check_shards, smallest
 from hibachi.llm.options import TextConfig, TextOptions
 from hibachi.llm.texts import Texts
 from hibachi.llm.tokenizers.own import NoTokenizer
-from hibachi.llm.tune.autotune import seconds_of, settle
+from hibachi.llm.tune.autotune import KernelChoice, seconds_of, settle
 from hibachi.request import Pooling, SamplingParams
 
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
@@ -84,7 +86,8 @@ class LLM(Texts):
         config = TextConfig(**options)
         files = open_files(locate(model), gguf_unpack=config.gguf_unpack)
         self.path, self.backend = files.path, _backend(config.backend, config.device)
-        check_numerics(config.numerics, self.backend)  # before anything is timed or loaded
+        early = config.numerics and re.sub("/[0-9]+", "", config.numerics)  # leaves are not known yet
+        check_numerics(early, self.backend)  # before anything is timed or loaded
         invariant = config.deterministic
         if invariant is None:
             invariant = self.backend.keeps_promise
@@ -103,7 +106,15 @@ class LLM(Texts):
             choice.backend, "none" if config.quantization == "auto" and files.blocks else config.quantization, dtype
         )
         self.backend = _grouped(self.backend, config, arch_of(files), dtype, (type(self), (model,), options))
-        group = self.backend.group
+        try:
+            self._open(files, config, choice)
+        except BaseException:
+            if self.backend.group is not None:  # nobody would close it
+                self.backend.group.close()
+            raise
+
+    def _open(self, files: ModelFiles, config: TextConfig, choice: KernelChoice) -> None:
+        group, dtype = self.backend.group, choice.dtype
         named = config.kv_tiers is not None or group is not None
         digest = FilesDigest(files.paths) if named else None  # computed while the model loads
         self.model: LanguageModel[Any] = load_model(
@@ -121,7 +132,7 @@ class LLM(Texts):
         if digest is not None and group is not None:
             group.facts["files"] = digest.result()
         if digest is not None and tiers is not None:
-            how = kept, config.gguf_unpack, self.model.max_model_len, self.backend.fingerprint()
+            how = MEANING, kept, config.gguf_unpack, self.model.max_model_len
             tiers = replace(tiers, cache_id=repr((digest.result(), *how)))
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         ends = self.model.eos_ids

@@ -60,7 +60,7 @@ async def warm(served: Served, x: Exchange) -> None:
     if body.pin is not None or body.importance is not None:
         request = Request(np.array(ids[0]), params, terms=served.terms(asked.terms, x.tenant, x.part))
         found = await served.ask(partial(_keep, served.texts.engine, request, body.pin, body.importance))
-        writer.pinned = None if body.pin is None else found
+        writer.pinned = None if body.pin is None else found * body.pin
     await answer_text(served, x, writer, ids)
 
 

@@ -35,7 +35,7 @@ ANSWERS = {  # class: status, type, code, and whether trying again may help
     "NonFiniteOutput": (500, "server_error", "model_fault", False),
     "InvalidTensorOperation": (500, "server_error", "model_fault", False),
     "HibachiError": (500, "server_error", "model_fault", False),
-    "KVStoreError": (500, "server_error", "model_fault", False),
+    "KVStoreError": (503, "server_error", "store_failed", True),
     "BackendError": (500, "server_error", "model_fault", False),
     "BackendNotFound": (500, "server_error", "model_fault", False),
     "BackendNotInstalled": (500, "server_error", "model_fault", False),

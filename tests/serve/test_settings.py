@@ -449,7 +449,10 @@ def test_every_setting_says_what_it_is_in_a_line():
 def test_settings_of_tiers_that_say_nothing_or_too_little():
     assert tiers_of(settle({}, {})) is None
     for given, said in (
-        ({"kv_disk_bytes": "2M"}, "--kv-disk-bytes 2097152: nothing is kept. Add --kv-disk DIR"),
+        (
+            {"kv_eviction": "importance"},
+            "--kv-eviction importance: nothing is kept. Add --kv-host-bytes N, --kv-disk DIR",
+        ),
         ({"kv_disk": "kv"}, "expected both or neither; got disk='kv', disk_bytes=None"),
         ({"kv_host_bytes": "1M", "enable_prefix_caching": "no"}, "--no-enable-prefix-caching shares none"),
     ):

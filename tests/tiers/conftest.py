@@ -12,18 +12,10 @@ import redis
 from tests.lib.waits import until
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A Redis in this process, which every `redis.Redis.from_url` means. `connected = False`: it is away."""
+@pytest.fixture(params=["redis", "memory", "file"])
+def address(request, tmp_path, monkeypatch):
     found = fakeredis.FakeServer()
     monkeypatch.setattr(redis.Redis, "from_url", lambda url, **options: fakeredis.FakeRedis(server=found))
-    return found
-
-
-@pytest.fixture(params=["redis", "memory", "file"])
-def address(request, tmp_path):
-    if request.param == "redis":
-        request.getfixturevalue("server")
     return {"redis": "redis://host/0", "memory": f"memory:/{tmp_path}", "file": f"file://{tmp_path}/new"}[request.param]
 
 

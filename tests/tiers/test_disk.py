@@ -327,6 +327,7 @@ def test_a_full_tier_loses_the_oldest_also_after_a_restart(kv, opened, records, 
             assert held_bytes(kv) <= most
         left = there(store)
         assert left == [*range(first + 50 - len(left), first + 50)]
+        assert store.latest(250) == [*map(named, left[:-3:-1])]
         assert len(left) == records or len(left) > 40  # of which three share a segment
         store.close()
     assert there(opened(most, OTHER)) == []
@@ -375,6 +376,17 @@ def test_what_was_read_has_a_second_chance(opened):
     store.get([*map(named, range(258, 268))])
     fill(store, range(411, 420))
     assert there(store)[:6] == [258, 259, 260, 261, 262, 268]  # half of a segment at most
+
+
+def test_a_second_chance_is_given_in_what_room_a_segment_has(opened):
+    for i in range(40):
+        fill(each := opened(), [2 * i, 2 * i + 1])
+        each.close()
+    store = opened(16 * 800)
+    before = there(store)
+    store.get([*map(named, before)])
+    store.put([(named(100), bytes(400))])  # two segments go for one of 800 bytes, which also holds one record
+    assert len(before) - len(there(store)) == 4 - 1 - 1
 
 
 def test_what_cannot_fit_is_refused_without_harm(opened):
@@ -459,7 +471,7 @@ def test_a_folder_that_a_stopped_process_holds_is_not_waited_for_long(kv, opened
         (999, {"entry_bytes": 1000}, "of 999 bytes was asked for, and one entry takes 1128"),
         (1 << 60, {}, rf"of {1 << 60} bytes was asked for, and the disk of .*/kv has \d+ for it. Give it fewer"),
         (MOST, {"root": b"short"}, "has 16 bytes, got 5"),
-        (MOST, {"folder": "/proc/kv"}, "/proc/kv .* must be one that this user may write to"),
+        (MOST, {"folder": "\0"}, "must be one that this user may write to: embedded null byte"),
         (MOST, {"folder": "/proc"}, "/proc .* must be one that this user may write to: .* or name another folder"),
         (MOST, {"folder": "/dev/null"}, "must be one that this user may write to: .*File exists"),
     ],

@@ -6,7 +6,6 @@ import random
 import pytest
 
 from hibachi.engine.tiers.keeping import EVICTIONS, Keeper
-from hibachi.errors import ConfigError
 
 
 def stored(keeper, importances):
@@ -16,39 +15,14 @@ def stored(keeper, importances):
 def test_the_least_important_outside_the_window_makes_way():
     keeper = Keeper(3, "importance", window=1)
     assert stored(keeper, [5, 1, 9, 2]) == [[], [], [], [b"2"]]
-    assert list(keeper) == [b"1", b"3", b"4"] and (keeper.evictions, keeper.rejections) == (1, 0)
+    assert list(keeper) == [b"1", b"3", b"4"]
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_a_window_as_large_as_what_is_kept_refuses_what_is_new(policy):
     keeper = Keeper(2, policy, window=8)
     assert stored(keeper, [5, 1, 9, 2]) == [[], [], None, None]
-    assert list(keeper) == [b"1", b"2"] and (keeper.evictions, keeper.rejections, keeper.used) == (0, 2, 2)
-
-
-def test_what_is_pinned_survives_until_it_was_unpinned_as_often():
-    keeper = Keeper(2)
-    stored(keeper, [0, 0])
-    assert keeper.pin(b"1") and keeper.pin(b"1") and not keeper.pin(b"3")
-    assert keeper.admit(b"3", 1) == [b"2"]
-    keeper.unpin(b"1")
-    assert keeper.admit(b"4", 2) is None
-    assert keeper.admit(b"4", 1) == [b"3"]
-    keeper.unpin(b"1")
-    assert keeper.admit(b"5", 1) == [b"1"]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((0,), "expected 1 byte or more; got 0"),
-        ((1, "fifo"), "lru, frequency, importance; got 'fifo'"),
-        ((1, "lru", -1), "0 or more; got -1"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        Keeper(*arguments)
+    assert list(keeper) == [b"1", b"2"] and keeper.used == 2
 
 
 class Oracle:
@@ -109,7 +83,6 @@ IMPORTANCES = [0.0, 1.0, 2.5, -math.inf, math.inf, math.nan]
 def test_any_calls_keep_what_a_sorted_list_keeps(policy, window):
     rng = random.Random(f"{policy} {window}")
     keeper, oracle = Keeper(24, policy, window), Oracle(24, policy, window)
-    came = []
     for i in range(3000):
         for _ in range(200 if i % 100 == 0 else 0):  # what comes and goes leaves nothing behind
             assert keeper.admit(b"brief", 0, 3.0) == []
@@ -119,11 +92,9 @@ def test_any_calls_keep_what_a_sorted_list_keeps(policy, window):
         more = (rng.choice(IMPORTANCES[:3]),) if call == "weigh" else more
         found = getattr(keeper, call)([name] if call == "weigh" else name, *more)
         assert found == getattr(oracle, call)(name, *more), (call, name, *more)
-        came += [found] if call == "admit" else []
-        assert list(keeper) == [entry[0] for entry in oracle.entries] and len(keeper) == len(oracle.entries)
+        assert list(keeper) == [entry[0] for entry in oracle.entries]
         assert (name in keeper) == bool(oracle.named(name))
         assert keeper.used == sum(entry[1] for entry in oracle.entries)
         assert len(vars(keeper)["_heap"]) <= 2 * 60 + 65  # nothing is taken from its middle
-    assert (keeper.evictions, keeper.rejections) == (sum(len(gone or []) for gone in came), came.count(None))
     keeper.clear()
-    assert (len(keeper), keeper.used) == (0, 0) and keeper.admit(b"", 24) == []
+    assert (list(keeper), keeper.used) == ([], 0) and keeper.admit(b"", 24) == []

@@ -125,10 +125,10 @@ class Recorder:
         event, *rest = entry
         words: dict[str, Any] = {"event": event}
         match event, rest:
-            case "add", (seq, now, held, members):
-                words |= {"now": now} | self._seq(seq, held)
+            case "add", (seq, now, keys, held, members):
+                words |= {"now": now} | self._seq(seq, keys, held)
                 if members:
-                    words["linked"] = [self._seq(each, waits) for each, waits in members]
+                    words["linked"] = [self._seq(*each) for each in members]
                     words |= {"alike": seq.link.alike, "parts": seq.link.parts, "early": seq.link.early}
             case "plan", (plan, now):
                 words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
@@ -160,10 +160,8 @@ class Recorder:
                 words |= {"seq": seq.number}
         return words
 
-    def _seq(self, seq: Seq, held: bool) -> dict[str, Any]:
-        keys = None
-        if seq.keys is not None:
-            keys = self._names(islice(seq.keys, seq.prompt_len // self._block), seq.salt)
+    def _seq(self, seq: Seq, its: list[Hashable] | None, held: bool) -> dict[str, Any]:
+        keys = None if its is None else self._names(islice(its, seq.prompt_len // self._block), seq.salt)
         words: dict[str, Any] = {"seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
         words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
         words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
@@ -221,8 +219,8 @@ class RecordedScheduler(Scheduler):
     @override
     def add(self, seq: Seq, now: float = 0.0) -> None:
         super().add(seq, now)
-        members = [] if seq.link is None else [(each, each.held) for each in seq.link.seqs]
-        self._note("add", seq, now, seq.held, members)
+        members = [] if seq.link is None else [(each, each.keys, each.held) for each in seq.link.seqs]
+        self._note("add", seq, now, seq.keys, seq.held, members)
 
     @override
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:

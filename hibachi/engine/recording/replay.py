@@ -63,9 +63,9 @@ class _Recorded(Tiers):
         return [b""] * n
 
     @override
-    def found(self, seq: Seq, start: int, most: int) -> list[tuple[bytes, Any]]:
+    def found(self, seq: Seq, start: int, most: int) -> list[Any]:
         blocks, loaded, _ = self.loads.get(seq, (0, 0, False))
-        return [(b"", None)] * loaded if loaded and start == blocks - loaded else []
+        return [None] * loaded if loaded and start == blocks - loaded else []
 
     @override
     def state(self, seq: Seq, start: int, most: int) -> tuple[int, Any] | None:

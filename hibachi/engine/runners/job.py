@@ -57,7 +57,7 @@ class Job:
         prediction = None if self.prediction is None else type(self.prediction)(self.request.prediction)
         return replace(
             self,
-            seq=replace(seq, keys=keys, blocks=[]),
+            seq=replace(seq, keys=keys, names=[], blocks=[]),
             channel=channel,
             seed=fork(self.seed, i),
             known=known,

@@ -398,13 +398,17 @@ class Scheduler:
         return sent
 
     def drop_prefixes(self) -> None:
-        """Sequences that start later find nothing of what was computed so far; running ones go on."""
+        """Sequences that start later find nothing of what was computed so far; running ones go on, and share nothing
+        any more: all that they compute depends on it.
+        """
+        for seq in [seq for seq in self.order if seq.row >= 0]:
+            seq.keys = None
+            self._let_go(seq)
         if self.pool:
             self.pool.drop()
+            self.pool.named.clear()
         if self.checkpoints:
             self.checkpoints.reset()
-        if self.pool:
-            self.pool.named.clear()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -663,7 +667,9 @@ class Scheduler:
         none. Returns how many blocks are published; NEVER if no more will be.
         """
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
-        assert pool and keys is not None
+        assert pool
+        if keys is None:  # since the prefixes were dropped
+            return NEVER
         new: list[tuple[int, Hashable]] = []
         log.append((seq, before, seq.node, keys, new))
         if sound >= 0:  # that step has succeeded, and with it all before
@@ -847,14 +853,15 @@ class Scheduler:
         # At least the last token must be computed; and one before, where others go on from it.
         most = (seq.length - 1 - _forks_early(seq)) // limits.block_size
         slot = state = None
+        brought: list[Any] = []
         tiers = self.tiers if seq.keys is not None and not seq.begun and finds else None
         if seq.keys is None or seq.begun or not finds:
             most = 0
         elif self.checkpoints:
             ahead, last = self._to_come(seq, most, at_work), most
             most, slot = self.checkpoints.find(seq.salt, seq.keys, most) or (0, None)
-            if tiers and (kept := tiers.state(seq, most, last)) and self._reaches(seq, kept[0]):
-                most, slot, state = kept[0], None, kept[1]
+            if tiers and (kept := tiers.state(seq, most, last)) and (way := self._way(seq, kept[0])) is not None:
+                most, slot, state, brought = kept[0], None, kept[1], way
             if ahead > most:
                 return None  # another makes a better checkpoint
         if not pool:
@@ -884,7 +891,8 @@ class Scheduler:
                 if sound is None:
                     return None  # another has computed the same, or does so in this step
                 found, node = pool.match(seq.salt, seq.keys, sound)
-        brought = tiers.found(seq, len(found), most) if tiers and len(found) < most else []
+        if state is None and tiers and len(found) < most:
+            brought = tiers.found(seq, len(found), most)
         idle = found if self.copies is None else self.copies.idle(found)  # or held by others, where blocks are shared
         need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(idle)
         spare = 0  # blocks to be left for running sequences, so that they do not preempt it at once
@@ -909,21 +917,20 @@ class Scheduler:
             sources += [CopySource(node, -1) for node in nodes]
         return KnownStart(len(found) + len(brought), slot, state, len(brought))
 
-    def _reaches(self, seq: Seq, n: int) -> bool:
-        """Whether the first n blocks of a sequence are here, or in a tier."""
+    def _way(self, seq: Seq, n: int) -> list[Any] | None:
+        """What a tier has of the first n blocks of a sequence, where they are not here; None: not all of that."""
         if not self.pool or not self.tiers or seq.keys is None:
-            return True
+            return []
         found = len(self.pool.match(seq.salt, seq.keys, n)[0])
-        return found + len(self.tiers.found(seq, found, n)) == n
+        brought = self.tiers.found(seq, found, n)
+        return brought if found + len(brought) == n else None
 
-    def _bring(
-        self, seq: Seq, start: int, brought: list[tuple[bytes, Any]], published: list[Published]
-    ) -> list[Hashable]:
+    def _bring(self, seq: Seq, start: int, brought: list[Any], published: list[Published]) -> list[Hashable]:
         """Publish what is loaded into the blocks of a sequence from `start` on; returns the nodes."""
         assert self.pool and self.tiers and seq.keys is not None
         new: list[tuple[int, Hashable]] = []
         published.append((seq, start, seq.node, seq.keys, new))
-        for n, (_, data) in enumerate(brought, start):
+        for n, data in enumerate(brought, start):
             block = seq.blocks[n]
             seq.node = self.pool.publish(block, seq.node, seq.keys[n])
             new.append((block, seq.node))
@@ -1153,15 +1160,19 @@ class Scheduler:
             self.pool.release(seq.blocks, sound=full if emitted else 0)
             if self.copies:
                 self.copies.leave(seq, row, seq.blocks)
-        if self.checkpoints:
-            for _, slot in self._slots.pop(seq, ()):
-                self.checkpoints.release(slot)
+        self._let_go(seq)
         self.free_rows.append(row)
         self.table.leave(row)
         self.paused_rows -= seq.paused
         self.waits -= seq.link is not None and seq.link.waits
         seq.blocks, seq.row, seq.published, seq.node, seq.vacant = [], -1, 0, None, False
         self.stale = True
+
+    def _let_go(self, seq: Seq) -> None:
+        """The checkpoints that it has written are not wanted."""
+        if self.checkpoints:
+            for _, slot in self._slots.pop(seq, ()):
+                self.checkpoints.release(slot)
 
     # ---- invariants --------------------------------------------------------------------------------------------
 

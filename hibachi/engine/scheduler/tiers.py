@@ -30,36 +30,27 @@ class Tiers:
         self.stored_states: list[tuple[int, bytes]] = []  # (checkpoint, name)
 
     def names(self, seq: Seq, n: int) -> list[bytes]:
-        """Of the first n blocks of a sequence. One that was running at a `renew` keeps its old names, under which
-        nobody looks: its blocks depend on what was computed before.
-        """
-        if not seq.names:
-            seq.root = self.root
+        """Of the first n blocks of a sequence, or of as many as have keys."""
+        if seq.root != self.root:
+            seq.names, seq.root = [], self.root
         return extended(seq.names, self.root, seq.salt, seq.keys or (), n)
 
-    def found(self, seq: Seq, start: int, most: int) -> list[tuple[bytes, Any]]:
-        """(name, contents) of the blocks of a sequence from `start` on, as far as they are here without a gap."""
-        self._anew(seq)
+    def found(self, seq: Seq, start: int, most: int) -> list[Any]:
+        """The contents of the blocks of a sequence from `start` on, as far as they are here without a gap."""
         found = []
         for name in self.names(seq, most)[start:most]:
             if (data := self._find(name)) is None:
                 break
-            found.append((name, data))
+            found.append(data)
         return found
 
     def state(self, seq: Seq, start: int, most: int) -> tuple[int, Any] | None:
         """(blocks, state) after the most blocks, more than `start`, for which a state is kept."""
-        self._anew(seq)
         names = self.names(seq, most)
         for n in range(min(most, len(names)), start, -1):
             if (data := self._find(state_name(names[n - 1]))) is not None:
                 return n, data
         return None
-
-    def _anew(self, seq: Seq) -> None:
-        """A sequence that starts has names of now."""
-        if seq.root != self.root:
-            seq.names, seq.root = [], self.root
 
     def renew(self, root: bytes) -> None:
         """Go on under other names; what was to be moved is not."""

@@ -56,8 +56,18 @@ class KVTiers:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a number of bytes, 1 or more; got {value!r}.")
+        for name in ("disk", "key_file"):
+            if (path := getattr(self, name)) is not None and (not isinstance(path, (str, Path)) or path == ""):
+                raise ConfigError(f"{name} must be a path; got {path!r}.")
+        if self.cache_id is not None and (not isinstance(self.cache_id, str) or not self.cache_id):
+            raise ConfigError(f"cache_id must be a text that names the model's weights; got {self.cache_id!r}.")
+        if self.on_event is not None and not callable(self.on_event):
+            raise ConfigError(f"on_event must be a function of three texts; got {self.on_event!r}.")
+        Keeper(STAGED, self.eviction, self.recency_window)  # which checks them
         if self.host_bytes is None and self.disk is None and self.store is None:
             raise ConfigError("Tiers need a place: expected host_bytes, disk or store; got none.")
+        if self.key_file is not None and self.store is None:
+            raise ConfigError(f"key_file={str(self.key_file)!r} is of a store: add store, or leave it out.")
 
     def open(self, root: bytes, entry_bytes: int) -> HostTier:
         """The tiers, for entries of at most so many bytes. root: of the names of the first generation."""

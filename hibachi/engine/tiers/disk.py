@@ -223,7 +223,7 @@ class DiskStore:
             has = disk.f_bavail * disk.f_frsize + sum(file.size for file in listing(self.folder))
         except KVStoreError as e:
             raise ConfigError(str(e)) from e
-        except OSError as e:
+        except (OSError, ValueError) as e:  # the latter: it can be no name of a folder
             raise ConfigError(
                 f"The folder {self.folder} of the cache on disk must be one that this user may write to: {e}. Mend "
                 "that (where it is missing, it is made with mode 0700), or name another folder."
@@ -391,7 +391,7 @@ class DiskStore:
             if room < least:
                 raise KVStoreError(
                     f"The cache on disk has no room for {least} bytes: of its {self.most}, other processes hold "
-                    f"{self.most - room}."
+                    f"{self.most - room}. Give it more; all that share a folder should say the same."
                 )
             size = min(size, room)
             free = [file for file in files if not takes[file][1]]

@@ -1,8 +1,8 @@
-"""Host memory as a tier, and the two threads between it and the stores.
+"""Host memory as a tier, and the threads between it and the stores.
 
-The engine's thread only hands over: what it stores is read from the device, kept and written to the stores by one
-thread; what a waiting request may find in the stores is brought to host memory by another. Host memory is bounded, and
-so is what waits to be written: a slow store costs entries, and no step waits for it. Whatever fails is a miss.
+The engine's thread only hands over: one thread reads from the device what is to be kept, one for each store writes it
+there, and one brings what a waiting request may find in the stores. Host memory is bounded, and so is what waits to be
+written: a slow store costs entries of its own, and no step waits for it. Whatever fails is a miss.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ FADE = 0.8  # weight of an older measurement
 TOLD_EVERY = 60.0  # seconds between lines about one store that fails
 EVENTS = 1 << 14  # the last ones are kept for who asks
 GIVEN = 1 << 16  # names whose importance somebody has said
+CLOSE_WITHIN = 5.0  # seconds that `close` waits for stores: an engine has twice as many
 AHEAD = 1 << 28  # bytes that may wait to be written, at least; else as many as host memory has
 
 Event = Callable[[str, str, bytes], None]  # "stored" or "removed", the tier, the name
@@ -53,7 +54,6 @@ class TierCounts:
     stored: int = 0  # entries put into host memory
     dropped: int = 0  # that were to be stored, while too many waited
     brought: int = 0  # from stores into host memory
-    failed: int = 0  # calls of stores that raised
     slower: int = 0  # requests for which computing was expected to be faster than loading
 
 
@@ -72,17 +72,56 @@ class Wish:
     done: Callable[[Exception | None], None]
 
 
+class _WorkQueue:
+    """A thread, which begins with the first work, and what waits for it. ahead: bytes of that."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock, self.ahead = name, threading.Lock(), 0
+        self._works: SimpleQueue[tuple[Callable[[], object], int] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def put(self, work: Callable[[], object], size: int = 0) -> None:
+        with self._lock:
+            self.ahead += size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._works.put((work, size))
+
+    def _run(self) -> None:
+        while (next_ := self._works.get()) is not None and not self._over:
+            work, size = next_
+            try:
+                work()
+            except Exception:
+                log.exception("what tiers keep could not be moved")
+            del work, next_
+            with self._lock:
+                self.ahead -= size
+
+    def end(self, until: float) -> bool:
+        """Do what waits, but nothing more after `until`; returns whether the thread is gone."""
+        self._works.put(None)
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+            self._over = self._thread.is_alive()
+        return not self._over
+
+
 @dataclass(slots=True)
 class _StoreBehind:
-    """A store, and what is known of it. pace: seconds that an entry takes; None means nobody knows."""
+    """A store, and what is known of it. pace: seconds that an entry takes; None means nobody knows. generation: that it
+    was known to have.
+    """
 
     store: KVStore
     name: str
     pace: float | None = None
-    ready: bool = False  # it is known to have the generation of this process
-    generation: int = -1
-    error: Exception | None = None  # the last one
+    generation: int | None = None
+    error: Exception | None = None  # of its last call
     told: float = field(default=-TOLD_EVERY)
+    out: _WorkQueue = field(default_factory=partial(_WorkQueue, "hibachi-tiers-store"))
 
 
 class HostTier:
@@ -105,11 +144,9 @@ class HostTier:
         self._given: dict[bytes, float] = {}  # the importance of each that was named, here or not
         self._events: deque[tuple[int, str, str, bytes]] = deque(maxlen=EVENTS)
         self._told = 0
-        self._out: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._in: SimpleQueue[Wish | None] = SimpleQueue()
-        self._ahead, self._most = 0, max(AHEAD, keeper.capacity)
-        self._root, self._generation = b"", 0
-        self._threads: list[threading.Thread] = []
+        self._out, self._in = _WorkQueue("hibachi-tiers-out"), _WorkQueue("hibachi-tiers-in")
+        self._most = max(AHEAD, keeper.capacity)
+        self._counter, self._generation = b"", 0  # the name of what says the generation, and this process's own
 
     @property
     def used(self) -> int:
@@ -136,21 +173,16 @@ class HostTier:
 
     def keep(self, entries: Outgoing, size: int, *, now: bool) -> None:
         """Keep what was read from the device. size: bytes of all. now: the device need not be waited for."""
-        pairs = self._held(entries) if now else []
-        if now and not (pairs and self._sources):
-            return
-        if self._ahead > (self._most if now else self._most // 4):  # what is not read yet lies on the device
+        if now:
+            self._store(entries, size, self._generation)
+        elif self._out.ahead > self._most // 4:  # what is not read yet lies on the device
             self.counts.dropped += len(entries.names)
-            return
-        with self._lock:
-            self._ahead += size
-        self._start()
-        self._out.put(partial(self._store, None if now else entries, pairs, size, self._generation))
+        else:
+            self._out.put(partial(self._store, entries, size, self._generation), size)
 
     def bring(self, wish: Wish) -> None:
         """Bring what a request wishes into host memory, in the background."""
-        self._start()
-        self._in.put(wish)
+        self._in.put(lambda: wish.done(self._bring(wish)))
 
     def warm(self) -> None:
         """Bring what stores say was written last into host memory, in the background: a process that starts has it
@@ -158,10 +190,9 @@ class HostTier:
         """
         for source in self._sources:
             if callable(latest := getattr(source.store, "latest", None)):
-                self._start()
-                self._out.put(partial(self._fill, source, latest(self._keeper.capacity)))
+                source.out.put(partial(self._fill, source, iter(latest(self._keeper.capacity))))
 
-    def weigh(self, names: Sequence[bytes], importance: float) -> None:
+    def weigh(self, names: Iterable[bytes], importance: float) -> None:
         """Entries of these names have this importance, now or when they come; of names that are not here the last ones
         are remembered. Raises InvalidRequest. Callable from any thread.
         """
@@ -175,111 +206,112 @@ class HostTier:
                 del self._given[name]
             self._keeper.weigh(names, importance)
 
-    def pin(self, names: Sequence[bytes], size: int, *, on: bool) -> int:
+    def pin(self, names: Mapping[bytes, int], *, on: bool) -> None:
         """Keep entries of these names, now or when they come, until on=False says that they may make way again.
 
-        size: bytes of an entry, at most. Returns how many names changed. Raises InvalidRequest for more than half of
-        the host memory. Callable from any thread.
+        names: with the bytes of each. Raises InvalidRequest for more than half of the host memory. Callable from any
+        thread.
         """
         with self._lock:
-            changed = [name for name in dict.fromkeys(names) if (name in self._pinned) != on]
+            changed = {name: size for name, size in names.items() if (name in self._pinned) != on}
             most = self._keeper.capacity // 2
-            if on and (wanted := sum(self._pinned.values()) + size * len(changed)) > most:
+            if on and (wanted := sum(self._pinned.values()) + sum(changed.values())) > most:
                 raise InvalidRequest(
                     f"At most half of the host memory can be pinned: expected up to {most} bytes; with this prompt it "
                     f"would be {wanted}. Unpin another, or allow more host_bytes."
                 )
-            for name in changed:
+            for name, size in changed.items():
                 if on:
                     self._pinned[name] = size
                 else:
                     del self._pinned[name]
                 if name in self._entries:
                     (self._keeper.pin if on else self._keeper.unpin)(name)
-            return len(changed)
 
     def events(self, since: int) -> list[tuple[int, str, str, str]]:
         """The last events from number `since` on: (number, "stored" or "removed", tier, name in hexadecimal digits)."""
-        return [(n, what, tier, name.hex()) for n, what, tier, name in list(self._events) if n >= since]
+        with self._lock:
+            events = list(self._events)
+        return [(n, what, tier, name.hex()) for n, what, tier, name in events if n >= since]
 
-    def _tell(self, what: str, tier: str, name: bytes) -> None:
-        self._events.append((self._told, what, tier, name))
-        self._told += 1
-        if self._event is not None:
+    def _note(self, what: str, tier: str, names: Sequence[bytes]) -> list[tuple[str, str, bytes]]:
+        """Number events as they happen, the lock being held; returns what is to be told without it."""
+        told = [(what, tier, name) for name in names]
+        for each in told:
+            self._events.append((self._told, *each))
+            self._told += 1
+        return told
+
+    def _tell(self, told: list[tuple[str, str, bytes]]) -> None:
+        if self._event is None:
+            return
+        for each in told:
             try:
-                self._event(what, tier, name)
+                self._event(*each)
             except Exception as e:
                 log.warning("on_event failed: %s", text_of(e))
 
     def generation(self, root: bytes) -> int:
-        """How often all was forgotten, as far as the stores know. root: of the names of generation 0."""
-        self._root = root
+        """When all was forgotten last, as far as the stores know: 0 is never. root: of the names of generation 0."""
+        self._counter = chained(root, b"generation")
         for source in self._sources:
             self._generation = max(self._generation, self._asked(source) or 0)
-        for source in self._sources:  # those that did not answer are asked again before they are used
-            source.ready = source.ready and source.generation == self._generation
         return self._generation
 
     def _asked(self, source: _StoreBehind) -> int | None:
         """The generation that a store knows; None: it did not answer."""
-        got, error = self._call(source, "get", [chained(self._root, b"generation")])
+        got, error = self._call(source, "get", [self._counter])
         if error is not None or not got:
             return None
-        source.ready, source.generation = True, int.from_bytes(got[0] or b"", "little")
+        source.generation = int.from_bytes(got[0] or b"", "little")
         return source.generation
 
     def _ready(self, source: _StoreBehind) -> bool:
         """Whether a store may be used: it has forgotten what this process has, and nothing that this one still has."""
-        if source.ready:
-            return True
-        known = self._asked(source)
-        if known is not None and known < self._generation:
-            counter = [(chained(self._root, b"generation"), self._generation.to_bytes(8, "little"))]
-            if self._call(source, "drop")[1] is None and self._call(source, "put", counter)[1] is None:
-                source.generation = self._generation
-        source.ready = source.generation == self._generation
-        return source.ready
+        generation = self._generation
+        if source.generation != generation and (known := self._asked(source)) is not None:
+            if known > generation:
+                self._warn(source, "was reset by another process since, and is used again after a restart")
+            elif known < generation and self._call(source, "drop")[1] is None:
+                self._count(source, generation)
+        return source.generation == self._generation
+
+    def _count(self, source: _StoreBehind, generation: int) -> None:
+        if self._call(source, "put", [(self._counter, generation.to_bytes(8, "little"))])[1] is None:
+            source.generation = generation
 
     def forget(self, generation: int) -> None:
-        """Nothing that was kept until now is found again; the stores drop what they have, and remember how often."""
+        """Nothing that was kept until now is found again; the stores drop what they have, and remember when."""
         with self._lock:
             self._generation = generation
             self._entries.clear()
             self._keeper.clear()
             self._pinned.clear()
             self._given.clear()
-        self._tell("removed", "all", b"")
+            told = self._note("removed", "all", [b""])
+        self._tell(told)
         for source in self._sources:
-            source.ready = False
-        if self._sources:
-            self._start()
-            self._out.put(self._renew)
+            source.out.put(partial(self._ready, source))
 
-    def _renew(self) -> None:
+    def clear(self) -> None:
+        """Host memory has nothing; stores keep what they have."""
+        with self._lock:
+            told = self._note("removed", "host", list(self._entries))
+            self._entries.clear()
+            self._keeper.clear()
+        self._tell(told)
+
+    def close(self, timeout: float = CLOSE_WITHIN) -> None:
+        """Write what still waits, for at most so many seconds, and close the stores."""
+        end = time.monotonic() + timeout
+        idle = self._in.end(end) & self._out.end(end)
         for source in self._sources:
-            self._ready(source)
-
-    def close(self, timeout: float | None = None) -> None:
-        """Write what still waits, and close the stores."""
-        self._in.put(None)
-        self._out.put(None)
-        for thread in self._threads:
-            thread.join(timeout)
-        self._each("close")
-
-    def _start(self) -> None:
-        if not self._threads:
-            work = [("hibachi-tiers-out", self._write)] + [("hibachi-tiers-in", self._read)] * bool(self._sources)
-            self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in work]
-            for thread in self._threads:
-                thread.start()
+            if not source.out.end(end):
+                log.warning("%d bytes were not written to %s within %g s", source.out.ahead, source.name, timeout)
+            elif idle:  # else somebody is in a store
+                self._call(source, "close")
 
     # ---- of the threads ----------------------------------------------------------------------------------------
-
-    def _write(self) -> None:
-        while (work := self._out.get()) is not None:
-            work()
-            del work
 
     def _held(self, entries: Outgoing) -> list[tuple[bytes, bytes]]:
         """Put into host memory what was read from the device; returns it."""
@@ -293,26 +325,33 @@ class HostTier:
             self._put(name, data, importance)
         return [(name, data) for name, data, _ in found]
 
-    def _store(self, entries: Outgoing | None, pairs: list[tuple[bytes, bytes]], size: int, generation: int) -> None:
-        if generation == self._generation:
-            pairs = pairs if entries is None else self._held(entries)
-            for source in self._sources if pairs else ():
-                if self._ready(source) and self._call(source, "put", pairs)[1] is None:
-                    for name, _ in pairs:
-                        self._tell("stored", source.name, name)
-        with self._lock:
-            self._ahead -= size
+    def _store(self, entries: Outgoing, size: int, generation: int) -> None:
+        pairs = self._held(entries) if generation == self._generation else []
+        for source in self._sources if pairs else ():
+            if source.out.ahead > self._most:
+                self.counts.dropped += len(pairs)
+            else:
+                source.out.put(partial(self._write, source, pairs, generation), size)
 
-    def _fill(self, source: _StoreBehind, names: list[bytes]) -> None:
+    def _write(self, source: _StoreBehind, pairs: list[tuple[bytes, bytes]], generation: int) -> None:
+        if generation == self._generation and self._ready(source) and self._call(source, "put", pairs)[1] is None:
+            with self._lock:
+                told = self._note("stored", source.name, [name for name, _ in pairs])
+            self._tell(told)
+            if generation and self._call(source, "get", [self._counter])[0] == [None]:  # it made way
+                self._count(source, generation)
+
+    def _fill(self, source: _StoreBehind, names: Iterator[bytes]) -> None:
         """Some entries at a time, between what is to be written, as long as there is room."""
-        some = [name for name in names[:AT_ONCE] if not self.has(name)]
-        got = self._call(source, "get", some)[0] if some and self._ready(source) else None
-        for name, data in zip(some, got or (), strict=False):
+        some = list(islice(names, AT_ONCE))
+        missing = [name for name in some if not self.has(name)]
+        got = self._call(source, "get", missing)[0] if missing and self._ready(source) else None
+        for name, data in zip(missing, got or (), strict=False):
             if data is not None and self._keeper.used + len(data) <= self._keeper.capacity:
                 self._put(name, data, self._importance)
                 self.counts.brought += 1
-        if names[AT_ONCE:] and self._keeper.used < self._keeper.capacity:
-            self._out.put(partial(self._fill, source, names[AT_ONCE:]))
+        if some and self._keeper.used < self._keeper.capacity:
+            source.out.put(partial(self._fill, source, names))
 
     def _put(self, name: bytes, data: bytes, importance: float = 0.0) -> None:
         self._importance = FADE * self._importance + (1 - FADE) * importance  # of what comes back nobody knows its own
@@ -325,19 +364,8 @@ class HostTier:
                     self._keeper.pin(name)
                 self._entries[name] = data
                 self.counts.stored += 1
-        for each in gone or ():
-            self._tell("removed", "host", each)
-        if gone is not None:
-            self._tell("stored", "host", name)
-
-    def _read(self) -> None:
-        while (wish := self._in.get()) is not None:
-            failed: Exception | None = None
-            try:
-                failed = self._bring(wish)
-            finally:
-                wish.done(failed)
-            del wish
+            told = [] if gone is None else self._note("removed", "host", gone) + self._note("stored", "host", [name])
+        self._tell(told)
 
     def _bring(self, wish: Wish) -> Exception | None:
         """Returns the error of a store that failed."""
@@ -403,15 +431,15 @@ class HostTier:
     def _call(self, source: _StoreBehind, method: str, *given: Any) -> tuple[Any, Exception | None]:
         """What a method of a store returns, and the error that it raised."""
         try:
-            return getattr(source.store, method)(*given), None
+            found = getattr(source.store, method)(*given)
+            source.error = None
+            return found, None
         except Exception as e:
-            self.counts.failed += 1
             source.error = e
-            if (now := self._clock()) - source.told >= TOLD_EVERY:
-                source.told = now
-                log.warning("the store %s failed in %s: %s; what it has is computed", source.name, method, text_of(e))
+            self._warn(source, f"failed in {method}: {text_of(e)}; what it has is computed")
             return None, e
 
-    def _each(self, method: str, *given: Any) -> None:
-        for source in self._sources:
-            self._call(source, method, *given)
+    def _warn(self, source: _StoreBehind, what: str) -> None:
+        if (now := self._clock()) - source.told >= TOLD_EVERY:
+            source.told = now
+            log.warning("the store %s %s", source.name, what)

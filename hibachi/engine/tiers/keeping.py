@@ -20,33 +20,25 @@ class Keeper:
     To be stored counts as the first use.
 
     window: the entries that were used most recently, this many of those kept, never make way. So where it is as large
-    as what is kept, nothing makes way, and a new entry that finds no room is refused and counted (`rejections`). The
-    default, 0, refuses under no policy, except what is pinned or larger than the place.
+    as what is kept, nothing makes way, and a new entry that finds no room is refused. The default, 0, refuses only
+    where the rest is pinned, and what is larger than the place.
 
-    used: bytes that are kept. evictions, rejections: entries that made way, and that were refused. Each method takes
-    O(log n) on average over calls. From one thread at a time. Raises ConfigError.
+    used: bytes that are kept. Each method takes O(log n) on average over calls. From one thread at a time. Raises
+    ConfigError.
     """
 
     capacity: int
     used: int
-    evictions: int
-    rejections: int
 
     def __init__(self, capacity: int, policy: str = "lru", window: int = 0) -> None:
-        if capacity < 1:
-            raise ConfigError(f"A cache needs room for something: expected 1 byte or more; got {capacity}.")
         if policy not in EVICTIONS:
             raise ConfigError(f"The eviction is one of {', '.join(EVICTIONS)}; got {policy!r}.")
-        if window < 0:
-            raise ConfigError(f"The window is a number of entries, 0 or more; got {window}.")
+        if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+            raise ConfigError(f"The recency window is a number of entries, 0 or more; got {window!r}.")
         self.capacity, self._policy, self._window = capacity, policy, window
         self.weighs = policy == "importance"  # else the importance of an entry counts for nothing
-        self.evictions = self.rejections = 0
         self._clock = count()
         self.clear()
-
-    def __len__(self) -> int:
-        return len(self._rest) + len(self._recent)
 
     def __contains__(self, name: object) -> bool:
         return name in self._rest or name in self._recent
@@ -67,7 +59,6 @@ class Keeper:
             self.use(name)
             return []
         if self.used + size - self._free > self.capacity:
-            self.rejections += 1
             return None
         gone: list[bytes] = []
         while self.used + size > self.capacity:
@@ -80,7 +71,6 @@ class Keeper:
             else:
                 gone.append(first.name)
                 self.drop(first.name)
-        self.evictions += len(gone)
         self.used += size
         self._touch(_Kept(name, size, importance if importance == importance else -float("inf")))
         return gone

@@ -32,7 +32,7 @@ class RedisStore:
                 "The address of Redis cannot be read: expected redis://user:password@host:6379/0, with % codes for "
                 "whatever of the password is no letter and no digit."
             ) from None
-        self._prefix = f"hibachi:{_folder(root)}:"
+        self._prefix = f"hibachi:{root.hex()}:"
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         with self._redis.pipeline(transaction=False) as pipe:
@@ -69,7 +69,7 @@ class FsspecStore:
     def __init__(self, url: str, root: bytes) -> None:
         """Raises MissingExtra, ImportError without the package for these files, and what fsspec raises."""
         self._files, folder = need("fsspec.core", "A store at an URL", "fsspec").url_to_fs(url)
-        self._folder = f"{folder.rstrip('/')}/{_folder(root)}"
+        self._folder = f"{folder.rstrip('/')}/{root.hex()}"
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         if not names:
@@ -102,7 +102,3 @@ class FsspecStore:
 
     def _path(self, name: bytes) -> str:
         return f"{self._folder}/{name.hex()}"
-
-
-def _folder(root: bytes) -> str:
-    return root[:16].hex()

@@ -7,7 +7,6 @@ import hmac
 import logging
 import os
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import islice
@@ -61,8 +60,7 @@ class Sealed:
     """Seals what goes into a store, and breaks no request by what comes out of it.
 
     An entry goes out as a header (magic, version, the root's first 8 bytes, length), a MAC over root, header, name and
-    data (BLAKE2b, 16 bytes), and data. What comes back with anything else is a miss, counted by its kind in `refused`:
-    "type", "short", "long", "version", "root", "mac".
+    data (BLAKE2b, 16 bytes), and data. What comes back with anything else is a miss, and told of once.
 
     A call that fails, takes longer than `timeout` seconds, or gives another number of items than asked raises
     KVStoreError; what an overdue call brings later is dropped. After 3 failures in a row the store is left alone for a
@@ -72,13 +70,11 @@ class Sealed:
     key: as of `key_of`. root: what all names begin from. Callable from any thread.
     """
 
-    refused: Counter[str]
-
     def __init__(self, store: KVStore, key: bytes, root: bytes, timeout: float = 5.0) -> None:
-        self.refused = Counter()
         self._store, self._key, self._root, self._timeout = store, key, root, timeout
         self._lock = Lock()
         self._overdue: list[Future[Any]] = []
+        self._told = False  # of what is not believed
         self._failures = 0  # in a row
         self._pause = self._until = 0.0  # seconds; by time.monotonic
 
@@ -102,31 +98,23 @@ class Sealed:
         self._call("close", self._store.close)
 
     def _closed(self, name: bytes, data: bytes) -> bytes:
-        header = HEADER.pack(_MAGIC, _VERSION, self._root[:8], len(data))
+        header = self._header(data)
         return b"".join((header, self._mac(header, name, data), data))
 
     def _opened(self, name: bytes, came: object) -> bytes | None:
-        wrong: str | None = "type"
-        if isinstance(came, bytes) and (wrong := self._wrong(name, came)) is None:
-            return came[_START:]
-        with self._lock:
-            self.refused[str(wrong)] += 1
+        if isinstance(came, bytes):
+            header, mac, data = came[: HEADER.size], came[HEADER.size : _START], came[_START:]
+            if header == self._header(data) and hmac.compare_digest(mac, self._mac(header, name, data)):
+                return data
+        if not self._told:
+            self._told = True
+            log.warning("the store of cache blocks has what is damaged, or was written with another key: it is ignored")
         return None
 
-    def _wrong(self, name: bytes, came: bytes) -> str | None:
-        if len(came) < _START:
-            return "short"
-        magic, version, root, size = HEADER.unpack_from(came)
-        if (magic, version) != (_MAGIC, _VERSION):
-            return "version"
-        if root != self._root[:8].ljust(8, b"\0"):
-            return "root"
-        if len(came) != _START + size:
-            return "short" if len(came) < _START + size else "long"
-        header, mac, data = came[: HEADER.size], came[HEADER.size : _START], memoryview(came)[_START:]
-        return None if hmac.compare_digest(mac, self._mac(header, name, data)) else "mac"
+    def _header(self, data: bytes) -> bytes:
+        return HEADER.pack(_MAGIC, _VERSION, self._root[:8], len(data))
 
-    def _mac(self, header: bytes, name: bytes, data: bytes | memoryview) -> bytes:
+    def _mac(self, header: bytes, name: bytes, data: bytes) -> bytes:
         mac = hashlib.blake2b(self._root + header + name, digest_size=MAC, key=self._key)
         mac.update(data)
         return mac.digest()
@@ -156,7 +144,7 @@ class Sealed:
             error = e if str(e) else TimeoutError(f"no answer within {self._timeout:g} s")
         with self._lock:
             if error is None:
-                if self._pause:
+                if self._pause and what != "close":  # which may need nobody to answer
                     log.warning("the store of cache blocks answers again")
                 self._failures, self._pause = 0, 0.0
                 return done.result()

@@ -37,9 +37,6 @@ class KVStore(Protocol):
         """Keep these, each a name and its data. One that is there already may be left as it is."""
         ...
 
-    # One that can say what was written last may have `latest(most: int) -> list[bytes]`, the last one first, of so many
-    # bytes together: an engine that starts brings it into host memory.
-
     def drop(self) -> None:
         """Forget what was written under this root, by whomever."""
         ...
@@ -62,7 +59,7 @@ def open_store(given: Any, root: bytes) -> KVStore:
     if isinstance(given, str):
         name, others = given.partition(":")[0], by_name(GROUP)
         ours: dict[str, Callable[[str, bytes], Any]] = dict.fromkeys(("redis", "rediss", "unix"), RedisStore)
-        if "://" in given and name not in others:
+        if given.find("://") > 1 and name not in others:
             ours.setdefault(name, FsspecStore)
         what = f"The store {_without_secrets(given)!r}"
         unknown = f"{what}: expected an URL, such as redis://host or s3://bucket/folder, or NAME:... of {{known}}."

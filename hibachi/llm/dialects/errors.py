@@ -16,6 +16,7 @@ from hibachi.errors import (
     HibachiError,
     InternalError,
     InvalidRequest,
+    KVStoreError,
     OutOfCapacity,
     PromptTooLong,
     QueueFull,
@@ -36,6 +37,7 @@ _KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (RequestError, 400, INVALID, None),
     (EngineClosed, 503, SERVER, "shutting_down"),
     (OutOfCapacity, 503, SERVER, "out_of_memory"),
+    (KVStoreError, 503, SERVER, "store_failed"),
     (InternalError, 500, SERVER, "internal_error"),
     (EngineError, 503, SERVER, "engine_failed"),
     (UnsupportedOperation, 400, INVALID, "unsupported"),
@@ -46,6 +48,7 @@ _WORDS: tuple[tuple[type[BaseException], str], ...] = (
     # how full the queue is, and with whose requests, is not for other tenants
     (QueueFull, "The queue is full. Try again later."),
     (OutOfCapacity, "There is no memory for this request. Make it shorter, or try again later."),
+    (KVStoreError, "A store of the cache failed. Try again later."),
     (InternalError, "The engine could not handle this request, which is its own mistake. The server's log says more."),
     (EngineFailed, "The engine has failed, and the requests that it had are lost. The server's log says why."),
 )

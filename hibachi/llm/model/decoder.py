@@ -23,7 +23,7 @@ from hibachi.common.phases import phase
 from hibachi.errors import ConfigError
 from hibachi.llm.model.arch import Arch, Layer
 from hibachi.llm.model.rope import HostArray, room, tables
-from hibachi.llm.model.shards import Shard, check_shards
+from hibachi.llm.model.shards import Shard, check_rounded, check_shards
 from hibachi.llm.model.weights import Weights, matrices
 
 Params: TypeAlias = dict[str, Any]
@@ -101,6 +101,7 @@ class Decoder:
             tensors = Shard(tensors, arch, group.rank, group.size)
             arch = tensors.arch
         params = _params(arch, tensors, backend, dtype, max_model_len)
+        check_rounded(params, backend)
         with phase("preparing the model"):
             return cls(arch, params, backend, dtype=dtype, max_model_len=max_model_len)
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.backend.group import share
+from hibachi.backend.group import MOST_LEAVES, share
 from hibachi.backend.packing import Rows
+from hibachi.backend.program import ROUNDING
 from hibachi.backend.stored import HostArray, part
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.llm.model.arch import Arch, shapes
 from hibachi.llm.model.weights import Weights, matrices
 
 ALIGNED = 32  # columns of a leaf are a multiple
+GROUP = 64  # likewise, where rows are rounded in groups: as in int8.h
 WEIGHTS = 0.8  # of the free memory may be weights
 
 
@@ -36,6 +39,20 @@ def check_shards(arch: Arch, size: int, leaves: int) -> None:
             f"{arch.heads * arch.head_dim} and {arch.intermediate} columns into multiples of {ALIGNED}. With a leaf a "
             f"rank that is {', '.join(map(str, fit))}."
         )
+
+
+def check_rounded(params: dict[str, Any], backend: ArrayBackend) -> None:
+    """Raise ConfigError where a leaf would begin within a group of rounded numbers."""
+    for layer in params["layers"] if backend.leaves > 1 else ():
+        for name in ("o", "down"):
+            kind, columns = getattr(layer[name], "kind", ""), layer[name].shape[1]
+            if kind in ROUNDING and columns % (backend.local_leaves * GROUP):
+                whole = columns * backend.leaves // backend.local_leaves
+                fit = [n for n in range(1, MOST_LEAVES + 1) if whole % (n * GROUP) == 0]
+                raise ConfigError(
+                    f"tp_leaves={backend.leaves}: in {kind} leaves cut {whole} columns into multiples of {GROUP}; these "
+                    f"numbers do: {', '.join(map(str, fit))}. Take one, or no quantization."
+                )
 
 
 def fits(arch: Arch, size: int, leaves: int) -> bool:

@@ -322,7 +322,7 @@ class Child:
 
     def _ask(self, call: int, what: str, contents: bytes) -> None:
         # In a thread: it may take a while, and others must be able to leave meanwhile.
-        tell = getattr(self, f"_tell_{what}")
+        tell = self._keep if what == "keep" else getattr(self._engine, what)
         threading.Thread(target=self._answer, args=(call, tell, contents), daemon=True).start()
 
     def _answer(self, call: int, tell: Callable[..., Any], contents: bytes) -> None:
@@ -331,23 +331,8 @@ class Child:
         except BaseException as e:
             self._outbox.send("answer", call, False, _portable(e))
 
-    def _tell_dump(self) -> Any:
-        return self._engine.dump()
-
-    def _tell_read(self, data: bytes, kind: str) -> Any:
-        return self._engine.read(data, kind)
-
-    def _tell_write(self, tokens: Any) -> Any:
-        return self._engine.write(tokens)
-
-    def _tell_reset_cache(self) -> None:
-        self._engine.reset_cache()
-
-    def _tell_keep(self, contents: bytes, pin: bool | None, importance: float | None) -> Any:
+    def _keep(self, contents: bytes, pin: bool | None, importance: float | None) -> Any:
         return self._engine.keep(self._engine.check(_unpacked(contents)), pin=pin, importance=importance)
-
-    def _tell_cache_events(self, since: int) -> Any:
-        return self._engine.cache_events(since)
 
     def _beat(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from hibachi.common.settings.kinds import SWITCH, ValueKind, choice, integer, seconds, setting, size, text
 from hibachi.common.settings.settle import Settings
@@ -146,11 +146,12 @@ class LLMSettings(EngineSettings, ModelSettings, Settings):
 def tiers_of(settings: EngineSettings) -> KVTiers | None:
     """What settings say of tiers; None means there are none. Raises ConfigError."""
     if settings.kv_host_bytes is None and settings.kv_disk is None and settings.kv_store is None:
-        beside = {"--kv-disk-bytes": settings.kv_disk_bytes, "--kv-key-file": settings.kv_key_file}
-        for flag, given in beside.items():
-            if given is not None:
+        for one in fields(EngineSettings):
+            given, of_tiers = getattr(settings, one.name), one.name.startswith("kv_") and "cache" not in one.name
+            if of_tiers and given != one.default:
                 raise ConfigError(
-                    f"{flag} {given}: nothing is kept. Add --kv-disk DIR or --kv-store URL, or leave it out."
+                    f"--{one.name.replace('_', '-')} {given}: nothing is kept. Add --kv-host-bytes N, --kv-disk DIR or "
+                    "--kv-store URL, or leave it out."
                 )
         return None
     if not settings.enable_prefix_caching:
