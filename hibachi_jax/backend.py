@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.backend.candidates import Candidate
-from hibachi.backend.group import Group
+from hibachi.backend.group import RankGroup
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.common.shapes import CallShapes
 from hibachi.errors import UnsupportedOperation
@@ -96,7 +96,7 @@ class JaxBackend(ArrayBackend):
         self.undecided = native is None
 
     @override
-    def in_leaves(self, leaves: int, group: Group | None = None) -> Self:
+    def in_leaves(self, leaves: int, group: RankGroup | None = None) -> Self:
         raise UnsupportedOperation(
             "JAX divides its work over devices itself, and adds no sums in leaves. Pass backend='torch'."
         )

@@ -17,7 +17,7 @@ from typing_extensions import override
 from hibachi.backend import masks
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
 from hibachi.backend.candidates import Candidate
-from hibachi.backend.group import Group
+from hibachi.backend.group import RankGroup
 from hibachi.errors import UnsupportedOperation
 
 
@@ -177,13 +177,13 @@ class TorchBackend(ArrayBackend):
     # ---- execution ---------------------------------------------------------------------------------------------
 
     @override
-    def join(self, size: int, timeout: float | None, opening: bytes) -> Group:
+    def join(self, size: int, timeout: float | None, opening: bytes) -> RankGroup:
         from hibachi_torch.group import joined  # it takes a tenth of a second
 
         return joined(size, self.device, timeout, opening)
 
     @override
-    def in_leaves(self, leaves: int, group: Group | None = None) -> Self:
+    def in_leaves(self, leaves: int, group: RankGroup | None = None) -> Self:
         found = super().in_leaves(leaves, group)
         found.device = getattr(group, "device", self.device)
         return found

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed as a `hibachi.backend.group.Group`: gloo on the CPU, NCCL on CUDA.
+"""Ranks of torch.distributed as a `hibachi.backend.group.RankGroup`: gloo on the CPU, NCCL on CUDA.
 
 Sums are never a library's all-reduce: gloo's adds in another order at each place of the buffer, so from three ranks on
 a row's bits depend on its place in the batch. Parts are exchanged, and added as a tree.
@@ -35,7 +35,7 @@ FOR_EVER = timedelta(days=365)
 class TorchGroup:
     """The processes that torchrun, or `started`, has made. timeout: seconds that a rank may be late."""
 
-    def __init__(self, size: int, device: torch.device, timeout: float | None) -> None:
+    def __init__(self, size: int, device: torch.device, timeout: float | None, started: Started | None = None) -> None:
         # What is told of a rank that hangs is to come before the whole engine counts as hanging.
         self._timeout = FOR_EVER if timeout is None else timedelta(seconds=max(1.0, timeout * 0.6))
         self.device, self.sums, self.facts = device, 0, dict[str, str]()
@@ -48,18 +48,21 @@ class TorchGroup:
             if folder:
                 store: Any = _dist.FileStore(str(Path(folder) / "store"), size)
                 rank = int(os.environ["RANK"])
+                store.set(f"rank {rank}", "")
+                while started is not None and not store.check([f"rank {other}" for other in range(size)]):
+                    started.check()
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=met)
             else:
                 dist.init_process_group("gloo", timeout=met)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
         self.host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
-        self.started: Started | None = None
+        self.started = started
         self._group: Any = None
         self.renew(0)
 
     def sum(self, x: Array) -> Array:
-        """See `Group`. The result is in x."""
+        """See `RankGroup`. The result is in x."""
         self.sums += 1
         n, flat = x.numel(), x.view(-1)
         each = -(-n // self.size)
@@ -79,7 +82,7 @@ class TorchGroup:
         return x
 
     def gather(self, x: Array, columns: int) -> Array:
-        """See `Group`."""
+        """See `RankGroup`."""
         widest = share(columns, 0, self.size).stop
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
@@ -89,7 +92,7 @@ class TorchGroup:
         return x if parts is None else torch.cat(parts, 1)[:, :columns]
 
     def meet(self, name: str, value: bytes | None, timeout: float) -> bytes:
-        """See `Group`."""
+        """See `RankGroup`."""
         store = dist.distributed_c10d._get_default_store()
         if value is not None:
             store.set(name, value.decode())
@@ -102,24 +105,24 @@ class TorchGroup:
         return found
 
     def check(self) -> None:
-        """See `Group`."""
+        """See `RankGroup`."""
         if self.started is not None:
             self.started.check()
 
     def abort(self) -> None:
-        """See `Group`."""
+        """See `RankGroup`."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def renew(self, epoch: int) -> None:
-        """See `Group`."""
+        """See `RankGroup`."""
         how = "nccl" if self.device.type == "cuda" else "gloo"
         with self._told():
             self._group = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
 
     def close(self) -> None:
-        """See `Group`."""
+        """See `RankGroup`."""
         self.abort()
         if self._own and dist.is_initialized():
             dist.destroy_process_group()
@@ -171,7 +174,7 @@ class Started:
 
     def check(self) -> None:
         """Raises GroupLost if one has ended."""
-        done = self._processes.wait(0.01)
+        done = self._processes.wait(0.05)
         if done is not None and done.failures:
             at, failure = next(iter(done.failures.items()))
             raise GroupLost(
@@ -202,10 +205,8 @@ def joined(size: int, device: torch.device, timeout: float | None, opening: byte
             raise ConfigError("Expected ranks, as `torchrun --nproc-per-node N script.py` starts them; there are none.")
         started = Started(size, opening)
     try:
-        group = TorchGroup(size, device, timeout)
+        return TorchGroup(size, device, timeout, started)
     except BaseException:
         if started is not None:
             started.close()
         raise
-    group.started = started
-    return group

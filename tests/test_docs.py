@@ -182,6 +182,9 @@ def check_command(line, told):
         parser().parse_args(words[1:])  # exits for an unknown command or option
         for word in words[1:]:
             check_program(word, told.replace(line, ""))
+    elif words[0] == "torchrun":
+        assert words[1] == "--nproc-per-node" and words[3:5] == ["-m", "hibachi"]
+        parser().parse_args(words[5:])
     elif words[0] == "curl":
         [url] = (w for w in words if w.startswith("http://127.0.0.1:8000/"))
         assert url.removeprefix("http://127.0.0.1:8000") in SERVED
@@ -233,8 +236,8 @@ def test_the_links_of_a_page_lead_somewhere(page):
 def test_the_files_that_a_page_names_exist(page):
     folders = [ROOT, ROOT / "hibachi", ROOT / "docs"]
     for name in re.findall(r"`((?:[\w-]+/)+[\w.-]*|[\w-]+\.(?:py|toml))`", prose(page)):
-        media_type = name.startswith(("application/", "text/"))
-        assert media_type or any((folder / name).exists() for folder in folders), name
+        other = name.startswith(("application/", "text/", "cpu-"))  # types of media, names of numerics
+        assert other or any((folder / name).exists() for folder in folders), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -62,6 +62,7 @@ RULES = {
     "hibachi/engine/guide": Rule("errors structured common.installed engine.guide", third_party="numpy llguidance"),
     "hibachi/engine/streams": Rule("errors request engine.streams", third_party=""),
     "hibachi/engine/tiers": Rule("errors common engine.scheduler engine.tiers", third_party=""),
+    "hibachi/engine/group": Rule(ENGINE, third_party="numpy typing_extensions", not_std="socketserver ssl http urllib"),
     # ---- language models
     "hibachi/llm": Rule(LLM),
     "hibachi/llm/model": Rule(

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
-from hibachi.backend.group import Group, check_leaves, share, tree
+from hibachi.backend.group import RankGroup, check_leaves, share, tree
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.library import Library
 from hibachi.backend.packing import Rows, joined
@@ -54,7 +54,7 @@ class ArrayBackend(Library):
     """What `quantized` can do here."""
     leaves: int = 1
     """Into how many sums products of `linear_reduce` are cut, whoever has them: see `hibachi.backend.group`."""
-    group: Group | None = None
+    group: RankGroup | None = None
     """The processes that compute a model together, this one among them; None means it is alone."""
 
     def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
@@ -508,7 +508,7 @@ class ArrayBackend(Library):
         y = self.xp.matmul(x, self.xp.matrix_transpose(w))
         return y if b is None else y + b
 
-    def in_leaves(self, leaves: int, group: Group | None = None) -> Self:
+    def in_leaves(self, leaves: int, group: RankGroup | None = None) -> Self:
         """The same backend with `linear_reduce` cut so. Raises UnsupportedOperation."""
         found = copy.copy(self)
         found.leaves, found.group = leaves, group
@@ -516,7 +516,7 @@ class ArrayBackend(Library):
             found.numerics = f"{found.numerics}/{leaves}"
         return found
 
-    def join(self, size: int, timeout: float | None, opening: bytes) -> Group:
+    def join(self, size: int, timeout: float | None, opening: bytes) -> RankGroup:
         """Meet the other processes that compute a model with this one, so many together; start them if nobody has.
 
         timeout: seconds that one of them may be late. opening: pickled (function, arguments, keyword arguments) that a

@@ -20,7 +20,7 @@ class GroupLost(EngineFailed):
     """A process of the group has ended or hangs; no step of this group can be computed any more."""
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The processes that compute one model together. rank: of this one, from 0 to before size. host: where rank 0 can
     be reached. sums: how many were added up.
     """

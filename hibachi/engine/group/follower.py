@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hibachi.backend.array_backend import Array, ArrayBackend
-from hibachi.backend.group import Group, GroupLost
+from hibachi.backend.group import GroupLost, RankGroup
 from hibachi.backend.layout import StepInputs
 from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of
 from hibachi.engine.group.link import Connection, Reports, connected
@@ -26,7 +26,7 @@ log: logging.Logger = logging.getLogger("hibachi.engine")
 ENDS = 5.0  # seconds after the end of rank 0 in which a call must end as well
 
 
-def follow(model: Any, backend: ArrayBackend, group: Group) -> NoReturn:
+def follow(model: Any, backend: ArrayBackend, group: RankGroup) -> NoReturn:
     """Be one of the ranks that are not the first, until that has closed; then raises SystemExit."""
     Follower(model, backend, group, connected(group, facts_of(model, backend))[0]).run()
     raise SystemExit(0)
@@ -35,7 +35,7 @@ def follow(model: Any, backend: ArrayBackend, group: Group) -> NoReturn:
 class Follower:
     """A rank that is not the first. model: its part."""
 
-    def __init__(self, model: Any, backend: ArrayBackend, group: Group, connection: Connection) -> None:
+    def __init__(self, model: Any, backend: ArrayBackend, group: RankGroup, connection: Connection) -> None:
         self._model, self._backend, self._group, self._connection = model, backend, group, connection
         self._memories: dict[int, tuple[Memory, Mirror]] = {}
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()

@@ -14,11 +14,11 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import Array, ArrayBackend, HostArray
-from hibachi.backend.group import Group, GroupLost
+from hibachi.backend.group import GroupLost, RankGroup
 from hibachi.backend.layout import CacheSpec, StepInputs
 from hibachi.common.installed import version
 from hibachi.common.shapes import StepShape
-from hibachi.engine.group.link import Connection, Watch
+from hibachi.engine.group.link import Connection, RankWatch
 from hibachi.engine.group.message import Mirror, StepCall
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.scheduler.step import Limits
@@ -53,12 +53,12 @@ class RankOutOfMemory(MemoryError):
 class Leader:
     """The other ranks, as rank 0 sees them. told: see `watch`."""
 
-    def __init__(self, group: Group, connections: dict[int, Connection]) -> None:
+    def __init__(self, group: RankGroup, connections: dict[int, Connection]) -> None:
         self.group, self._connections = group, connections
         self._wake: Callable[[], object] = lambda: None
         self.alone = threading.RLock()
         """Held from a message to the end of what it asks for: a trial may be made in another thread than steps."""
-        self._watch = Watch(connections, lambda: self._wake())
+        self._watch = RankWatch(connections, lambda: self._wake())
         self._silent: str | None = None
         self.free: list[int] = list(range(1, MEMORIES))
         """Numbers of memories that there are not, the last ones first to be taken again."""
@@ -122,7 +122,7 @@ class LedMemory(Memory):
     def __init__(
         self, spec: CacheSpec, backend: ArrayBackend, limits: Limits, dtype: str, leader: Leader, number: int = 0
     ) -> None:
-        self.leader, self._number = leader, number
+        self.leader, self.number = leader, number
         self._mirror = Mirror(limits)
         super().__init__(spec, backend, limits, dtype)
 
@@ -130,19 +130,19 @@ class LedMemory(Memory):
     def make(self) -> None:
         self._mirror = Mirror(self.limits)
         with self.leader.alone:
-            self.leader.order("make", self._number, limits=asdict(self.limits), dtype=self._dtype)
+            self.leader.order("make", self.number, limits=asdict(self.limits), dtype=self._dtype)
             super().make()
 
     @override
     def another(self, limits: Limits) -> Memory:
         # Other ranks keep theirs until another gets its number.
         new = LedMemory(self.spec, self.backend, limits, self._dtype, self.leader, self.leader.free.pop())
-        weakref.finalize(new, self.leader.free.append, new._number)
+        weakref.finalize(new, self.leader.free.append, new.number)
         return new
 
     @override
     def fork(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
-        self.leader.order("fork", self._number, blocks=[[int(a), int(b)] for a, b in blocks])
+        self.leader.order("fork", self.number, blocks=[[int(a), int(b)] for a, b in blocks])
         super().fork(blocks, rows)
 
     @override
@@ -172,7 +172,7 @@ class LedMemory(Memory):
         with leader.alone:
             leader.check()
             data = self._mirror.encode(leader.steps, self._call_of(x))
-            leader.send(bytes([HIDDEN if hidden else STEP, self._number]) + data)
+            leader.send(bytes([HIDDEN if hidden else STEP, self.number]) + data)
             leader.bytes[: len(leader.bytes) - 999] = []
             leader.bytes.append(len(data) + 2)
             leader.steps += 1

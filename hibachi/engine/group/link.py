@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from hibachi.backend.group import Group, GroupLost
+from hibachi.backend.group import GroupLost, RankGroup
 from hibachi.errors import ConfigError, text_of
 
 _LENGTH = struct.Struct("<I")
@@ -59,7 +59,7 @@ class Connection:
         self._socket.close()
 
 
-def connected(group: Group, facts: dict[str, str], timeout: float = MEET) -> dict[int, Connection]:
+def connected(group: RankGroup, facts: dict[str, str], timeout: float = MEET) -> dict[int, Connection]:
     """On rank 0 the connections to the others by rank, on others that to rank 0. The address and a secret word come by
     what the ranks meet by. facts: must be the same on all ranks, with those of the group. Raises GroupLost for ranks
     that do not come, ConfigError for one that has others.
@@ -109,7 +109,7 @@ def _introduced(data: bytes | None) -> tuple[str, int, dict[str, str]]:
         return "", 0, {}
 
 
-class Watch:
+class RankWatch:
     """What the other ranks report to rank 0. told: called, from other threads, when one has ended."""
 
     def __init__(self, connections: dict[int, Connection], told: Callable[[], object]) -> None:

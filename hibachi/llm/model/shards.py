@@ -50,8 +50,8 @@ def check_rounded(params: dict[str, Any], backend: ArrayBackend) -> None:
                 whole = columns * backend.leaves // backend.local_leaves
                 fit = [n for n in range(1, MOST_LEAVES + 1) if whole % (n * GROUP) == 0]
                 raise ConfigError(
-                    f"tp_leaves={backend.leaves}: in {kind} leaves cut {whole} columns into multiples of {GROUP}; these "
-                    f"numbers do: {', '.join(map(str, fit))}. Take one, or no quantization."
+                    f"tp_leaves={backend.leaves}: in {kind} leaves cut {whole} columns into multiples of {GROUP}; "
+                    f"so many do: {', '.join(map(str, fit))}. Take one of these, or no quantization."
                 )
 
 
