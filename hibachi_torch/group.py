@@ -169,7 +169,7 @@ class Started:
                 sys.executable,
                 {i: ("-m", "hibachi_torch.rank") for i in range(size - 1)},
                 {i: {**each, "RANK": str(rank), "LOCAL_RANK": str(rank)} for i, rank in enumerate(others)},
-                DefaultLogsSpecs(),
+                DefaultLogsSpecs(log_dir=self._folder),
             )
 
     def check(self) -> None:

@@ -116,7 +116,7 @@ def test_a_server_of_two_ranks_answers_and_ends_when_any_rank_is_asked_to(launch
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     start = torchrun if launcher == "torchrun" else [sys.executable, "-m"]
-    command = [*start, "hibachi", "serve", "tiny", "--backend", "torch", "--tensor-parallel-size", "2"]
+    command = [*start, "hibachi", "serve", "tiny", "--backend", "torch", "--tensor-parallel-size", "2", "--restart"]
     server = subprocess.Popen([*command, "--port", str(port)], start_new_session=True)
     try:
         until, url = time.monotonic() + 60, f"http://127.0.0.1:{port}"

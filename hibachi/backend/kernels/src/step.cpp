@@ -103,7 +103,7 @@ template <class T>
 struct Add {
   using Element = typename T::Element;
 
-  const float* sums;  // [rows, n]
+  const float* sums;            // [rows, n]
   const Element *bias, *added;  // or nullptr
   Element* y;
   int64_t rows, n;
