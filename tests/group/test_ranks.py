@@ -21,6 +21,7 @@ from hibachi import (
 from hibachi.backend.group import GroupLost, check_leaves, share, tree
 from hibachi.engine.group.leader import facts_of
 from hibachi.engine.group.link import connected
+from hibachi.engine.group.message import Mirror
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
 
@@ -172,6 +173,21 @@ def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
     assert facts["numerics"] == "cpu-2/2" and facts["dtype"] == "bfloat16" and facts["leaves"] == "2"
     with pytest.raises(GroupLost, match=r"Expected 2 ranks within 0.2 s; missing: \[1\]"):
         connected(Threads(2).ranks[0], {}, 0.2)
+
+
+def test_a_rank_that_went_astray_is_an_error_that_names_the_step(monkeypatch):
+    real = Mirror._sum
+
+    def other(mirror, call):
+        return real(mirror, call) ^ (threading.current_thread().name == "hibachi-engine")
+
+    monkeypatch.setattr(Mirror, "_sum", other)
+    with Together(2, 2, ARCH, WEIGHTS) as ranks:
+        [error] = collected([ranks.engine.run([1, 2], SamplingParams(max_tokens=90, ignore_eos=True))])
+        assert isinstance(error, EngineFailed), error
+        assert re.match(
+            r"Rank 1 went astray: The tables of step 0 are not those of rank 0\. The model needs", str(error)
+        )
 
 
 def test_what_is_not_shared_is_refused_by_name():

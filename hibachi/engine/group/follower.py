@@ -18,7 +18,7 @@ from hibachi.backend.group import GroupLost, RankGroup
 from hibachi.backend.layout import StepInputs
 from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of
 from hibachi.engine.group.link import Connection, Reports, connected
-from hibachi.engine.group.message import Mirror, StepCall
+from hibachi.engine.group.message import Astray, Mirror, StepCall
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.scheduler.step import Limits
 
@@ -99,6 +99,10 @@ class Follower:
                 b.settle(memory.cache)
         except GroupLost as e:
             log.info("%s", e)
+            return False
+        except Astray as e:
+            self._reports.failed(e, fatal=True)
+            self._group.abort()
             return False
         except Exception as e:
             log.warning("step %d failed on rank %d: %s", self.steps, self._group.rank, e)

@@ -100,6 +100,9 @@ class Leader:
             said = self._watch.failure(REPORTED)
             if said is None:
                 self.lost(error)
+            if said["fatal"]:
+                self._silent = f"Rank {said['rank']} went astray: {said['failed']}"
+                self.check()
             text = f"On rank {said['rank']} the step failed: {said['failed']}"
             error = RankOutOfMemory(text) if said["memory"] else RankFailed(text)
         self._epoch += 1

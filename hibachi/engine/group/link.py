@@ -172,8 +172,8 @@ class Reports:
         self._connection, self._sums = connection, sums
         threading.Thread(target=self._beat, name="hibachi-reports", daemon=True).start()
 
-    def failed(self, error: BaseException, *, memory: bool) -> None:
-        self._send({"failed": text_of(error), "memory": memory})
+    def failed(self, error: BaseException, *, memory: bool = False, fatal: bool = False) -> None:
+        self._send({"failed": str(error) if fatal else text_of(error), "memory": memory, "fatal": fatal})
 
     def asked_to_end(self) -> None:
         self._send({"end": True})
