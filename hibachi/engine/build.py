@@ -192,7 +192,6 @@ def check_group(spec: EngineSpec) -> None:
         and any(isinstance(layer, State) for layer in spec.model.cache_spec()),
         "a model with draws, inputs or knows": bool(declared_by(spec.model)),
         "a draft model": spec.draft is not None,
-        "kv_tiers": spec.config.kv_tiers is not None,
     }
     for what, there in asked.items():
         if there:
@@ -356,7 +355,7 @@ def cached_runner(
         leader = Leader(group, connected(group, facts_of(model, backend)))
         memory = LedMemory(model.cache_spec(), backend, scheduler.limits, dtype, leader)
     runner = OverlappingRunner(rows, scheduler, head, dtype, tally, memory)
-    runner.entries = None if group is not None else runner.memory
+    runner.entries = runner.memory
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner

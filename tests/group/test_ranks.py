@@ -11,6 +11,7 @@ from hibachi import (
     LLM,
     ConfigError,
     EngineFailed,
+    KVTiers,
     NonFiniteOutput,
     NotDeterministic,
     NumpyBackend,
@@ -188,6 +189,19 @@ def test_a_rank_that_went_astray_is_an_error_that_names_the_step(monkeypatch):
         assert re.match(
             r"Rank 1 went astray: The tables of step 0 are not those of rank 0\. The model needs", str(error)
         )
+
+
+def test_tiers_keep_what_all_ranks_have(tmp_path):
+    tiers = KVTiers(disk=tmp_path, disk_bytes=1 << 26, cache_id="these weights")
+    want, hits = None, []
+    for size, turns in ((2, 2), (2, 1), (4, 2), (1, 1)):  # a restart; then others' entries, which are not met
+        with Together(size, 4, ARCH, WEIGHTS, kv_tiers=tiers, cache_tokens=160) as ranks:
+            for _ in range(turns):
+                found = collected([ranks.engine.run(prompt, DRAWN) for prompt in prompts(8)])
+                want = want or found
+                assert found == want
+            hits.append(ranks.engine.stats().tier_hits)
+    assert hits[0] > 0 and hits[1] > hits[0] and hits[2] > 0 and hits[3] == 0, hits
 
 
 def test_what_is_not_shared_is_refused_by_name():

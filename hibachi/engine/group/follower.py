@@ -16,9 +16,10 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend
 from hibachi.backend.group import GroupLost, RankGroup
 from hibachi.backend.layout import StepInputs
-from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of
+from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of, gathered
 from hibachi.engine.group.link import Connection, Reports, connected
 from hibachi.engine.group.message import Astray, Mirror, StepCall
+from hibachi.engine.runners.entries import arrays_of
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.scheduler.step import Limits
 
@@ -63,7 +64,8 @@ class Follower:
             if kind != OTHER:
                 failed = failed or not self._step(data, number)
                 continue
-            said = json.loads(data[2:])
+            order, _, part = data[2:].partition(b"\0")
+            said = json.loads(order)
             if said["do"] == "close":
                 return
             if said["do"] == "renew":
@@ -71,7 +73,7 @@ class Follower:
                 self._group.renew(said["epoch"])
                 failed = False
             else:
-                self._obey(said, number)
+                self._obey(said, number, part)
 
     def _read(self) -> None:
         while (data := self._connection.receive()) is not None:
@@ -80,13 +82,23 @@ class Follower:
         if not self._over.wait(ENDS):  # it is in a call that waits for rank 0: no other way leads out
             os._exit(1)
 
-    def _obey(self, said: dict[str, Any], number: int) -> None:
+    def _obey(self, said: dict[str, Any], number: int, part: bytes) -> None:
+        b = self._backend
         if said["do"] == "make":
-            limits, b = Limits(**said["limits"]), self._backend
+            limits = Limits(**said["limits"])
             self._memories.pop(number, None)  # before there is memory for another
             self._memories[number] = Memory(self._model.cache_spec(), b, limits, said["dtype"]), Mirror(limits)
         elif said["do"] == "fork":
-            self._memories[number][0].fork([(a, b) for a, b in said["blocks"]], [])
+            self._memories[number][0].fork([(source, to) for source, to in said["blocks"]], [])
+        else:
+            memory, blocks = self._memories[number][0], np.array(said["blocks"], np.int32)
+            with b.guard():
+                if said["do"] == "read":
+                    gathered(b, memory.read_entries(b.put(blocks)))
+                else:
+                    size = len(part) // len(blocks)
+                    entries = [part[at : at + size] for at in range(0, len(part), size)]
+                    memory.write_entries(blocks, arrays_of(entries, memory.entry_kinds()[0], len(blocks)))
 
     def _step(self, data: bytes, number: int) -> bool:
         """Whether it went well; else rank 0 is told, and the next message is that the group is renewed."""

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +21,7 @@ from hibachi.common.installed import version
 from hibachi.common.shapes import StepShape
 from hibachi.engine.group.link import Connection, RankWatch
 from hibachi.engine.group.message import Mirror, StepCall
+from hibachi.engine.runners.entries import Kind, arrays_of, kinds_of
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import UnsupportedOperation
@@ -40,6 +42,14 @@ def facts_of(model: Any, backend: ArrayBackend) -> dict[str, str]:
         "longest context": str(getattr(model, "max_model_len", None)),
         "layers": repr(list(model.cache_spec())),
     }
+
+
+def gathered(backend: ArrayBackend, held: Sequence[Array]) -> Array:
+    """On rank 0 what `read_entries` has returned on all ranks, as bytes, uint8 [n, bytes]."""
+    group, arrays = backend.group, backend.fetch(held)()
+    assert group is not None
+    mine = np.concatenate([np.ascontiguousarray(a).reshape(len(a), -1).view(np.uint8) for a in arrays], axis=1)
+    return group.gather(backend.put(mine), mine.shape[1] * group.size)
 
 
 class RankFailed(RuntimeError):
@@ -76,16 +86,18 @@ class Leader:
         if ended is not None:
             raise GroupLost(f"{ended} The model needs all {self.group.size} ranks; start them again.")
 
-    def send(self, data: bytes) -> None:
-        for connection in self._connections.values():
+    def send(self, data: bytes, parts: Sequence[bytes] = ()) -> None:
+        for rank, connection in self._connections.items():
             try:
-                connection.send(data)
+                connection.send(data + b"\0" + parts[rank] if parts else data)
             except OSError:
                 self._watch.failure(REPORTED)  # until it is seen to have ended
                 self.lost("a message could not be sent")
 
-    def order(self, what: str, number: int = 0, **more: Any) -> None:
-        self.send(bytes([OTHER, number]) + json.dumps({"do": what, **more}).encode())
+    def order(self, what: str, number: int = 0, parts: Sequence[bytes] = (), **more: Any) -> None:
+        """Tell all ranks to do something. parts: what goes to each of them besides, in their order."""
+        data = bytes([OTHER, number]) + json.dumps({"do": what, **more}).encode()
+        self.send(data, parts)
 
     def lost(self, why: object) -> NoReturn:
         self._silent = f"{self._watch.slowest()} ({str(why).rpartition('] ')[2]})."
@@ -147,6 +159,24 @@ class LedMemory(Memory):
     def fork(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
         self.leader.order("fork", self.number, blocks=[[int(a), int(b)] for a, b in blocks])
         super().fork(blocks, rows)
+
+    @override
+    def read_entries(self, blocks: Array) -> list[Array]:
+        """Of all ranks side by side, as bytes: one array uint8 [n, bytes]."""
+        with self.leader.alone:
+            self.leader.order("read", self.number, blocks=self.backend.get(blocks).tolist())
+            return [gathered(self.backend, super().read_entries(blocks))]
+
+    @override
+    def write_entries(self, blocks: HostArray, held: Sequence[HostArray]) -> None:
+        parts = np.split(held[0], self.leader.group.size, axis=1)
+        with self.leader.alone:
+            self.leader.order("write", self.number, [part.tobytes() for part in parts], blocks=blocks.tolist())
+            super().write_entries(blocks, arrays_of([*map(bytes, parts[0])], self._of_a_block, len(blocks)))
+
+    @cached_property
+    def _of_a_block(self) -> list[Kind]:
+        return kinds_of(super().read_entries(self.backend.put(np.zeros(1, np.int32))), self.backend)
 
     @override
     def write(self, blocks: Sequence[int], kv: Sequence[tuple[HostArray, HostArray]]) -> None:

@@ -199,7 +199,7 @@ class Memory:
     def outgoing(self, stores: EntryStores) -> tuple[list[Entries], list[Entries]]:
         """See `EntrySource`."""
         with self.backend.guard():
-            return self._out(stores.blocks, self._read_blocks_now), self._out(stores.states, self._read_checkpoints)
+            return self._out(stores.blocks, self.read_entries), self._out(stores.states, self._read_checkpoints)
 
     def _out(self, given: Sequence[tuple[int, bytes]], read: Callable[[Array], list[Array]]) -> list[Entries]:
         b, out = self.backend, list[Entries]()
@@ -215,8 +215,7 @@ class Memory:
         with b.guard():
             for some in _pieces(loads.blocks):
                 at = _padded([load.at for load in some])
-                held = arrays_of([load.data for load in some], self._kinds[0], len(at))
-                self.cache = self._write(self.cache, b.put(at), [b.put(a) for a in held])
+                self.write_entries(at, arrays_of([load.data for load in some], self._kinds[0], len(at)))
             for some in _pieces(loads.states):
                 rows = _padded([load.at for load in some])
                 rows[len(some) :] = self.limits.rows  # nobody's
@@ -225,9 +224,15 @@ class Memory:
                     self.cache[i] = self._set(self.cache[i], b.put(rows), b.put(state))
             b.settle(self.cache)
 
-    def _read_blocks_now(self, blocks: Array) -> list[Array]:
+    def read_entries(self, blocks: Array) -> list[Array]:
+        """What is in these blocks [n]: arrays [n, ...]."""
         held: list[Array] = self._read(self.cache, blocks)
         return held
+
+    def write_entries(self, blocks: HostArray, held: Sequence[HostArray]) -> None:
+        """Blocks [n] get what `read_entries` has returned for n others."""
+        b = self.backend
+        self.cache = self._write(self.cache, b.put(blocks), [b.put(a) for a in held])
 
     def _read_checkpoints(self, slots: Array) -> list[Array]:
         return [self.backend.bits(self.backend.take(kept, slots)) for kept in self.kept]
@@ -255,7 +260,7 @@ class Memory:
         b = self.backend
         with b.guard():
             one = b.put(np.zeros(1, np.int32))
-            held = self._read_blocks_now(one) if self.limits.blocks else []
+            held = self.read_entries(one) if self.limits.blocks else []
             states = [b.bits(b.take(self.cache[i], one)) for i in self.states]
             return kinds_of(held, b), kinds_of(states, b)
 
