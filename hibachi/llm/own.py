@@ -33,7 +33,16 @@ from hibachi.llm.users_model import model_named
 from hibachi.request import Request
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-_OF_FILES = ("device", "quantization", "gguf_unpack", "autotune", "kernels", "numerics")
+_OF_FILES = (
+    "device",
+    "quantization",
+    "gguf_unpack",
+    "autotune",
+    "kernels",
+    "numerics",
+    "tensor_parallel_size",
+    "tp_leaves",
+)
 _ENGINE, _WORKER = ({one.name for one in fields(config)} for config in (EngineConfig, WorkerConfig))
 
 

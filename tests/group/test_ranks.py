@@ -177,12 +177,12 @@ def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
 
 
 def test_a_rank_that_went_astray_is_an_error_that_names_the_step(monkeypatch):
-    real = Mirror._sum
+    real = Mirror.checksum
 
     def other(mirror, call):
         return real(mirror, call) ^ (threading.current_thread().name == "hibachi-engine")
 
-    monkeypatch.setattr(Mirror, "_sum", other)
+    monkeypatch.setattr(Mirror, "checksum", other)
     with Together(2, 2, ARCH, WEIGHTS) as ranks:
         [error] = collected([ranks.engine.run([1, 2], SamplingParams(max_tokens=90, ignore_eos=True))])
         assert isinstance(error, EngineFailed), error

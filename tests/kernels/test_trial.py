@@ -27,7 +27,7 @@ class Timed:
         pass
 
     def linear(self, *arguments):
-        rows, columns, _ = arguments[-3:]
+        rows, columns = arguments[-4:-2]
         self.calls, self.panels = self.calls + 1, columns // 48
         self.clock[0] += self.seconds(rows, self.distance[ROWS.index(rows)]) * self.panels
 

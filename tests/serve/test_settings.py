@@ -329,6 +329,8 @@ def test_settings_become_options_of_the_engine():
         kernels="kernels.json",
         deterministic=True,
         numerics="cpu-7",
+        tensor_parallel_size=2,
+        tp_leaves=4,
         max_model_len=77,
         max_num_seqs=3,
         max_num_batched_tokens=100,

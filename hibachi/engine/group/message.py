@@ -104,7 +104,7 @@ class Mirror:
             parts += [np.array(call.embeds.shape, "<u4"), call.embedded.astype("<u4"), call.embeds.astype("<f4")]
         if step % CHECK_EVERY == 0:
             flags |= CHECKED
-            parts.append(np.array([self._sum(call)], "<u4"))
+            parts.append(np.array([self.checksum(call)], "<u4"))
         self._rows, self._next[row] = row.copy(), start + q
         return b"".join([_HEAD.pack(step, flags, n), *(part.tobytes() for part in parts)])
 
@@ -134,7 +134,7 @@ class Mirror:
         if flags & EMBEDDED:
             k, width = read.some(2, "<u4").tolist()
             call.embedded, call.embeds = read.some(k, "<u4"), read.some(k * width, "<f4", np.float32).reshape(k, width)
-        if flags & CHECKED and int(read.some(1, "<u4", np.uint32)[0]) != self._sum(call):
+        if flags & CHECKED and int(read.some(1, "<u4", np.uint32)[0]) != self.checksum(call):
             raise Astray(f"The tables of step {step} are not those of rank 0.")
         self._rows, self._next[row] = row, start + q
         return step, call
@@ -179,7 +179,8 @@ class Mirror:
             self._table[row[i], : need[i]] = table[i, : need[i]]
             self._have[row[i]] = need[i]
 
-    def _sum(self, call: StepCall) -> int:
+    def checksum(self, call: StepCall) -> int:
+        """Of all that a step is made of."""
         found = zlib.crc32(
             np.concatenate([call.row, call.start, call.q, call.last, call.tok]).astype(np.int32).tobytes()
         )

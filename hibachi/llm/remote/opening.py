@@ -78,6 +78,8 @@ def engine_options(settings: LLMSettings) -> TextOptions:
         options["kv_tiers"] = tiers
     if not settings.gguf_unpack:
         del options["gguf_unpack"]
+    if settings.tensor_parallel_size == 1:
+        del options["tensor_parallel_size"]
     if is_own(settings.model):
         options.pop("autotune", None)  # it has no kernels to choose from
     return options

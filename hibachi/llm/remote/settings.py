@@ -55,7 +55,7 @@ class ModelSettings:
             "N|auto", "a number of processes, or auto", lambda given: given if given == "auto" else _ranks(given)
         ),
         1,
-        "processes that compute the model together, each a part (torch); auto: as few as it fits in: docs/scale.md",
+        "processes that have a part of the model each (torch); auto: as few as it fits in: docs/scale.md",
     )
     tp_leaves: int | None = setting(
         integer(1), None, "parts of sums, which decide the bits: docs/scale.md", "one a process"
