@@ -98,6 +98,7 @@ def read_by_a_stranger(folder):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_store_is_a_dictionary_that_lasts(kv, opened, seed, monkeypatch):
+    """K-25: what is read back is equal bit for bit, also after a restart."""
     if seed > 3:  # as on file systems that have no locks
         monkeypatch.setattr(disk, "locked", lambda *_, shared=False: None)
     rng, known = random.Random(seed), {}
@@ -150,6 +151,7 @@ def small(kv, opened):
 
 
 def test_a_flipped_bit_anywhere_is_a_miss_and_is_told(small, cache):
+    """K-25: a corrupt file is a miss, and never wrong data."""
     raw, replace = small
     assert len(raw) == 64 + 4 * 73
     for at in range(len(raw)):
@@ -314,6 +316,7 @@ def fill(store, which):
 
 @pytest.mark.parametrize("records", [1, 2, 5, 40])
 def test_a_full_tier_loses_the_oldest_also_after_a_restart(kv, opened, records, monkeypatch):
+    """K-25."""
     monkeypatch.setattr(disk, "_EVERY", 60.0)
     most, left = records * (64 + RECORD), []
     other = opened(most, OTHER)
@@ -390,6 +393,7 @@ def test_a_second_chance_is_given_in_what_room_a_segment_has(opened):
 
 
 def test_what_cannot_fit_is_refused_without_harm(opened):
+    """K-25: oversize."""
     store = opened(1000)
     fill(store, [1])
     with pytest.raises(KVStoreError, match="can have 872 bytes; 873 were refused"):

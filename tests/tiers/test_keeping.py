@@ -12,14 +12,14 @@ def stored(keeper, importances):
     return [keeper.admit(b"%d" % i, 1, importance) for i, importance in enumerate(importances, 1)]
 
 
-def test_the_least_important_outside_the_window_makes_way():
+def test_k20_the_least_important_outside_the_window_makes_way():
     keeper = Keeper(3, "importance", window=1)
     assert stored(keeper, [5, 1, 9, 2]) == [[], [], [], [b"2"]]
     assert list(keeper) == [b"1", b"3", b"4"]
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
-def test_a_window_as_large_as_what_is_kept_refuses_what_is_new(policy):
+def test_k21_a_window_as_large_as_what_is_kept_refuses_what_is_new(policy):
     keeper = Keeper(2, policy, window=8)
     assert stored(keeper, [5, 1, 9, 2]) == [[], [], None, None]
     assert list(keeper) == [b"1", b"2"] and keeper.used == 2
