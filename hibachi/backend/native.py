@@ -30,6 +30,7 @@ from hibachi.backend.native_layers import NativeLayers
 from hibachi.backend.packing import BITS, INTO, Rows, as_stored, pack
 from hibachi.backend.program import ACTIVATIONS, Program, program
 from hibachi.backend.shapechecks import check_draw, expect
+from hibachi.backend.stored import columns
 from hibachi.common.shapes import CallShapes
 from hibachi.errors import UnsupportedOperation
 
@@ -175,7 +176,9 @@ class NativeBackend(NativeLayers):
     def put_columns(self, parts: Sequence[Rows], dtype: str, first: int, end: int) -> Array:
         if self.dtype(dtype) not in self.codes:
             return super().put_columns(parts, dtype, first, end)
-        held, self._slabs = self._slabs, Slabs()  # the whole matrix is not kept
+        if self.quantization == "none" and as_stored(parts) is None:
+            return self.put_rows([columns(part, first, end) for part in parts], dtype)
+        held, self._slabs = self._slabs, Slabs()  # rows are rounded as they are whole, and the whole is not kept
         try:
             w = self.put_rows(parts, dtype)
         finally:

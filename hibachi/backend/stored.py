@@ -93,6 +93,18 @@ def part(w: HostArray | Stored, which: slice) -> Any:
     return replace(w, shape=(stop - start, *w.shape[1:]), offset=w.offset + start * w.row_bytes, order=order)
 
 
+def columns(w: HostArray | Stored, first: int, end: int) -> HostArray:
+    """Some columns of a matrix. Of one in a file, of numbers and not of blocks, only their pages are read; bfloat16
+    comes as its bits, in a dtype that `pack` knows.
+    """
+    if not isinstance(w, Stored):
+        return w[:, first:end]
+    stored = np.dtype([("bfloat16", "<u2")]) if w.dtype == "BF16" else np.dtype(PLAIN[w.dtype])
+    at, to = first * stored.itemsize, end * stored.itemsize
+    found: HostArray = np.concatenate([np.ascontiguousarray(rows[:, at:to]) for rows in w.rows(1)]).view(stored)
+    return found if w.order is None else found[w.order]
+
+
 def equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors of `PLAIN` dtypes are the same numbers in one shape; a few megabytes are mapped at a time.
 

@@ -20,6 +20,7 @@ from hibachi import (
     UnsupportedOperation,
 )
 from hibachi.backend.group import GroupLost, check_leaves, share, tree
+from hibachi.backend.stored import Stored, columns, part
 from hibachi.engine.group.leader import facts_of
 from hibachi.engine.group.link import connected
 from hibachi.engine.group.message import Mirror
@@ -269,3 +270,22 @@ def test_a_model_of_ones_own_is_cut_as_it_says():
         with Together(size, 4, make=lambda backend: Mine(weights, backend)) as ranks:
             found.append(collected([ranks.engine.run([t % 50 for t in prompt], DRAWN) for prompt in prompts()]))
     assert found[0] == found[1] == found[2] and not any(isinstance(each, Exception) for each in found[0])
+
+
+@pytest.mark.parametrize("order", [None, [1, 0, 2, 4, 3, 5]])
+@pytest.mark.parametrize("kind, stored", [("F32", "<f4"), ("BF16", "<u2"), ("F16", "<f2")])
+def test_rows_and_columns_of_a_matrix_in_a_file(tmp_path, kind, stored, order):
+    numbers = np.arange(6 * 8).reshape(6, 8).astype(stored)
+    (tmp_path / "w").write_bytes(b"head" + numbers.tobytes())
+    rows = None if order is None else np.array(order, np.int32)
+    w = Stored(tmp_path / "w", kind, (6, 8), 4, rows)
+    whole = numbers if order is None else numbers[order]
+    assert np.array_equal(columns(w, 2, 6).view(stored), whole[:, 2:6])
+    for which in (slice(0, 2), slice(3, 6), slice(2, 4)):  # the last one cuts rows that change places
+        found = part(w, which)
+        got = found.read() if isinstance(found, Stored) else found
+        want = w.read()[which]
+        assert np.array_equal(got, want) and isinstance(found, Stored) == (order is None or which.start != 2)
+    assert np.array_equal(columns(numbers, 1, 3), numbers[:, 1:3]) and np.array_equal(
+        part(numbers, slice(2)), numbers[:2]
+    )
