@@ -41,21 +41,13 @@ def compared(folder: str, asked: argparse.Namespace, pair: dict[str, tuple[int, 
     """pair: by name the threads of this process, and options."""
     made, rates = {}, {name: list[float]() for name in pair}
     for name, (threads, options) in pair.items():
-        torch.set_num_threads(threads)
-        made[name] = LLM(
-            folder,
-            backend="torch",
-            dtype=asked.dtype,
-            max_num_seqs=asked.rows,
-            max_model_len=PROMPT + NEW + 8,
-            **options,
-        )
-    for turn in range(asked.rounds + 1):
+        torch.set_num_threads(threads)  # an engine's thread takes over what holds when it first computes
+        options |= dict(backend="torch", dtype=asked.dtype, max_num_seqs=asked.rows, max_model_len=PROMPT + NEW + 8)
+        made[name] = LLM(folder, **options)
+        rate(made[name], asked.rows)
+    for _ in range(asked.rounds):
         for name, llm in made.items():
-            torch.set_num_threads(pair[name][0])
-            found = rate(llm, asked.rows)
-            if turn:
-                rates[name].append(found)
+            rates[name].append(rate(llm, asked.rows))
     first, second = (statistics.median(rates[name]) for name in pair)
     for name, each in rates.items():
         print(f"  {name:<28}{statistics.median(each):8.1f} tokens/s")
