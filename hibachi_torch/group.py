@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from hibachi.errors import ConfigError
 FOLDER = "HIBACHI_RANKS"  # the variable that names the folder by which ranks meet that this process has started
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name changed
 _dist: Any = dist  # what it exports, it does not say
+MEET = timedelta(seconds=600)  # in which all must have come, and loaded the model
 SMALL = 1 << 16  # bytes: less than this goes whole to all, as one exchange takes less time than two
 FOR_EVER = timedelta(days=365)
 
@@ -35,31 +36,35 @@ FOR_EVER = timedelta(days=365)
 class TorchGroup:
     """The processes that torchrun, or `started`, has made. timeout: seconds that a rank may be late."""
 
+    opened: ClassVar[TorchGroup | None] = None
+    """The one of this process."""
+
     def __init__(self, size: int, device: torch.device, timeout: float | None, started: Started | None = None) -> None:
         # What is told of a rank that hangs is to come before the whole engine counts as hanging.
-        self._timeout = FOR_EVER if timeout is None else timedelta(seconds=max(1.0, timeout * 0.6))
+        most = FOR_EVER.total_seconds()
+        self._timeout = timedelta(seconds=most if timeout is None else min(max(1.0, timeout * 0.6), most))
         self.device, self.sums, self.facts = device, 0, dict[str, str]()
         if device.type == "cuda" and device.index is None:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         self._own = not dist.is_initialized()
         if self._own:
             folder = os.environ.get(FOLDER)
-            met = timedelta(seconds=timeout or 300)
             if folder:
                 store: Any = _dist.FileStore(str(Path(folder) / "store"), size)
                 rank = int(os.environ["RANK"])
                 store.set(f"rank {rank}", "")
                 while started is not None and not store.check([f"rank {other}" for other in range(size)]):
                     started.check()
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=met)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=MEET)
             else:
-                dist.init_process_group("gloo", timeout=met)
+                dist.init_process_group("gloo", timeout=MEET)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
         self.host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
         self.started = started
         self._group: Any = None
         self.renew(0)
+        TorchGroup.opened = self
 
     def sum(self, x: Array) -> Array:
         """See `RankGroup`. The result is in x."""
@@ -93,16 +98,12 @@ class TorchGroup:
 
     def meet(self, name: str, value: bytes | None, timeout: float) -> bytes:
         """See `RankGroup`."""
-        store = dist.distributed_c10d._get_default_store()
-        if value is not None:
-            store.set(name, value.decode())
-            return value
-        try:
-            store.wait([name], timedelta(seconds=timeout))
-        except dist.DistStoreError as e:
-            raise GroupLost(f"Rank 0 did not say where it is within {timeout:g} s.") from e
-        found: bytes = store.get(name)
-        return found
+        self.check()
+        said = [value]
+        with self._told():
+            dist.broadcast_object_list(said, src=0)
+        assert said[0] is not None
+        return said[0]
 
     def check(self) -> None:
         """See `RankGroup`."""
@@ -123,6 +124,7 @@ class TorchGroup:
 
     def close(self) -> None:
         """See `RankGroup`."""
+        TorchGroup.opened = None
         self.abort()
         if self._own and dist.is_initialized():
             dist.destroy_process_group()
@@ -193,6 +195,11 @@ class Started:
 
 def joined(size: int, device: torch.device, timeout: float | None, opening: bytes) -> TorchGroup:
     """The group of this process; if no launcher has made one, its other ranks are started now. Raises ConfigError."""
+    if TorchGroup.opened is not None:
+        raise ConfigError(
+            "This process has a model over several processes already, and ranks follow one. Close it first, or take "
+            "another process."
+        )
     there = os.environ.get("WORLD_SIZE")
     if there is not None and int(there) != size:
         raise ConfigError(

@@ -342,7 +342,7 @@ class Watchdog:
     """
 
     def __init__(self, look: Callable[[], object], seconds: float) -> None:
-        self._look, self._seconds = look, seconds
+        self._look, self._seconds = look, min(seconds, MOST_PATIENCE)
         self._work, self._over = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="hibachi-watchdog", daemon=True).start()
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hibachi import LLM, EngineFailed, SamplingParams
+from hibachi import LLM, ConfigError, EngineFailed, SamplingParams
 
 OPTIONS = {"backend": "torch", "max_num_seqs": 8, "max_model_len": 256, "tp_leaves": 4}
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -58,14 +58,17 @@ def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want)
     with LLM("tiny", tensor_parallel_size=2, **OPTIONS) as llm:
         assert llm.engine.facts.numerics.startswith("cpu-2/4 ") and llm.deterministic and llm.selfcheck() > 0
         assert answers(llm) == want
+        with pytest.raises(ConfigError, match="a model over several processes already"):
+            LLM("tiny", tensor_parallel_size=2, **OPTIONS)
         (pid,) = ranks()
     assert gone([pid]) and "RANK" not in os.environ
     with LLM("tiny", **OPTIONS) as llm:
         assert answers(llm) == want
 
 
-def test_a_rank_that_is_killed_ends_all_streams_at_once():
-    with LLM("tiny", tensor_parallel_size=2, **OPTIONS) as llm:
+@pytest.mark.parametrize("stall_after", [None, 1e300])
+def test_a_rank_that_is_killed_ends_all_streams_at_once(stall_after):
+    with LLM("tiny", tensor_parallel_size=2, stall_after=stall_after, **OPTIONS) as llm:
         streams = [llm.engine.run([5, i], PARAMS.with_(max_tokens=250)) for i in range(3)]
         for stream in streams:
             next(stream)

@@ -1,6 +1,8 @@
 """One model over several ranks: the bits are those of one, and what fails on one rank is rolled back on all."""
 
+import json
 import re
+import socket
 import threading
 import time
 
@@ -21,8 +23,9 @@ from hibachi import (
 )
 from hibachi.backend.group import GroupLost, check_leaves, share, tree
 from hibachi.backend.stored import Stored, columns, part
+from hibachi.engine.group import link
 from hibachi.engine.group.leader import facts_of
-from hibachi.engine.group.link import connected
+from hibachi.engine.group.link import RankWatch, Reports, connected
 from hibachi.engine.group.message import Mirror
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
@@ -175,6 +178,36 @@ def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
     assert facts["numerics"] == "cpu-2/2" and facts["dtype"] == "bfloat16" and facts["leaves"] == "2"
     with pytest.raises(GroupLost, match=r"Expected 2 ranks within 0.2 s; missing: \[1\]"):
         connected(Threads(2).ranks[0], {}, 0.2)
+
+
+def test_who_is_no_rank_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(link, "INTRODUCED", (0.2, 100))
+    group, found = Threads(2), []
+    here = threading.Thread(target=lambda: found.append(connected(group.ranks[0], {}, 10)))
+    here.start()
+    host, port, _ = json.loads(group.ranks[1].meet("hibachi", None, 10))
+    strangers = [socket.create_connection((host, port)) for _ in range(4)]
+    for stranger, said in zip(strangers, (b"", b"\xff" * 4, b"\x09\0\0\0no number", b"\x02\0\0\0[]"), strict=True):
+        stranger.sendall(said)
+    mine = connected(group.ranks[1], {})[0]
+    here.join(10)
+    assert list(found[0]) == [1]
+    for each in (*strangers, mine, found[0][1]):
+        each.close()
+
+
+def test_a_report_of_before_does_not_explain_what_fails_later():
+    group, made = Threads(2), []
+    here = threading.Thread(target=lambda: made.append(connected(group.ranks[0], {}, 10)))
+    here.start()
+    mine = connected(group.ranks[1], {})[0]
+    here.join(10)
+    watch = RankWatch(made[0], lambda: None)
+    Reports(mine, lambda: 7).failed(MemoryError("then"), 0, memory=True)
+    assert watch.failure(5.0, 0)["memory"] and watch.failure(0.1, 1) is None
+    assert watch.slowest().startswith("Rank 1 does not answer: it was last heard 0 s ago")
+    watch.close()
+    mine.close()
 
 
 def test_a_rank_that_went_astray_is_an_error_that_names_the_step(monkeypatch):

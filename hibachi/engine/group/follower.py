@@ -41,14 +41,14 @@ class Follower:
         self._memories: dict[int, tuple[Memory, Mirror]] = {}
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._over = threading.Event()
-        self.steps = 0
+        self.steps = self._epoch = 0
 
     def run(self) -> None:
         """Until rank 0 closes, or ends."""
         self._reports = Reports(self._connection, lambda: self._group.sums)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to rank 0 as well
-            signal.signal(signal.SIGTERM, lambda *_: self._reports.asked_to_end())
+            signal.signal(signal.SIGTERM, self._asked_to_end)
         threading.Thread(target=self._read, name="hibachi-messages", daemon=True).start()
         try:
             self._follow()
@@ -56,6 +56,9 @@ class Follower:
             self._over.set()
             self._connection.close()
             self._group.close()
+
+    def _asked_to_end(self, *_: Any) -> None:
+        self._reports.asked_to_end = True
 
     def _follow(self) -> None:
         failed = False
@@ -70,7 +73,8 @@ class Follower:
                 return
             if said["do"] == "renew":
                 self._group.abort()
-                self._group.renew(said["epoch"])
+                self._epoch = said["epoch"]
+                self._group.renew(self._epoch)
                 failed = False
             else:
                 self._obey(said, number, part)
@@ -113,12 +117,12 @@ class Follower:
             log.info("%s", e)
             return False
         except Astray as e:
-            self._reports.failed(e, fatal=True)
+            self._reports.failed(e, self._epoch, fatal=True)
             self._group.abort()
             return False
         except Exception as e:
             log.warning("step %d failed on rank %d: %s", self.steps, self._group.rank, e)
-            self._reports.failed(e, memory=b.out_of_memory(e))
+            self._reports.failed(e, self._epoch, memory=b.out_of_memory(e))
             self._group.abort()
             return False
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -73,7 +74,7 @@ class Leader:
         self.free: list[int] = list(range(1, MEMORIES))
         """Numbers of memories that there are not, the last ones first to be taken again."""
         self.steps = self._epoch = 0
-        self.bytes: list[int] = []
+        self.bytes: deque[int] = deque(maxlen=1000)
         """Of the messages of the last steps."""
 
     def watch(self, wake: Callable[[], object]) -> None:
@@ -91,7 +92,7 @@ class Leader:
             try:
                 connection.send(data + b"\0" + parts[rank] if parts else data)
             except OSError:
-                self._watch.failure(REPORTED)  # until it is seen to have ended
+                self._watch.failure(REPORTED, -1)  # until it is seen to have ended
                 self.lost("a message could not be sent")
 
     def order(self, what: str, number: int = 0, parts: Sequence[bytes] = (), **more: Any) -> None:
@@ -109,7 +110,7 @@ class Leader:
         GroupLost.
         """
         if isinstance(error, GroupLost):
-            said = self._watch.failure(REPORTED)
+            said = self._watch.failure(REPORTED, self._epoch)
             if said is None:
                 self.lost(error)
             if said["fatal"]:
@@ -206,7 +207,6 @@ class LedMemory(Memory):
             leader.check()
             data = self._mirror.encode(leader.steps, self._call_of(x))
             leader.send(bytes([HIDDEN if hidden else STEP, self.number]) + data)
-            leader.bytes[: len(leader.bytes) - 999] = []
             leader.bytes.append(len(data) + 2)
             leader.steps += 1
             try:

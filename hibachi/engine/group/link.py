@@ -21,6 +21,7 @@ from hibachi.errors import ConfigError, text_of
 _LENGTH = struct.Struct("<I")
 BEAT = 1.0  # seconds from one report of a rank to the next
 MEET = 600.0  # seconds in which all must have loaded the model
+INTRODUCED = 5.0, 1 << 16  # seconds in which one that connects says who it is, and bytes
 
 
 class Connection:
@@ -29,18 +30,21 @@ class Connection:
     def __init__(self, socket_: socket.socket) -> None:
         self._socket, self._lock = socket_, threading.Lock()
         socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        socket_.settimeout(None)
 
     def send(self, data: bytes) -> None:
         """Raises OSError."""
         with self._lock:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
-    def receive(self) -> bytes | None:
-        """The next message; None means that the other side has ended."""
+    def receive(self, within: float | None = None, most: int = 1 << 32) -> bytes | None:
+        """The next message; None means that the other side has ended, or sends nothing for so many seconds, or more
+        bytes than these.
+        """
         try:
+            self._socket.settimeout(within)
             head = self._read(_LENGTH.size)
-            return head and self._read(_LENGTH.unpack(head)[0])
+            size = _LENGTH.unpack(head)[0] if head else most
+            return self._read(size) if size < most else None
         except OSError:
             return None
 
@@ -85,7 +89,7 @@ def connected(group: RankGroup, facts: dict[str, str], timeout: float = MEET) ->
                 late = [rank for rank in range(1, group.size) if rank not in found]
                 raise GroupLost(f"Expected {group.size} ranks within {timeout:g} s; missing: {late}.") from None
             connection = Connection(one)
-            said, rank, theirs = _introduced(connection.receive())
+            said, rank, theirs = _introduced(connection.receive(*INTRODUCED))
             if not hmac.compare_digest(said.encode(), word.encode()):  # somebody else
                 connection.close()
                 continue
@@ -116,24 +120,29 @@ class RankWatch:
         self._connections, self._told = connections, told
         self._changed = threading.Condition()
         self.ended: str | None = None
-        self._failures: dict[int, dict[str, Any]] = {}
-        self._at: dict[int, tuple[int, float]] = {}  # what each has done, and when it last said so
+        self._failures: dict[int, dict[str, Any]] = {}  # the last one of each
+        # What each has done, and when it last said so.
+        self._at: dict[int, tuple[int, float]] = dict.fromkeys(connections, (0, time.monotonic()))
         self._closing = False
         self.asked: Callable[[], object] = end_all
         """Called when a rank was asked to end."""
         for rank in connections:
             threading.Thread(target=self._listen, args=(rank,), name=f"hibachi-rank-{rank}", daemon=True).start()
 
-    def failure(self, within: float) -> dict[str, Any] | None:
-        """What a rank says has failed there; waits for it. None: nobody says so."""
+    def failure(self, within: float, epoch: int) -> dict[str, Any] | None:
+        """What a rank says has failed there in an epoch of the group; waits for it. None: nobody says so."""
+
+        def found() -> dict[str, Any] | None:
+            return next((said for said in self._failures.values() if said["epoch"] == epoch), None)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._failures or self.ended, within)
-            return self._failures.popitem()[1] if self._failures else None
+            self._changed.wait_for(lambda: found() or self.ended, within)
+            return found()
 
     def slowest(self) -> str:
         """The rank that has done least, for a message about one that hangs."""
         with self._changed:
-            rank, (done, heard) = min(self._at.items(), key=lambda one: one[1], default=(0, (0, time.monotonic())))
+            rank, (done, heard) = min(self._at.items(), key=lambda one: one[1])
         ago = time.monotonic() - heard
         return f"Rank {rank} does not answer: it was last heard {ago:.0f} s ago, when it had added up {done} sums"
 
@@ -146,7 +155,7 @@ class RankWatch:
         while (data := self._connections[rank].receive()) is not None:
             said = json.loads(data)
             with self._changed:
-                self._at[rank] = said.pop("sums", self._at.get(rank, (0, 0.0))[0]), time.monotonic()
+                self._at[rank] = said.pop("sums", self._at[rank][0]), time.monotonic()
                 if said.pop("end", False):
                     self.asked()
                 if said:
@@ -170,17 +179,18 @@ class Reports:
 
     def __init__(self, connection: Connection, sums: Callable[[], int]) -> None:
         self._connection, self._sums = connection, sums
+        self.asked_to_end = False  # set by a handler of signals, which must not wait for who is sending
         threading.Thread(target=self._beat, name="hibachi-reports", daemon=True).start()
 
-    def failed(self, error: BaseException, *, memory: bool = False, fatal: bool = False) -> None:
-        self._send({"failed": str(error) if fatal else text_of(error), "memory": memory, "fatal": fatal})
-
-    def asked_to_end(self) -> None:
-        self._send({"end": True})
+    def failed(self, error: BaseException, epoch: int, *, memory: bool = False, fatal: bool = False) -> None:
+        text = str(error) if fatal else text_of(error)
+        self._send({"failed": text, "epoch": epoch, "memory": memory, "fatal": fatal})
 
     def _beat(self) -> None:
-        while self._send({"sums": self._sums()}):
+        asked = False
+        while self._send({"sums": self._sums(), "end": asked}):
             time.sleep(BEAT)
+            asked, self.asked_to_end = self.asked_to_end, False
 
     def _send(self, said: dict[str, Any]) -> bool:
         try:

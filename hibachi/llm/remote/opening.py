@@ -57,7 +57,8 @@ def is_follower(settings: LLMSettings) -> bool:
     """Whether this process is a rank that another one leads: opening the model returns when that has closed, by
     SystemExit.
     """
-    return settings.tensor_parallel_size != 1 and int(os.environ.get("RANK", "0")) > 0
+    launched = settings.tensor_parallel_size != 1 and "WORLD_SIZE" in os.environ
+    return launched and int(os.environ.get("RANK", "0")) > 0
 
 
 def _only_tokens(settings: LLMSettings) -> None:
