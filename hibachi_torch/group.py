@@ -118,6 +118,7 @@ class TorchGroup:
 
     def renew(self, epoch: int) -> None:
         """See `RankGroup`."""
+        self.abort()
         how = "nccl" if self.device.type == "cuda" else "gloo"
         with self._told():
             self._group = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")

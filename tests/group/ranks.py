@@ -89,6 +89,8 @@ class Rank:
         self.barrier.abort()
 
     def renew(self, epoch):
+        if epoch:
+            self.abort()
         self.barrier = self.threads.barrier(epoch)
 
     def close(self):

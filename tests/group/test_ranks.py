@@ -242,6 +242,10 @@ def test_what_is_not_shared_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"divides the 9 heads.*With a leaf a rank that is 1, 3, 9"):
         Decoder.build(arch_of(heads=9, kv_heads=3), {}, NumpyBackend().in_leaves(4))
     assert fits(ARCH, 8, 8) and not fits(ARCH, 16, 16)
+    narrow = arch_of(heads=4, intermediate=160 * 2)
+    rounded = NumpyBackend().quantized("int8").in_leaves(2)
+    with pytest.raises(ConfigError, match="in int8 leaves cut 320 columns into multiples of 64; so many do: 1, 5"):
+        Decoder.build(narrow, weights_of(narrow), rounded)
     with pytest.raises(UnsupportedOperation, match="norms over all heads"):
         Decoder.build(arch_of(qk_norm="all"), {}, NumpyBackend().in_leaves(2))
     with pytest.raises(UnsupportedOperation, match="takes the backend torch"):

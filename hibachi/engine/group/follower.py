@@ -72,7 +72,6 @@ class Follower:
             if said["do"] == "close":
                 return
             if said["do"] == "renew":
-                self._group.abort()
                 self._epoch = said["epoch"]
                 self._group.renew(self._epoch)
                 failed = False

@@ -65,7 +65,6 @@ class Mirror:
         self._places = np.dtype("<u1" if rows <= 256 else "<u2" if rows <= 65536 else "<u4")
         self._blocks = np.dtype("<u2" if limits.blocks <= 65536 else "<u4")
         self._table = np.zeros((rows, 1 - (-limits.max_model_len // limits.block_size)), np.int32)
-        self._have = np.zeros(rows, np.int32)  # blocks that are known
         self._next = np.zeros(rows, np.int32)
         self._rows = np.zeros(0, np.int32)
 
@@ -139,21 +138,14 @@ class Mirror:
         self._rows, self._next[row] = row, start + q
         return step, call
 
-    # ---- blocks: most rows that get some get one, behind those that they have -----------------------------------
+    # ---- blocks: most rows that get some get one, their last -----------------------------------
 
     def _grown(self, row: Ints, end: Ints, table: Ints) -> list[Ints]:
-        need, have = -(-end // self._size), self._have[row]
-        width = min(int(need.max()), table.shape[1])
-        at = np.arange(width)
-        new = table[:, :width] != self._table[row, :width]
-        new = (new | (at >= have[:, None])) & (at < need[:, None])
+        need = -(-end // self._size)
+        width = int(need.max())
+        new = (table[:, :width] != self._table[row, :width]) & (np.arange(width) < need[:, None])
         changed = new.any(axis=1)
-        one = (
-            changed
-            & (new.sum(axis=1) == 1)
-            & (have == need - 1)
-            & new[np.arange(len(row)), np.minimum(need, width) - 1]
-        )
+        one = new[np.arange(len(row)), need - 1] & (new.sum(axis=1) == 1)
         parts = [np.packbits(one), table[one, need[one] - 1].astype(self._blocks)]
         others = np.flatnonzero(changed & ~one)
         parts.append(np.array([len(others)], "<u2"))
@@ -161,23 +153,17 @@ class Mirror:
             first = int(new[i].argmax())
             parts.append(np.array([i, first], "<u4"))
             parts.append(table[i, first : need[i]].astype(self._blocks))
-        self._keep(row, need, table, np.flatnonzero(changed).tolist())
+        for i in np.flatnonzero(changed).tolist():
+            self._table[row[i], : need[i]] = table[i, : need[i]]
         return parts
 
     def _grow(self, read: _Reader, row: Ints, end: Ints) -> None:
         need, n = -(-end // self._size), len(row)
         one = np.flatnonzero(np.unpackbits(read.some(-(-n // 8), np.dtype("u1"), np.uint8), count=n))
         self._table[row[one], need[one] - 1] = read.some(len(one), self._blocks)
-        self._have[row[one]] = need[one]
         for _ in range(int(read.some(1, "<u2")[0])):
             i, first = read.some(2, "<u4").tolist()
             self._table[row[i], first : need[i]] = read.some(int(need[i]) - first, self._blocks)
-            self._have[row[i]] = need[i]
-
-    def _keep(self, row: Ints, need: Ints, table: Ints, changed: list[int]) -> None:
-        for i in changed:
-            self._table[row[i], : need[i]] = table[i, : need[i]]
-            self._have[row[i]] = need[i]
 
     def checksum(self, call: StepCall) -> int:
         """Of all that a step is made of."""
