@@ -177,10 +177,10 @@ class TorchBackend(ArrayBackend):
     # ---- execution ---------------------------------------------------------------------------------------------
 
     @override
-    def join(self, size: int, timeout: float | None, opening: bytes) -> RankGroup:
+    def join(self, size: int, stages: int, timeout: float | None, opening: bytes) -> RankGroup:
         from hibachi_torch.group import joined  # it takes a tenth of a second
 
-        return joined(size, self.device, timeout, opening)
+        return joined(size, stages, self.device, timeout, opening)
 
     @override
     def in_leaves(self, leaves: int, group: RankGroup | None = None) -> Self:

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hibachi.backend.array_backend import Array
-from hibachi.backend.group import GroupLost, share, tree
+from hibachi.backend.group import GroupLost, place_of, share, tree
 from hibachi.errors import ConfigError
 
 FOLDER = "HIBACHI_RANKS"  # the variable that names the folder by which ranks meet that this process has started
@@ -34,12 +35,21 @@ FOR_EVER = timedelta(days=365)
 
 
 class TorchGroup:
-    """The processes that torchrun, or `started`, has made. timeout: seconds that a rank may be late."""
+    """The processes that torchrun, or `started`, has made: `size` of them in so many stages. timeout: seconds that a
+    rank may be late.
+    """
 
     opened: ClassVar[TorchGroup | None] = None
     """The one of this process."""
 
-    def __init__(self, size: int, device: torch.device, timeout: float | None, started: Started | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        stages: int,
+        device: torch.device,
+        timeout: float | None,
+        started: Started | None = None,
+    ) -> None:
         # What is told of a rank that hangs is to come before the whole engine counts as hanging.
         most = FOR_EVER.total_seconds()
         self._timeout = timedelta(seconds=most if timeout is None else min(max(1.0, timeout * 0.6), most))
@@ -59,42 +69,68 @@ class TorchGroup:
             else:
                 dist.init_process_group("gloo", timeout=MEET)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.place = place_of(self.rank, self.size, stages)
         one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
         self.host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
         self.started = started
-        self._group: Any = None
+        self._all: Any = None  # all ranks
+        self._group: Any = None  # those of this stage
+        self._sent: deque[tuple[Any, Array]] = deque()
         self.renew(0)
         TorchGroup.opened = self
 
     def sum(self, x: Array) -> Array:
         """See `RankGroup`. The result is in x."""
         self.sums += 1
-        n, flat = x.numel(), x.view(-1)
-        each = -(-n // self.size)
+        n, flat, size = x.numel(), x.view(-1), self.place.tp_size
+        each = -(-n // size)
         with self._told():
-            if self.size == 2 or n * 4 < SMALL:
-                parts = torch.empty((self.size, n), dtype=x.dtype, device=x.device)
+            if size == 2 or n * 4 < SMALL:
+                parts = torch.empty((size, n), dtype=x.dtype, device=x.device)
                 _gather(parts.view(-1), flat, group=self._group)
                 flat.copy_(tree(parts.unbind(0)))
                 return x
-            if each * self.size != n:
-                flat = torch.cat([flat, flat.new_zeros(each * self.size - n)])
-            parts = torch.empty((self.size, each), dtype=x.dtype, device=x.device)
+            if each * size != n:
+                flat = torch.cat([flat, flat.new_zeros(each * size - n)])
+            parts = torch.empty((size, each), dtype=x.dtype, device=x.device)
             dist.all_to_all_single(parts.view(-1), flat, group=self._group)
             _gather(flat, tree(parts.unbind(0)), group=self._group)
-        if each * self.size != n:
+        if each * size != n:
             x.view(-1).copy_(flat[:n])
         return x
 
     def gather(self, x: Array, columns: int) -> Array:
         """See `RankGroup`."""
-        widest = share(columns, 0, self.size).stop
+        widest = share(columns, 0, self.place.tp_size).stop
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        whole = self._side_by_side(x, self._group, self.place.tp_size, first=self.place.tp_rank == 0)
+        return whole[:, :columns]
+
+    def collect(self, x: Array) -> Array:
+        """See `RankGroup`."""
+        return self._side_by_side(x, self._all, self.size, first=self.rank == 0)
+
+    def _side_by_side(self, x: Array, group: Any, size: int, *, first: bool) -> Array:
+        parts = [torch.empty_like(x) for _ in range(size)] if first else None
         with self._told():
-            dist.gather(x.contiguous(), parts, group=self._group, group_dst=0)
-        return x if parts is None else torch.cat(parts, 1)[:, :columns]
+            dist.gather(x.contiguous(), parts, group=group, group_dst=0)
+        return x if parts is None else torch.cat(parts, 1)
+
+    def send(self, x: Array) -> None:
+        """See `RankGroup`."""
+        with self._told():
+            if len(self._sent) > self.place.stages:
+                self._sent.popleft()[0].wait()
+            x = x.contiguous()
+            self._sent.append((dist.isend(x, self.place.of_stage(self.place.stage + 1), group=self._all), x))
+
+    def receive(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """See `RankGroup`."""
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        with self._told():
+            dist.recv(x, self.place.of_stage(self.place.stage - 1), group=self._all)
+        return x
 
     def meet(self, name: str, value: bytes | None, timeout: float) -> bytes:
         """See `RankGroup`."""
@@ -112,16 +148,24 @@ class TorchGroup:
 
     def abort(self) -> None:
         """See `RankGroup`."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        for group in {self._group, self._all} - {None}:
+            dist.destroy_process_group(group)
+        self._group = self._all = None
+        self._sent.clear()
 
     def renew(self, epoch: int) -> None:
         """See `RankGroup`."""
         self.abort()
-        how = "nccl" if self.device.type == "cuda" else "gloo"
+        how, place = "nccl" if self.device.type == "cuda" else "gloo", self.place
+
+        def made(ranks: range | None) -> Any:
+            return dist.new_group(ranks, backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
+
         with self._told():
-            self._group = dist.new_group(backend=how, timeout=self._timeout, group_desc=f"hibachi {epoch}")
+            self._group = self._all = made(None)
+            if place.stages > 1:
+                stages = [made(range(at, at + place.tp_size)) for at in range(0, self.size, place.tp_size)]
+                self._group = stages[self.rank // place.tp_size]
 
     def close(self) -> None:
         """See `RankGroup`."""
@@ -194,8 +238,11 @@ class Started:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def joined(size: int, device: torch.device, timeout: float | None, opening: bytes) -> TorchGroup:
-    """The group of this process; if no launcher has made one, its other ranks are started now. Raises ConfigError."""
+def joined(size: int, stages: int, device: torch.device, timeout: float | None, opening: bytes) -> TorchGroup:
+    """The group of this process, with `size` ranks in each of so many stages; if no launcher has made one, its other
+    ranks are started now. Raises ConfigError.
+    """
+    size *= stages
     if TorchGroup.opened is not None:
         raise ConfigError(
             "This process has a model over several processes already, and ranks follow one. Close it first, or take "
@@ -204,8 +251,8 @@ def joined(size: int, device: torch.device, timeout: float | None, opening: byte
     there = os.environ.get("WORLD_SIZE")
     if there is not None and int(there) != size:
         raise ConfigError(
-            f"torchrun has started {there} processes, and tensor_parallel_size is {size}. Start as many as the model "
-            f"is to have, or say --tensor-parallel-size {there}."
+            f"torchrun has started {there} processes, and tensor_parallel_size times pipeline_parallel_size is {size}. "
+            f"Start as many as the model is to have."
         )
     started = None
     if there is None and not dist.is_initialized():
@@ -213,7 +260,7 @@ def joined(size: int, device: torch.device, timeout: float | None, opening: byte
             raise ConfigError("Expected ranks, as `torchrun --nproc-per-node N script.py` starts them; there are none.")
         started = Started(size, opening)
     try:
-        return TorchGroup(size, device, timeout, started)
+        return TorchGroup(size, stages, device, timeout, started)
     except BaseException:
         if started is not None:
             started.close()

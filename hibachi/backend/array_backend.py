@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
-from hibachi.backend.group import RankGroup, check_leaves, share, tree
+from hibachi.backend.group import Place, RankGroup, check_leaves, share, tree
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.library import Library
 from hibachi.backend.packing import Rows, joined
@@ -516,25 +516,37 @@ class ArrayBackend(Library):
             found.numerics = f"{found.numerics}/{leaves}"
         return found
 
-    def join(self, size: int, timeout: float | None, opening: bytes) -> RankGroup:
-        """Meet the other processes that compute a model with this one, so many together; start them if nobody has.
+    def join(self, size: int, stages: int, timeout: float | None, opening: bytes) -> RankGroup:
+        """Meet the other processes that compute a model with this one, `size` in each of so many stages; start them if
+        nobody has.
 
         timeout: seconds that one of them may be late. opening: pickled (function, arguments, keyword arguments) that a
         started process calls. Raises UnsupportedOperation, ConfigError.
         """
         raise UnsupportedOperation(
             f"A model over several processes takes the backend torch; got {self!r}. Pass backend='torch', or "
-            f"tensor_parallel_size=1."
+            f"tensor_parallel_size=1 and pipeline_parallel_size=1."
         )
 
     def together(
-        self, size: int, leaves: int | None = None, *, timeout: float | None = 120.0, opening: bytes = b""
+        self,
+        size: int,
+        leaves: int | None = None,
+        *,
+        stages: int = 1,
+        timeout: float | None = 120.0,
+        opening: bytes = b"",
     ) -> Self:
-        """This backend as that of one of `size` processes that compute a model together, whose sums are cut into so
-        many leaves; None means one each. Other arguments and errors as of `join`.
+        """This backend as that of one of `size` processes that compute each stage of a model together, whose sums are
+        cut into so many leaves; None means one each. Other arguments and errors as of `join`.
         """
         leaves = check_leaves(leaves, size)
-        return self.in_leaves(leaves, self.join(size, timeout, opening) if size > 1 else None)
+        return self.in_leaves(leaves, self.join(size, stages, timeout, opening) if size * stages > 1 else None)
+
+    @property
+    def place(self) -> Place:
+        """Where this process stands among those that compute a model together."""
+        return Place(0, 1, 0, 1) if self.group is None else self.group.place
 
     def shard(self, params: Mapping[str, HostArray], specs: Mapping[str, str], dtype: str) -> dict[str, Array]:
         """The part of a model's params that this process has.
@@ -542,7 +554,7 @@ class ArrayBackend(Library):
         specs: by name "rows", of a matrix [out, in] or a vector whose outputs this process has a share of; "columns",
         of a matrix that `linear_reduce` multiplies with; "matrix", whole, for `linear`. Others are whole as well.
         """
-        rank, size = (0, 1) if self.group is None else (self.group.rank, self.group.size)
+        _, _, rank, size = self.place
         found = {}
         for name, array in params.items():
             how = specs.get(name, "")
@@ -557,20 +569,20 @@ class ArrayBackend(Library):
 
     def gather(self, x: Array, columns: int) -> Array:
         """What each process has of an output [n, columns], such as logits, side by side; on rank 0, which reads it."""
-        return x if self.group is None else self.group.gather(x, columns)
+        return x if self.group is None or self.place.tp_size == 1 else self.group.gather(x, columns)
 
     @property
     def local_leaves(self) -> int:
         """Those of this process."""
-        return self.leaves // (1 if self.group is None else self.group.size)
+        return self.leaves // self.place.tp_size
 
     def linear_reduce(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        """`linear` of which each process of the group has some columns, of x and of w (from `put_columns`): the sums of
-        the leaves are float32, are added up over all processes (`hibachi.backend.group`), and rounded once.
+        """`linear` of which each process of a stage has some columns, of x and of w (from `put_columns`): the sums of
+        the leaves are float32, are added up over these processes (`hibachi.backend.group`), and rounded once.
         """
         if self.leaves == 1:
             return self.linear(x, w, b)
-        if self.group is None:
+        if self.group is None or self.place.tp_size == 1:
             return self.linear_leaves(x, w, b)
         y = self.group.sum(self.linear_leaves(x, w, wide=True))
         return self.xp.astype(y if b is None else y + self.float32(b), x.dtype, copy=False)

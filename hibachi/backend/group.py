@@ -1,5 +1,7 @@
 """Several processes that compute one model: what a backend asks of them, and how sums are added up whoever has what.
 
+Processes stand in stages, each with some of the layers, and those of a stage share each of its matrices.
+
 A product over columns that lie in several processes is cut into leaves, and leaves are added as a binary tree of
 neighbours. A process has some leaves that stand together, as many as any other and a power of two, so it adds up a part
 of the tree by itself. The result has the same bits for any number of processes, one included.
@@ -8,16 +10,44 @@ of the tree by itself. The result has the same bits for any number of processes,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from hibachi.errors import ConfigError, EngineFailed
 
-T = TypeVar("T")
 MOST_LEAVES = 128
 
 
 class GroupLost(EngineFailed):
     """A process of the group has ended or hangs; no step of this group can be computed any more."""
+
+
+class Place(NamedTuple):
+    """Where a rank stands: its stage, of so many, and which of the `tp_size` ranks of that stage it is."""
+
+    stage: int
+    stages: int
+    tp_rank: int
+    tp_size: int
+
+    @property
+    def first(self) -> bool:
+        """Whether its stage is the first one."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether its stage is the last one."""
+        return self.stage == self.stages - 1
+
+    def of_stage(self, stage: int) -> int:
+        """The rank of another stage that has this one's shares."""
+        return (stage + 1) % self.stages * self.tp_size + self.tp_rank
+
+
+def place_of(rank: int, size: int, stages: int) -> Place:
+    """The last stage has the first ranks, as rank 0 samples from what it computes."""
+    tp_size = size // stages
+    return Place((rank // tp_size - 1) % stages, stages, rank % tp_size, tp_size)
 
 
 class RankGroup(Protocol):
@@ -27,19 +57,32 @@ class RankGroup(Protocol):
 
     rank: int
     size: int
+    place: Place
     host: str
     sums: int
     facts: dict[str, str]
     """What must be the same on all ranks, by name, besides what the engine knows: such as a digest of the files."""
 
     def sum(self, x: Any) -> Any:
-        """The sum of the x of all ranks, float32 of one shape, added as a tree; it is in x. Raises GroupLost."""
+        """The sum of the x of a stage's ranks, float32 of one shape, added as a tree; it is in x. Raises GroupLost."""
         ...
 
     def gather(self, x: Any, columns: int) -> Any:
-        """On rank 0 the x of all ranks side by side, [n, columns], of which each has its `share`; on others x. Raises
-        GroupLost.
+        """On the first rank of a stage the x of its ranks side by side, [n, columns], of which each has its `share`; on
+        others x. Raises GroupLost.
         """
+        ...
+
+    def collect(self, x: Any) -> Any:
+        """On rank 0 the x of all ranks side by side, of one shape [n, m]; on others x. Raises GroupLost."""
+        ...
+
+    def send(self, x: Any) -> None:
+        """Hand x over to the next stage, which need not wait for it yet. Raises GroupLost."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What the stage before has sent. Raises GroupLost."""
         ...
 
     def meet(self, name: str, value: bytes | None, timeout: float) -> bytes:

@@ -59,19 +59,25 @@ class Program:
     def __init__(self, decoder: Any) -> None:
         self._arch, self._backend, params = decoder.arch, decoder.backend, decoder.params
         self._halves = [cos.shape[-1] for cos, _ in params["ropes"]]
-        a, embed = self._arch, params["embed"]
-        self._kept: list[Any] = [embed]  # what the operations point to
+        a = self._arch
+        self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
-        self.dtype = params["norm"].dtype
+        self.dtype = self._backend.dtype(decoder.dtype)
         self._after_last = False
         self._cuts: list[int] = []  # operations before which sums are added up over processes
-        rows, scales = embed.pointers
-        self._add(EMBED, H, H, which=INTO[embed.kind], w=rows, scales=scales, n=a.hidden_size)
+        self._stage = self._backend.place
+        if self._stage.first:
+            embed = params["embed"]
+            rows, scales = embed.pointers
+            self._kept.append(embed)
+            self._add(EMBED, H, H, which=INTO[embed.kind], w=rows, scales=scales, n=a.hidden_size)
         for i, (kind, layer) in enumerate(zip(a.layers, params["layers"], strict=True)):
             self._layer(i, kind, layer)
-        self._norm("norm", params, LAST_H, FINAL)
+        if self._stage.last:
+            self._norm("norm", params, LAST_H, FINAL)
         self._before_head = len(self._ops)
-        self._linear(params, "head", FINAL, LOGITS, wide=1)
+        if self._stage.last:
+            self._linear(params, "head", FINAL, LOGITS, wide=1)
         self._list = (Op * len(self._ops))(*(Op(**op) for op in self._ops))
         q, kv, hidden, gates = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size, 1 + a.gated
         widths = [hidden, hidden, q + 2 * kv, q, gates * a.intermediate, a.intermediate, hidden, hidden, q]
@@ -80,7 +86,7 @@ class Program:
         self._kernels = run = self._backend.library.kernels
         deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
         self._bytes = max(deepest) if any(op["kind"] == ROUND for op in self._ops) else 0  # of a token
-        self._outputs = params["head"].shape[0]  # of a process, where there are several
+        self._outputs = params["head"].shape[0] if self._stage.last else 0  # of a process, where there are several
         self._wide = (ctypes.c_int64 * (SUMS + 1))(*self._widths, self._outputs, 0, 0, hidden)
         self._code = self._backend.codes[self.dtype]
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
@@ -103,7 +109,8 @@ class Program:
         *,
         logits: bool = True,
     ) -> Array:
-        """Logits [n_out, vocab] in float32 at x.last; or [n_out, hidden], what the head sees.
+        """Logits [n_out, vocab] in float32 at x.last; or [n_out, hidden], what the head sees; or [T, hidden], what the
+        next stage goes on with.
 
         params: of the decoder, or with other tables of angles. Arrays of x: also those of NumPy, whatever the backend.
         h [T, hidden]: the tokens as they are embedded, which is overwritten; None means as rows of the matrix.
@@ -120,15 +127,22 @@ class Program:
             memory = None  # before there is memory for another
             memory = self._memory(len(tok))
         n = len(last)
-        out = b.output((n, self._outputs)) if logits else b.empty((n, a.hidden_size), self.dtype)
         buffers, step = memory.buffers, memory.step
-        buffers[LOGITS], buffers[FINAL] = (b.address(out), memory.final) if logits else (None, b.address(out))
-        buffers[H] = memory.h if h is None else b.address(h)
+        buffers[LOGITS], buffers[FINAL], buffers[H] = None, memory.final, memory.h if h is None else b.address(h)
+        if not self._stage.last:
+            logits, out = False, b.empty((len(tok), a.hidden_size), self.dtype) if h is None else h
+            buffers[H] = b.address(out)
+        elif logits:
+            out = b.output((n, self._outputs))
+            buffers[LOGITS] = b.address(out)
+        else:
+            out = b.empty((n, a.hidden_size), self.dtype)
+            buffers[FINAL] = b.address(out)
         halves, (_, _, turns, step.positions) = self._halves_of(cache), self._angles_of(params["ropes"])
         step.outputs, step.rows, step.blocks = n, len(cu_q) - 1, table.shape[1]
         step.block_size, step.cache_blocks = cache[0].block_size, len(cache[0].keys)
         step.index, step.turns, step.caches = address_of(index), ctypes.addressof(turns), ctypes.addressof(halves)
-        first, end = int(h is not None), len(self._list) if logits else self._before_head
+        first, end = int(h is not None and self._stage.first), len(self._list) if logits else self._before_head
         kept = (self.seconds,)  # they live as long as the call, whoever sets others
         for cut in (*self._cuts, end):
             step.seconds = kept[0][first:].ctypes.data
@@ -213,7 +227,7 @@ class Program:
         self._add(WRITE, QKV, QKV, **seen)
         self._add(ATTEND, QKV, MIXED, **seen)
         h, mixed = H, MIXED
-        if i == len(a.layers) - 1:  # nothing reads the other tokens any more
+        if i == len(a.layers) - 1 and self._stage.last:  # nothing reads the other tokens any more
             h, mixed = LAST_H, LAST_MIXED
             self._add(TAKE, H, h)
             self._add(TAKE, MIXED, mixed)
@@ -266,7 +280,7 @@ class Program:
     def _reduced(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
         """A product of `linear_reduce`."""
         leaves = self._backend.local_leaves
-        if self._backend.group is None:
+        if self._backend.place.tp_size == 1:
             return self._linear(layer, name, source, to, leaves=leaves, **more)
         w, b = layer[name], layer.get(f"{name}_bias")
         self._linear({name: w}, name, source, SUMS, leaves=leaves, wide=1)
@@ -331,10 +345,10 @@ def whole(arch: Any) -> bool:
 def program(decoder: Any) -> Program | None:
     """The decoder as a program, or None if a layer of it has something that no operation computes."""
     params = decoder.params
-    dtype = params["norm"].dtype
+    dtype = decoder.backend.dtype(decoder.dtype)
     matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
     matrices += [layer["router"] for layer in params["layers"] if "router" in layer]
-    matrices += [params["embed"], params["head"]]
+    matrices += [params[name] for name in ("embed", "head") if name in params]
 
     def packed(w: Any) -> bool:
         if isinstance(w, list):  # experts, which are multiplied by one operation

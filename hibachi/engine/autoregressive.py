@@ -493,7 +493,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 return self._built
             self._check_open()
             if isinstance(backend, ArrayBackend) and backend.group is not None and backend.group.rank:
-                check_group(self._spec)
+                check_group(self._spec, backend.place.stages)
                 follow(self.model, backend, backend.group)
             built = build(
                 self._spec, backend, self._policy, self._tokens, self._promise.check, self._promise.deterministic

@@ -21,7 +21,7 @@ from hibachi.common.shapes import CallShapes
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.config import EngineConfig
 from hibachi.engine.conversions import said_by
-from hibachi.engine.group.leader import Leader, LedMemory, facts_of
+from hibachi.engine.group.leader import Leader, LedMemory, facts_of, spread
 from hibachi.engine.group.link import connected
 from hibachi.engine.kinds import kind_of, takes_lengths
 from hibachi.engine.ladder import ModelKind
@@ -39,6 +39,7 @@ from hibachi.engine.runners.meters import Tally
 from hibachi.engine.runners.nine import NineRunner
 from hibachi.engine.runners.overlapping import OverlappingRunner
 from hibachi.engine.runners.owncache.runner import OwnCacheRunner
+from hibachi.engine.runners.pipelined import PipelinedRunner
 from hibachi.engine.runners.runner import ModelRows, Runner
 from hibachi.engine.runners.sampler import RowSampler
 from hibachi.engine.runners.tokentable import Tables, TokenKind
@@ -128,7 +129,7 @@ def build(
     if isinstance(backend, NineBackend):
         return _nine(spec, backend, policy, tokens, deterministic)
     if backend.group is not None:
-        check_group(spec)
+        check_group(spec, backend.place.stages)
     vocab = spec.vocab_size
     sizes = () if spec.codebooks is None else sizes_of(spec.model)
     prompts = HostPrompts(backend, vocab_size=vocab, sizes=sizes, **tokens)
@@ -184,19 +185,21 @@ def build(
     return Built(facts, scheduler, runner, prompts, size if spec.config.enable_prefix_caching else 0)
 
 
-def check_group(spec: EngineSpec) -> None:
-    """Raise UnsupportedOperation for what several processes do not compute together."""
+def check_group(spec: EngineSpec, stages: int) -> None:
+    """Raise UnsupportedOperation for what several processes, in so many stages, do not compute together."""
     asked = {
         "a model without a paged cache": spec.kind is not ModelKind.PAGED,
         "recurrent states": spec.kind is ModelKind.PAGED
         and any(isinstance(layer, State) for layer in spec.model.cache_spec()),
         "a model with draws, inputs or knows": bool(declared_by(spec.model)),
         "a draft model": spec.draft is not None,
+        "a model without stages": stages > 1 and not getattr(spec.model, "stage_layers", ()),
     }
     for what, there in asked.items():
         if there:
             raise UnsupportedOperation(
-                f"Several processes do not compute {what} together. Pass tensor_parallel_size=1."
+                f"Several processes do not compute {what} together. Pass tensor_parallel_size=1 and "
+                f"pipeline_parallel_size=1."
             )
 
 
@@ -353,8 +356,9 @@ def cached_runner(
     memory, group = None, backend.group
     if group is not None:
         leader = Leader(group, connected(group, facts_of(model, backend)))
-        memory = LedMemory(model.cache_spec(), backend, scheduler.limits, dtype, leader)
-    runner = OverlappingRunner(rows, scheduler, head, dtype, tally, memory)
+        memory = LedMemory(model.cache_spec(), backend, scheduler.limits, dtype, leader, spread(model, backend))
+    kind = OverlappingRunner if backend.place.stages == 1 else PipelinedRunner
+    runner = kind(rows, scheduler, head, dtype, tally, memory)
     runner.entries = runner.memory
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
@@ -393,13 +397,14 @@ def _cached_limits(spec: EngineSpec, backend: ArrayBackend, size: int) -> Limits
     block.
     """
     layers = spec.model.cache_spec()
-    position = position_bytes(layers, spec.dtype)
+    position = round(position_bytes(layers, spec.dtype) * spread(spec.model, backend))
     blocks = _blocks(spec, backend, position, size) if position else 0
     states = spec.config.enable_prefix_caching and any(isinstance(s, State) for s in layers)
     return replace(
         _limits(spec, blocks, size),
         checkpoints=CHECKPOINTS * spec.rows if states else 0,
         checkpoint_every=max(1, CHECKPOINT_TOKENS // size),
+        stages=backend.place.stages,
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -99,9 +100,11 @@ class Engine:
         self.invalid_why: str = ""  # the error of the last of these steps
         self._budget = TokenBudget(scheduler.limits, lambda budget: self.scheduler.limit(budget))
         self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
-        wanted = runner.backend.asynchronous if overlap is None else overlap
-        self._launcher = runner if wanted and isinstance(runner, Launcher) else None
-        self._flight: Flight | None = None
+        self._launcher: Launcher | None = None
+        if isinstance(runner, Launcher):
+            wanted = runner.exclusive or (runner.backend.asynchronous if overlap is None else overlap)
+            self._launcher = runner if wanted else None
+        self._flights: deque[Flight] = deque()
         self._calm = False  # the next step is waited for
         self._turns = Turns()
         self._in_turns: set[Job] = set()  # requests of slow forms that wait for theirs
@@ -321,9 +324,8 @@ class Engine:
         self.runner.check()
         began = self._begin()
         self._waiting = self.drafting is not None and self.waits is not None and self.waits.waiting
-        if self._waiting and self._flight is not None:
-            before, self._flight = self._flight, None
-            if not self._land(before, None, began):
+        if self._waiting and self._flights:
+            if not self._land_all(None, began):
                 return True
             began = self._begin()
         now = time.monotonic()
@@ -337,48 +339,62 @@ class Engine:
         if plan is None and self.scheduler.resting:  # the request that was to start first could not
             self.scheduler.rest(frozenset())
             plan = self._plan(now)
-        flight, self._flight = self._flight, None
         if plan is None:
-            if flight is not None:
-                self._land(flight, None, began)
-            elif not self._live:
+            if self._flights:
+                self._land(None, began)
+                return True
+            if not self._live:
                 self.runner.idle()
                 if self.tiering is not None:
                     self.tiering.after(self.scheduler, all_=True)
-            return flight is not None
+            return False
         if refused := self._admit(plan, now):
             # The others of the plan may share what these were to compute, so it does not happen.
             for job, error in refused:
                 self._give_up(job, error)
-            if flight is None or self._land(flight, plan, began):
+            if self._land_all(plan, began):
                 self._roll_back(plan, "a request could not start")
             return True
-        launched, failed = self._launch(plan, flight)
-        if flight is not None:
-            lost = failed is not None and failed.cache_lost
-            if not self._land(flight, plan, began, steady=launched is not None, cache_lost=lost):
-                return True
-            began = self._begin()
+        waited = bool(self._flights)
+        if self._exclusive and (any(plan.stores or ()) or any(plan.loads or ())) and not self._land_all(plan, began):
+            return True
+        launched, failed = self._launch(plan, self._flights[-1] if self._flights else None)
+        if launched is not None and self._launcher is not None:
+            self._flights.append(launched)
+            while len(self._flights) > self._launcher.depth:
+                if not self._land(None, began, steady=True):
+                    return True
+                began = self._begin()
+            self._launcher.draw_late(launched)
+            return True
+        if self._flights and not self._land_all(plan, began, cache_lost=failed is not None and failed.cache_lost):
+            return True
         if failed is not None:
             self._recover(failed, plan)
-        elif launched is None and flight is not None and not self._stands(plan):
+        elif waited and not self._stands(plan):
             self._roll_back(plan, "others have ended or wait")  # it was made for them as well
-        elif launched is None:
+        else:
             self._run(plan, began)
-        if launched is not None and self._launcher is not None:
-            self._launcher.draw_late(launched)
-        self._flight = launched
         return True
 
     def try_model(self) -> bool:
         """Take one step of a trial of the model that was left for later; False if there was none to take."""
-        return self.promise is not None and self.promise.step()
+        if self.promise is None or not self.promise.tries:
+            return False
+        if self._exclusive:
+            self._land_all(None, self._begin())
+        return self.promise.step()
+
+    @property
+    def _exclusive(self) -> bool:
+        """Whether there are steps in flight beside which nothing is computed."""
+        return bool(self._flights) and self._launcher is not None and self._launcher.exclusive
 
     def _plan(self, now: float) -> StepPlan | None:
         # Proposals go on from the last token, and cost a step that begins before that is read.
         waits = self._launcher is None or self._waiting or self._alone
         may = self.promise is None or self.promise.proposes
-        if self.drafting is not None and self._flight is None and waits and may:
+        if self.drafting is not None and not self._flights and waits and may:
             self.drafting.propose(self.scheduler, self.runner)
         plan = self.scheduler.schedule(now)
         self._suspend(self.scheduler.preempted)
@@ -441,7 +457,8 @@ class Engine:
             self._lost = 0
         counts.step_seconds += (seconds := time.perf_counter() - began)
         if self.tiering is not None:
-            self.tiering.after(self.scheduler)
+            if not self._exclusive:
+                self.tiering.after(self.scheduler)
             self.tiering.took(plan, seconds)
         if self.drafting is not None and not self.runner.tally.compiles:
             self._took(self.drafting, plan, outcome, seconds, steady)
@@ -498,31 +515,36 @@ class Engine:
             return None, None
 
     def _land(
-        self,
-        flight: Flight,
-        plan: StepPlan | None,
-        began: float,
-        *,
-        steady: bool = False,
-        cache_lost: bool = False,
+        self, plan: StepPlan | None, began: float, *, steady: bool = False, cache_lost: bool = False
     ) -> bool:
-        """Read the tokens of a step in flight. False means that it failed, and so `plan`, the step after it, did not
-        happen.
+        """Read the tokens of the oldest step in flight. False means that it failed, and so the others, and `plan`, the
+        step after them, did not happen.
 
         steady: the step after it has begun. cache_lost: by the step after it.
         """
         assert self._launcher is not None
+        flight = self._flights.popleft()
         try:
-            outcome = self._launcher.land(flight)
+            outcome = self._launcher.land(flight, self.scheduler.holds(flight.plan))
         except StepFailed as e:
             e.cache_lost |= cache_lost
             self._calm = True
-            if plan is not None:
-                self._roll_back(plan, e.why)
+            later = [each.plan for each in self._flights] + ([] if plan is None else [plan])
+            self._flights.clear()
+            for each in reversed(later):
+                self._roll_back(each, e.why)
             self._recover(e, flight.plan)
             self.moved = time.monotonic()
             return False
         self._finish(flight.plan, outcome, began, steady=steady)
+        return True
+
+    def _land_all(self, plan: StepPlan | None, began: float, *, cache_lost: bool = False) -> bool:
+        """`_land` all steps in flight, the oldest first."""
+        while self._flights:
+            if not self._land(plan, began, cache_lost=cache_lost):
+                return False
+            began = self._begin()
         return True
 
     def _roll_back(self, plan: StepPlan, why: str) -> None:
@@ -822,7 +844,8 @@ class Engine:
 
     def end_all(self, reason: Finish, error: Callable[[], HibachiError] | None = None) -> None:
         """End every waiting and running request, each with its own copy of the error."""
-        live, self._flight = list(self._live), None
+        live = list(self._live)
+        self._flights.clear()
         for job in live:
             self._ended(job, reason, error() if error else None)
         self._wakeups.post()
@@ -842,7 +865,8 @@ class Engine:
         policy = _copied(self._policy)
         assert policy is not None
         self.scheduler = self.scheduler.fresh(policy)
-        self._flight, self._calm = None, False
+        self._flights.clear()
+        self._calm = False
         self._budget.restart()
         self._paused.clear()
         self.runner.adopt(self.scheduler)

@@ -218,7 +218,7 @@ class _Probe:
             others, longest = _others(runner.backend.group is not None)
             most = 1 + (len(LENGTHS) + others) * -(-(longest + SPECULATED) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
-        self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
+        self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None, stages=1)
         self._memory = runner.memory if take_cache else runner.memory.another(limits)
         self._batches = 0
 
@@ -410,6 +410,11 @@ class Promise:
         else:
             self._settle(None)
         return self.deterministic
+
+    @property
+    def tries(self) -> bool:
+        """Whether there is a step of a trial to take."""
+        return self._trial is not None
 
     def step(self) -> bool:
         """Take a step of a trial that was left for later; whether there was one to take. Only for the thread that steps

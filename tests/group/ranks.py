@@ -1,12 +1,13 @@
 """Threads as ranks, and a small model that several can share."""
 
 import json
+import queue
 import threading
 
 import numpy as np
 
 from hibachi import AutoregressiveBatchInference, NumpyBackend
-from hibachi.backend.group import GroupLost, tree
+from hibachi.backend.group import GroupLost, place_of, tree
 from hibachi.llm.model.arch import Arch, Layer, shapes
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.rope import Rope
@@ -15,11 +16,10 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 96,
 
 
 def arch_of(heads=8, kv_heads=8, **more):
-    known = {"hidden_size": 64, "head_dim": 64, "intermediate": 64 * heads, "vocab_size": 97, "max_positions": 96}
+    known = {"layers": (Layer(),) * 2, "hidden_size": 64, "head_dim": 64, "intermediate": 64 * heads, "vocab_size": 97, "max_positions": 96}
     return Arch(
         heads=heads,
         kv_heads=kv_heads,
-        layers=(Layer(),) * 2,
         norm_eps=1e-5,
         ropes=(Rope(10000.0, 64),),
         **known | more,
@@ -33,16 +33,17 @@ def weights_of(arch, biases=()):
 
 
 class Threads:
-    """A group of threads."""
+    """A group of threads, in so many stages."""
 
-    def __init__(self, size):
-        self.size, self.said, self.lock = size, {}, threading.Condition()
-        self.barriers, self.held, self.patience = {}, [None] * size, 20.0  # seconds that one may be late
+    def __init__(self, size, stages=1):
+        self.size, self.stages, self.said, self.lock = size, stages, {}, threading.Condition()
+        self.made, self.held, self.patience = {}, [None] * size, 20.0  # seconds that one may be late
         self.ranks = [Rank(self, rank) for rank in range(size)]
 
-    def barrier(self, epoch):
+    def shared(self, key, make):
+        """One for all ranks that name it."""
         with self.lock:
-            return self.barriers.setdefault(epoch, threading.Barrier(self.size))
+            return self.made.setdefault(key, make())
 
 
 class Rank:
@@ -50,18 +51,46 @@ class Rank:
 
     def __init__(self, threads, rank):
         self.threads, self.rank, self.size, self.sums = threads, rank, threads.size, 0
-        self.gathers, self.harm, self.facts = 0, lambda: None, {}
+        self.place = place_of(rank, threads.size, threads.stages)
+        self.mine = slice(rank - self.place.tp_rank, rank - self.place.tp_rank + self.place.tp_size)
+        self.gathers, self.sent, self.harm, self.facts = 0, 0, lambda: None, {}
         self.renew(0)
 
-    def exchanged(self, x, found):
+    def exchanged(self, x, found, which=None):
+        which = which or self.mine
+        key = self.epoch, which.start, which.stop
+        barrier = self.threads.shared(key, lambda: threading.Barrier(which.stop - which.start))
+        self.barriers.add(barrier)
         try:
             self.threads.held[self.rank] = x
-            self.barrier.wait(self.threads.patience)
-            out = found(list(self.threads.held))
-            self.barrier.wait(self.threads.patience)
+            barrier.wait(self.threads.patience)
+            out = found(self.threads.held[which])
+            barrier.wait(self.threads.patience)
         except threading.BrokenBarrierError:
             raise GroupLost("the barrier is broken") from None
         return out
+
+    def channel(self, rank, to):
+        found = self.threads.shared((self.epoch, rank, to), queue.Queue)
+        self.queues.add(found)
+        return found
+
+    def send(self, x):
+        self.harm()
+        self.sent += 1
+        self.channel(self.rank, self.place.of_stage(self.place.stage + 1)).put(np.array(x))
+
+    def receive(self, shape, dtype):
+        channel = self.channel(self.place.of_stage(self.place.stage - 1), self.rank)
+        try:
+            x = channel.get(timeout=self.threads.patience)
+        except queue.Empty:
+            x = None
+        if x is None:
+            channel.put(None)
+            raise GroupLost("nothing has come")
+        assert x.shape == shape and x.dtype == dtype
+        return x
 
     def sum(self, x):
         self.sums += 1
@@ -72,6 +101,10 @@ class Rank:
     def gather(self, x, columns):
         self.gathers += 1
         whole = self.exchanged(x, lambda parts: np.concatenate(parts, 1))
+        return whole if self.place.tp_rank == 0 else x
+
+    def collect(self, x):
+        whole = self.exchanged(x, lambda parts: np.concatenate(parts, 1), slice(0, self.size))
         return whole if self.rank == 0 else x
 
     def meet(self, name, value, timeout):
@@ -86,24 +119,41 @@ class Rank:
         pass
 
     def abort(self):
-        self.barrier.abort()
+        for barrier in self.barriers:
+            barrier.abort()
+        for each in self.queues:
+            each.put(None)
 
     def renew(self, epoch):
         if epoch:
             self.abort()
-        self.barrier = self.threads.barrier(epoch)
+        self.epoch, self.barriers, self.queues = epoch, set(), set()
 
     def close(self):
         pass
 
 
 class Together:
-    """An engine of so many ranks. make: a model of a backend; None means a decoder. harms: by rank, before its sums."""
+    """An engine of so many ranks in each of so many stages. make: a model of a backend; None means a decoder. harms: by
+    rank, before its sums, and before it sends.
+    """
 
     def __init__(
-        self, size, leaves, arch=None, weights=None, *, make=None, backend=None, dtype="float32", harms=None, **options
+        self,
+        size,
+        leaves,
+        arch=None,
+        weights=None,
+        *,
+        stages=1,
+        make=None,
+        backend=None,
+        dtype="float32",
+        harms=None,
+        **options,
     ):
-        self.group, self.threads, self.errors = Threads(size), [], []
+        size *= stages
+        self.group, self.threads, self.errors = Threads(size, stages), [], []
         backend = backend or NumpyBackend()
 
         def made(rank):

@@ -27,6 +27,7 @@ from hibachi.engine.group import link
 from hibachi.engine.group.leader import facts_of
 from hibachi.engine.group.link import RankWatch, Reports, connected
 from hibachi.engine.group.message import Mirror
+from hibachi.llm.model.arch import Layer
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
 
@@ -77,6 +78,17 @@ def test_bits_are_the_same_for_1_2_4_and_8_ranks_in_8_leaves(case):
     one = answers(1, 8, arch, weights, **options)
     assert not any(isinstance(answer, Exception) for answer in one), one
     assert all(answers(size, 8, arch, weights, **options) == one for size in (2, 4, 8))
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "int8"])
+def test_bits_are_the_same_for_1_2_and_3_stages(how):
+    arch = arch_of(layers=(Layer(),) * 5, tied=False)
+    weights, backend = weights_of(arch), NumpyBackend()
+    options = {"backend": backend.quantized(how), "dtype": "float32"} if how == "int8" else {"dtype": how}
+    one, leaved = answers(1, 1, arch, weights, **options), answers(1, 4, arch, weights, **options)
+    assert not any(isinstance(answer, Exception) for answer in one), one
+    assert all(answers(1, 1, arch, weights, stages=stages, **options) == one for stages in (2, 3, 5))
+    assert answers(2, 4, arch, weights, stages=2, **options) == leaved
 
 
 @pytest.mark.parametrize("size", [3, 4])

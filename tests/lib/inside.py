@@ -32,7 +32,7 @@ def is_closing(engine: Any) -> bool:
 
 def flight(engine: Any) -> Any:
     """The step that has begun and whose tokens are not read yet."""
-    return core(engine)._flight
+    return next(reversed(core(engine)._flights), None)
 
 
 def parked(engine: Any) -> Any:

@@ -100,6 +100,10 @@ class Request:
         self.guilty = False
 
     @property
+    def known(self):
+        return len(self.prompt) + self.sampled
+
+    @property
     def alive(self):
         return self.seq.finish is None and not self.ends
 
@@ -277,7 +281,9 @@ class World:
             self.check()
         order = [seq for seq in s.order if seq.row >= 0]
         moving = [seq for seq in order if not seq.paused]
-        must = [q.owner for q in moving if q.owner.decoding and len(q.owner.prompt) + q.owner.sampled < q.end]
+        must = [q.owner for q in moving if q.owner.known < q.end]
+        if (stages := s.limits.stages) > 1:
+            must = [r for r in must if r.sampled == len(r.got)]  # nothing of it is in flight
         plain = None
         if self.proposals is not None and not self.flying:
             if self.calls % self.every == 0 and self.proposals.random() < 0.2:
@@ -288,6 +294,9 @@ class World:
         self.check()
         self.judge_proposals(plan, guesses, plain)
         must = [r for r in must if r.seq.row >= 0]
+        if stages > 1:
+            must = must[: -(-sum(q.row >= 0 for q in moving) // stages)]
+        must = [r for r in must if r.decoding]
         self.send_back(s.preempted)
         if plan is None:
             assert not must, "a decode row did not get its token"
@@ -427,6 +436,7 @@ class World:
         if draft is not None:
             n = zip(plan.seqs, draft.tolist(), strict=True)
             tokens[x.pos >= plan.end[x.seg]] = [token for seq, most in n for token in seq.owner.guess[:most]]
+        assert s.limits.stages == 1 or tokens.min() >= 0, "it computes a token that is not known"
         if self.padded:
             n, outputs = limits.budget + 3, limits.rows if draft is None else limits.budget
             tile = x.tile_q.shape[1]
@@ -639,6 +649,7 @@ def random_world(
     """A world with few rows, few blocks and tight budgets."""
     rows = rng.randint(1, 6)
     budget = max(rows, rng.randint(1, 40))
+    stages = 1 if depth or copies or proposals else rng.choice((1, 1, 2, 3))
     limits = Limits(
         rows=rows,
         budget=budget,
@@ -650,7 +661,10 @@ def random_world(
         prefill=rng.choice((None, None, 1, 4, 12)),
         reserve_all=rng.random() < 0.15,
         copies=copies,
+        stages=stages,
     )
+    if stages > 1:
+        depth = stages
     return World(
         limits,
         rng.choice(policies)() if policy is None else policy,

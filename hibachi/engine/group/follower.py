@@ -16,10 +16,10 @@ import numpy as np
 from hibachi.backend.array_backend import Array, ArrayBackend
 from hibachi.backend.group import GroupLost, RankGroup
 from hibachi.backend.layout import StepInputs
-from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of, gathered
+from hibachi.engine.group.leader import HIDDEN, OTHER, facts_of, gathered, spread
 from hibachi.engine.group.link import Connection, Reports, connected
 from hibachi.engine.group.message import Astray, Mirror, StepCall
-from hibachi.engine.runners.entries import arrays_of
+from hibachi.engine.runners.entries import arrays_of, bytes_of
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.scheduler.step import Limits
 
@@ -65,7 +65,7 @@ class Follower:
         while (data := self._messages.get()) is not None:
             kind, number = data[0], data[1]
             if kind != OTHER:
-                failed = failed or not self._step(data, number)
+                failed = not self._step(data, number, made=not failed)
                 continue
             order, _, part = data[2:].partition(b"\0")
             said = json.loads(order)
@@ -97,23 +97,26 @@ class Follower:
             memory, blocks = self._memories[number][0], np.array(said["blocks"], np.int32)
             with b.guard():
                 if said["do"] == "read":
-                    gathered(b, memory.read_entries(b.put(blocks)))
+                    gathered(b, memory.read_entries(b.put(blocks)), spread(self._model, b))
                 else:
-                    size = len(part) // len(blocks)
-                    entries = [part[at : at + size] for at in range(0, len(part), size)]
-                    memory.write_entries(blocks, arrays_of(entries, memory.entry_kinds()[0], len(blocks)))
+                    size, kinds = len(part) // len(blocks), memory.entry_kinds()[0]
+                    entries = [part[at : at + bytes_of(kinds)] for at in range(0, len(part), size)]
+                    memory.write_entries(blocks, arrays_of(entries, kinds, len(blocks)))
 
-    def _step(self, data: bytes, number: int) -> bool:
-        """Whether it went well; else rank 0 is told, and the next message is that the group is renewed."""
+    def _step(self, data: bytes, number: int, *, made: bool) -> bool:
+        """Whether it went well; else rank 0 is told, and nothing is `made` until the group is renewed."""
         (memory, mirror), b = self._memories[number], self._backend
         try:
             self.steps, call = mirror.decode(data[2:])
+            if not made:
+                return False
             method = self._model.hidden if data[0] == HIDDEN else self._model.step
             with b.guard():
                 _, memory.cache = method(self._model.params, memory.cache, self._inputs(call, memory.limits))
                 b.settle(memory.cache)
         except GroupLost as e:
             log.info("%s", e)
+            self._group.abort()  # another stage may wait for this one
             return False
         except Astray as e:
             self._reports.failed(e, self._epoch, fatal=True)

@@ -7,9 +7,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +22,7 @@ from hibachi.common.installed import version
 from hibachi.common.shapes import StepShape
 from hibachi.engine.group.link import Connection, RankWatch
 from hibachi.engine.group.message import Mirror, StepCall
-from hibachi.engine.runners.entries import Kind, arrays_of, kinds_of
+from hibachi.engine.runners.entries import Kind, arrays_of, bytes_of, kinds_of
 from hibachi.engine.runners.memory import Memory
 from hibachi.engine.scheduler.step import Limits
 from hibachi.errors import UnsupportedOperation
@@ -41,16 +41,24 @@ def facts_of(model: Any, backend: ArrayBackend) -> dict[str, str]:
         "dtype": str(getattr(model, "dtype", None)),
         "quantization": str(getattr(model, "quantization", backend.quantization)),
         "longest context": str(getattr(model, "max_model_len", None)),
-        "layers": repr(list(model.cache_spec())),
+        "layers": repr(getattr(model, "stage_layers", ()) or list(model.cache_spec())),
     }
 
 
-def gathered(backend: ArrayBackend, held: Sequence[Array]) -> Array:
-    """On rank 0 what `read_entries` has returned on all ranks, as bytes, uint8 [n, bytes]."""
+def spread(model: Any, backend: ArrayBackend) -> float:
+    """Layers of the stage that has most of them, for each of this one."""
+    layers = getattr(model, "stage_layers", ())
+    return max(layers) / layers[backend.place.stage] if layers else 1.0
+
+
+def gathered(backend: ArrayBackend, held: Sequence[Array], spread: float) -> Array:
+    """On rank 0 what `read_entries` has returned on all ranks, as bytes, uint8 [n, bytes]: those of each rank in as many
+    as any has, see `spread`.
+    """
     group, arrays = backend.group, backend.fetch(held)()
     assert group is not None
     mine = np.concatenate([np.ascontiguousarray(a).reshape(len(a), -1).view(np.uint8) for a in arrays], axis=1)
-    return group.gather(backend.put(mine), mine.shape[1] * group.size)
+    return group.collect(backend.put(np.pad(mine, ((0, 0), (0, round(mine.shape[1] * (spread - 1)))))))
 
 
 class RankFailed(RuntimeError):
@@ -67,8 +75,12 @@ class Leader:
     def __init__(self, group: RankGroup, connections: dict[int, Connection]) -> None:
         self.group, self._connections = group, connections
         self._wake: Callable[[], object] = lambda: None
-        self.alone = threading.RLock()
+        self._lock = threading.RLock()
         """Held from a message to the end of what it asks for: a trial may be made in another thread than steps."""
+        self.waiting: set[int] = set()
+        """Threads that wait for it."""
+        self._told: deque[StepInputs[Array]] = deque()
+        """Calls that the others know of, and that were not made here. For each the lock is held once more."""
         self._watch = RankWatch(connections, lambda: self._wake())
         self._silent: str | None = None
         self.free: list[int] = list(range(1, MEMORIES))
@@ -86,6 +98,47 @@ class Leader:
         ended = self._watch.ended or self._silent
         if ended is not None:
             raise GroupLost(f"{ended} The model needs all {self.group.size} ranks; start them again.")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing else is asked of the other ranks meanwhile, and what they know of is done, or given up."""
+        me = threading.get_ident()
+        self.waiting.add(me)
+        with self._lock:
+            self.waiting.discard(me)
+            if self._told:
+                self._renew()
+            yield
+
+    def announce(self, x: StepInputs[Array], data: Callable[[], bytes]) -> None:
+        """Tell the others of a call that is made here later, in its turn."""
+        self._lock.acquire()
+        self._told.append(x)
+        self.check()
+        self._tell(data())
+
+    @contextmanager
+    def calling(self, x: StepInputs[Array], data: Callable[[], bytes]) -> Iterator[None]:
+        """Around a call of which the others are told by this data, unless they know of it."""
+        known = bool(self._told) and self._told[0] is x
+        with nullcontext() if known else self.alone():
+            try:
+                if known:
+                    self._told.popleft()
+                else:
+                    self.check()
+                    self._tell(data())
+                yield
+            except BaseException as e:
+                raise self._mended(e) from e
+            finally:
+                if known:
+                    self._lock.release()
+
+    def _tell(self, data: bytes) -> None:
+        self.send(data)
+        self.bytes.append(len(data))
+        self.steps += 1
 
     def send(self, data: bytes, parts: Sequence[bytes] = ()) -> None:
         for rank, connection in self._connections.items():
@@ -105,7 +158,7 @@ class Leader:
         self.check()
         raise AssertionError
 
-    def mended(self, error: BaseException) -> BaseException:
+    def _mended(self, error: BaseException) -> BaseException:
         """What a step that failed here or elsewhere has failed with; all ranks can take the next one. Raises
         GroupLost.
         """
@@ -118,11 +171,18 @@ class Leader:
                 self.check()
             text = f"On rank {said['rank']} the step failed: {said['failed']}"
             error = RankOutOfMemory(text) if said["memory"] else RankFailed(text)
+        self._renew()
+        return error
+
+    def _renew(self) -> None:
+        """All ranks can take another step; those that were announced are not made."""
+        while self._told:
+            self._told.pop()
+            self._lock.release()
         self._epoch += 1
         self.group.abort()
         self.order("renew", epoch=self._epoch)
         self.group.renew(self._epoch)
-        return error
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -133,47 +193,57 @@ class Leader:
 
 
 class LedMemory(Memory):
-    """A memory of which each rank has its part. number: of this one of several."""
+    """A memory of which each rank has its part. number: of this one of several. spread: see there."""
 
     def __init__(
-        self, spec: CacheSpec, backend: ArrayBackend, limits: Limits, dtype: str, leader: Leader, number: int = 0
+        self,
+        spec: CacheSpec,
+        backend: ArrayBackend,
+        limits: Limits,
+        dtype: str,
+        leader: Leader,
+        spread: float,
+        number: int = 0,
     ) -> None:
-        self.leader, self.number = leader, number
+        self.leader, self._spread, self.number = leader, spread, number
         self._mirror = Mirror(limits)
         super().__init__(spec, backend, limits, dtype)
 
     @override
     def make(self) -> None:
         self._mirror = Mirror(self.limits)
-        with self.leader.alone:
+        with self.leader.alone():
             self.leader.order("make", self.number, limits=asdict(self.limits), dtype=self._dtype)
             super().make()
 
     @override
     def another(self, limits: Limits) -> Memory:
         # Other ranks keep theirs until another gets its number.
-        new = LedMemory(self.spec, self.backend, limits, self._dtype, self.leader, self.leader.free.pop())
+        number = self.leader.free.pop()
+        new = LedMemory(self.spec, self.backend, limits, self._dtype, self.leader, self._spread, number)
         weakref.finalize(new, self.leader.free.append, new.number)
         return new
 
     @override
     def fork(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
-        self.leader.order("fork", self.number, blocks=[[int(a), int(b)] for a, b in blocks])
-        super().fork(blocks, rows)
+        with self.leader.alone():
+            self.leader.order("fork", self.number, blocks=[[int(a), int(b)] for a, b in blocks])
+            super().fork(blocks, rows)
 
     @override
     def read_entries(self, blocks: Array) -> list[Array]:
         """Of all ranks side by side, as bytes: one array uint8 [n, bytes]."""
-        with self.leader.alone:
+        with self.leader.alone():
             self.leader.order("read", self.number, blocks=self.backend.get(blocks).tolist())
-            return [gathered(self.backend, super().read_entries(blocks))]
+            return [gathered(self.backend, super().read_entries(blocks), self._spread)]
 
     @override
     def write_entries(self, blocks: HostArray, held: Sequence[HostArray]) -> None:
         parts = np.split(held[0], self.leader.group.size, axis=1)
-        with self.leader.alone:
+        with self.leader.alone():
             self.leader.order("write", self.number, [part.tobytes() for part in parts], blocks=blocks.tolist())
-            super().write_entries(blocks, arrays_of([*map(bytes, parts[0])], self._of_a_block, len(blocks)))
+            mine = parts[0][:, : bytes_of(self._of_a_block)]  # others may have more
+            super().write_entries(blocks, arrays_of([*map(bytes, mine)], self._of_a_block, len(blocks)))
 
     @cached_property
     def _of_a_block(self) -> list[Kind]:
@@ -200,19 +270,20 @@ class LedMemory(Memory):
         self.leader.close()
 
     @override
-    @contextmanager
-    def calling(self, x: StepInputs[Array], *, hidden: bool) -> Iterator[None]:
-        leader = self.leader
-        with leader.alone:
-            leader.check()
-            data = self._mirror.encode(leader.steps, self._call_of(x))
-            leader.send(bytes([HIDDEN if hidden else STEP, self.number]) + data)
-            leader.bytes.append(len(data) + 2)
-            leader.steps += 1
-            try:
-                yield
-            except BaseException as e:
-                raise leader.mended(e) from e
+    def calling(self, x: StepInputs[Array], *, hidden: bool) -> AbstractContextManager[None]:
+        return self.leader.calling(x, partial(self._data, x, HIDDEN if hidden else STEP))
+
+    @override
+    def announce(self, x: StepInputs[Array]) -> None:
+        self.leader.announce(x, partial(self._data, x, STEP))
+
+    @property
+    @override
+    def wanted(self) -> bool:
+        return bool(self.leader.waiting)
+
+    def _data(self, x: StepInputs[Array], kind: int) -> bytes:
+        return bytes([kind, self.number]) + self._mirror.encode(self.leader.steps, self._call_of(x))
 
     def _call_of(self, x: StepInputs[Array]) -> StepCall:
         def host(t: Any) -> Any:

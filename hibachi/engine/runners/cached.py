@@ -220,12 +220,16 @@ class CachedRunner(Runner):
         rows, start, q, emit = plan.rows, plan.start, plan.q, plan.emit
         if len(idx) < len(rows):
             rows, start, q, emit = rows[idx], start[idx], q[idx], emit[idx]
+        run = self._recurrent if self.memory.states else self._paged
+        return self._kept(lambda: run(plan, call, idx, rows, start, q, emit))
+
+    def _kept(self, compute: Callable[[], Part]) -> Part:
+        """What a computation comes to. Where it fails, the cache is what it was before, if that can be."""
         memory = self.memory
         before = memory.cache
         try:
             with self.backend.guard():
-                run = self._recurrent if memory.states else self._paged
-                part = run(plan, call, idx, rows, start, q, emit)
+                part = compute()
                 with self.tally:
                     self.backend.settle(memory.cache)  # of a chunk of a prompt, no output has asked for it
                 return part

@@ -90,6 +90,14 @@ class Memory:
         """Around each call of the model, for logits or for hidden states."""
         return nullcontext()
 
+    def announce(self, x: StepInputs[Array]) -> None:
+        """There will be such a call, for logits, before any other: the stages before this one begin with it."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another thread waits until all announced calls have been made."""
+        return False
+
     def watch(self, wake: Callable[[], object]) -> None:
         """wake: called from another thread when a process has ended, and `check` would raise."""
 

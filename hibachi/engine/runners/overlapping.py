@@ -20,12 +20,14 @@ from hibachi.engine.runners.runner import (
     raise_for_all,
 )
 from hibachi.engine.runners.sampler import Drawn, RowSampler, nothing_left
-from hibachi.engine.scheduler.step import StepPlan
+from hibachi.engine.scheduler.step import Bools, StepPlan
 from hibachi.errors import NonFiniteOutput
 
 
 class OverlappingRunner(CachedRunner):
     """A `CachedRunner` that is a `Launcher`: nobody waits for the tokens of a step before the next one begins."""
+
+    depth, exclusive = 1, False
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Whether `launch` can begin this step: it must need nothing that the host learns from the step before."""
@@ -99,7 +101,7 @@ class OverlappingRunner(CachedRunner):
         except Exception as e:
             flight.read = partial(_raise, e)
 
-    def land(self, flight: Flight) -> Outcome:
+    def land(self, flight: Flight, held: Bools) -> Outcome:
         """Wait for a step. Raises StepFailed."""
         plan, idx, jobs = flight.plan, flight.idx, flight.jobs
         try:

@@ -25,7 +25,7 @@ from hibachi.engine.runners.sampler import Drawn
 from hibachi.engine.runners.tokentable import Tables, TokenHistory, misfits
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.sequence import Seq
-from hibachi.engine.scheduler.step import Move, StepPlan
+from hibachi.engine.scheduler.step import Bools, Move, StepPlan
 from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -94,8 +94,9 @@ class Flight:
     plan: StepPlan
     idx: Any  # [n] places in the plan
     jobs: list[Job]  # of these; their requests may end meanwhile
-    ids: Array  # [m >= n] their tokens, on the device
-    read: Callable[[], list[HostArray]]  # waits: tokens [m], and which rows were finite, bool [m]
+    ids: Array = None  # [m >= n] their tokens, on the device
+    read: Callable[[], list[HostArray]] = list  # waits: tokens [m], and which rows were finite, bool [m]
+    x: Any = None  # its inputs, where other stages of the model have begun with it
     cache: Any = None  # to go back to if the step fails; None means it was given away
     # Where rows are guided, and drawn late:
     logits: Array = None  # to draw them from
@@ -305,7 +306,13 @@ class AwaitingRunner(Runner):
 
 @runtime_checkable
 class Launcher(Protocol):
-    """A runner that can begin a step before the one before it has been read."""
+    """A runner that can begin a step before the one before it has been read.
+
+    depth: how many may be in flight when another one begins. exclusive: nothing else is computed while some are.
+    """
+
+    depth: int
+    exclusive: bool
 
     def can_launch(self, plan: StepPlan) -> bool: ...
 
@@ -317,16 +324,16 @@ class Launcher(Protocol):
         """
         ...
 
-    def land(self, flight: Flight) -> Outcome:
-        """Wait for a launched step. Raises StepFailed."""
+    def land(self, flight: Flight, held: Bools) -> Outcome:
+        """Wait for a launched step, of which these rows [B] still belong to their sequences. Raises StepFailed."""
         ...
 
 
 class StepFailed(Exception):
     """A step failed as a whole and did not happen, and no single row is to blame; the library's error is `__cause__`.
 
-    why: "memory" ran out, the "device" is lost, or only the "cache" is, which was given away to a call that failed.
-    cache_lost: re-running rows would read lost data. alone: for "memory", the place in the plan of a row that ran out
+    why: "memory" ran out, the "device" is lost, or only the "cache" is, which was given away to a call that failed; or
+    it is to be taken "again", and waited for. cache_lost: re-running rows would read lost data. alone: for "memory", the place in the plan of a row that ran out
     of memory even when it ran by itself.
     """
 
@@ -334,7 +341,7 @@ class StepFailed(Exception):
     alone: int | None
 
     def __init__(
-        self, why: Literal["memory", "device", "cache"], *, cache_lost: bool, alone: int | None = None
+        self, why: Literal["memory", "device", "cache", "again"], *, cache_lost: bool, alone: int | None = None
     ) -> None:
         super().__init__(why)
         self.why, self.cache_lost, self.alone = why, cache_lost, alone
@@ -349,6 +356,13 @@ def raise_for_all(e: BaseException, backend: Library, *, cache_lost: bool = Fals
         raise StepFailed("device", cache_lost=True) from e
     if cache_lost:
         raise StepFailed("memory" if holds(backend.out_of_memory, e) else "cache", cache_lost=True) from e
+
+
+def outcome_of(part: Part) -> Outcome:
+    faults = dict(part.faults)
+    if part.bad is not None and part.bad.any():
+        faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
+    return Outcome([part], faults)
 
 
 def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: Theirs, tries: int = 2) -> Outcome:
@@ -372,10 +386,7 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: The
         raise_for_all(e, backend)
         failed = e  # the rows run again outside of this handler, which would keep the arrays of its frames alive
     else:
-        faults = dict(part.faults)
-        if part.bad is not None and part.bad.any():
-            faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
-        return Outcome([part], faults)
+        return outcome_of(part)
     short = holds(backend.out_of_memory, failed)
     if len(idx) == 1 and tries == 1:
         if short:

@@ -60,6 +60,7 @@ class Scheduler:
     steps: int
     waiting: int
     paused_rows: int
+    budget: int  # tokens of a plan
     limits: Limits
     policy: Policy
 
@@ -67,7 +68,7 @@ class Scheduler:
         self, limits: Limits, policy: Policy | None = None, key_of: Callable[[Seq, int], Hashable] | None = None
     ) -> None:
         self.limits, self.policy, self._key_of = limits, policy or Fcfs(), key_of
-        self.budget: int = limits.budget
+        Scheduler.limit(self, limits.budget)
         self.counts: SchedulerCounts = SchedulerCounts()
         self.pool: BlockPool | None = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
         self.checkpoints: Checkpoints | None = (
@@ -304,8 +305,8 @@ class Scheduler:
         return tokens, best
 
     def limit(self, budget: int) -> None:
-        """Set the token budget of a step, also to fewer tokens than rows."""
-        self.budget = max(1, budget)
+        """Set the token budget of a step, also to fewer tokens than rows. Plans of several stages share it."""
+        self.budget = max(1, -(-budget // self.limits.stages))
 
     def propose(self, drafts: Sequence[tuple[Seq, int]]) -> None:
         """So many tokens are proposed to come next of each of these sequences, for the next step."""
@@ -431,6 +432,8 @@ class Scheduler:
             start = table.computed[rows]
             # The token at the last position is never fed back, so plans made ahead stop one short of the end.
             q = np.minimum(table.known[rows], table.end[rows] - 1) - start
+            if self.limits.stages > 1:
+                q = self._of_a_stage(rows, start, q)
             if self.checkpoints:
                 q = self._to_marks(seqs, rows, start, q)
             if self._slow:
@@ -552,6 +555,15 @@ class Scheduler:
             running.sort(key=_rank)
         self.order = running
         self.rows = np.fromiter((s.row for s in running), np.intp, len(running))
+
+    def _of_a_stage(self, rows: Index, start: Ints, q: Ints) -> Ints:
+        """What rows compute in one of several plans: tokens that are known, and so many rows that each plan gets
+        some.
+        """
+        q = np.minimum(q, self.table.done[rows] - start)
+        if not self.waits:  # who draws together is in one plan
+            q[np.flatnonzero(q)[-(-len(rows) // self.limits.stages) :]] = 0
+        return q
 
     def _share(self, want: Ints, seqs: list[Seq]) -> tuple[Ints, int]:
         """Hand out the token budget: first one token to each decode row, then chunks in the order of service.

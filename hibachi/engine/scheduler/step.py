@@ -39,6 +39,9 @@ class Limits:
     checkpoint_every: int = 16  # blocks from one to the next
     copies: bool = False  # rows do not share blocks, but start with copies of what was computed: see `Copies`
     apart: bool = False  # blocks only count the memory of rows, which lies elsewhere: rows never share one
+    # plans that are computed at the same time, each on another stage of the model; a row's next token is in no plan
+    # before its last one is known
+    stages: int = 1
 
     def __post_init__(self) -> None:
         assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_model_len > 1, self

@@ -23,7 +23,7 @@ from hibachi.common.phases import phase
 from hibachi.errors import ConfigError
 from hibachi.llm.model.arch import Arch, Layer
 from hibachi.llm.model.rope import HostArray, room, tables
-from hibachi.llm.model.shards import Shard, check_rounded, check_shards
+from hibachi.llm.model.shards import Shard, check_rounded, check_shards, stages_of
 from hibachi.llm.model.weights import Weights, matrices
 
 Params: TypeAlias = dict[str, Any]
@@ -33,6 +33,9 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
+
+    Of several stages each has some of the layers: it begins with what the one before has sent, and the first one has
+    the embedding, the last one norm and head.
 
     params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they are tied), norm [hidden],
     positions [max_model_len, hidden], for each set of rotary frequencies a pair (cos, sin) [positions, dims / 2] in
@@ -58,6 +61,8 @@ class Decoder:
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
+    stage_layers: tuple[int, ...] = ()
+    """How many layers each stage has; none where the model is in one piece."""
     any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
     def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_model_len: int) -> None:
@@ -95,15 +100,18 @@ class Decoder:
         lacks.
         """
         dtype, max_model_len = checked(backend, dtype, max_model_len, arch.max_positions)
-        group = backend.group
-        check_shards(arch, 1 if group is None else group.size, backend.leaves)
-        if group is not None:
-            tensors = Shard(tensors, arch, group.rank, group.size)
+        place = backend.place
+        check_shards(arch, place.tp_size, backend.leaves, place.stages)
+        stages = stages_of(arch, place.stages)
+        if backend.group is not None:
+            tensors = Shard(tensors, arch, place, stages[place.stage])
             arch = tensors.arch
         params = _params(arch, tensors, backend, dtype, max_model_len)
         check_rounded(params, backend)
         with phase("preparing the model"):
-            return cls(arch, params, backend, dtype=dtype, max_model_len=max_model_len)
+            model = cls(arch, params, backend, dtype=dtype, max_model_len=max_model_len)
+        model.stage_layers = tuple(map(len, stages)) if place.stages > 1 else ()
+        return model
 
     def cache_spec(self) -> CacheSpec:
         a = self.arch
@@ -135,10 +143,14 @@ class Decoder:
         return self.fused is not None and type(self) is Decoder  # a class derived from it may look at them
 
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
-        """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else."""
+        """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else. Of a
+        stage before the last one, what `hidden` returns.
+        """
         a, b = self.arch, self.backend
+        if not b.place.last:
+            return self.hidden(params, cache, x)
         if self.fused is not None and params is self.params:
-            logits = self.fused(params, cache, x, self._embedded(params, x))
+            logits = self.fused(params, cache, x, self._entering(params, x))
         else:
             h, cache = self.hidden(params, cache, x)
             logits = b.logits(h, params["head"], params.get("head_bias"))
@@ -150,12 +162,22 @@ class Decoder:
         return logits, cache
 
     def hidden(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
-        """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new cache."""
-        a, b = self.arch, self.backend
+        """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new cache. A stage
+        before the last one sends those of all tokens to the next, and returns them.
+        """
+        h = self._entering(params, x)
         if self.fused is not None and params is self.params:
-            return self.fused(params, cache, x, self._embedded(params, x), logits=False), cache
-        x = self._on_device(x)
-        h = self._embedded(params, x)
+            out = self.fused(params, cache, x, h, logits=False)
+        else:
+            out, cache = self._through_layers(params, cache, self._on_device(x), h)
+        if self.backend.group is not None and not self.backend.place.last:
+            self.backend.group.send(out)
+        return out, cache
+
+    def _through_layers(
+        self, params: Params, cache: list[LayerCache], x: StepInputs[Array], h: Array | None
+    ) -> tuple[Array, list[LayerCache]]:
+        a, b = self.arch, self.backend
         if h is None:
             h = b.weight_rows(params["embed"], x.tok)
         turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
@@ -164,7 +186,7 @@ class Decoder:
             turn = None if kind.rope is None else turns[kind.rope]
             out, memory = self._attend(kind, layer, memory, self._norm(h, layer, "attn_norm"), x, turn)
             new.append(memory)
-            if len(new) == len(cache):  # nothing reads the other tokens any more
+            if len(new) == len(cache) and b.place.last:  # nothing reads the other tokens any more
                 h, out = b.take(h, x.last), b.take(out, x.last)
             out = self._norm(b.linear_reduce(out, layer["o"], layer.get("o_bias")), layer, "attn_post_norm")
             if a.parallel:
@@ -173,7 +195,7 @@ class Decoder:
             h = h + self._residual(out)
             out = self._feed_forward(kind, layer, self._norm(h, layer, "mlp_norm"))
             h = h + self._residual(self._norm(out, layer, "mlp_post_norm"))
-        return self._norm(h, params, "norm"), new
+        return self._norm(h, params, "norm") if b.place.last else h, new
 
     def _on_device(self, x: StepInputs[Array]) -> StepInputs[Array]:
         """The same in arrays of the backend, where some are NumPy's."""
@@ -183,9 +205,11 @@ class Decoder:
         named = {f.name: getattr(x, f.name) for f in fields(x)}
         return replace(x, **{name: b.put(t.copy()) for name, t in named.items() if isinstance(t, np.ndarray)})
 
-    def _embedded(self, params: Params, x: StepInputs[Array]) -> Array | None:
+    def _entering(self, params: Params, x: StepInputs[Array]) -> Array | None:
         """What the layers begin with, [T, hidden]; None means rows of the embedding as they are."""
         a, b = self.arch, self.backend
+        if b.group is not None and not b.place.first:
+            return b.group.receive((x.tok.shape[0], a.hidden_size), b.dtype(self.dtype))
         if a.embed_scale == 1.0 and not a.learned_positions and x.embeds is None:
             return None
         x = self._on_device(x)
@@ -298,16 +322,19 @@ def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: 
 
 def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_model_len: int) -> Params:
     """What belongs to no layer."""
-    embed = b.put_vocabulary(matrices_of(files, "embed.weight"), dtype)
-    head = embed if arch.tied else b.put_vocabulary(matrices_of(files, "head.weight"), dtype)
-    params: Params = {"embed": embed, "head": head}
-    if arch.head_bias:
-        params["head_bias"] = b.put(files["head.bias"], dtype)
-    if arch.learned_positions:
-        params["positions"] = b.put(files["positions.weight"][:max_model_len], dtype)
     ropes = [tables(rope, room(1, max_model_len), longest=max_model_len) for rope in arch.ropes]
-    params["ropes"] = [tuple(b.put(table, dtype) for table in pair) for pair in ropes]
-    _put_norm(params, "norm", arch, files, "norm", b, dtype)
+    params: Params = {"ropes": [tuple(b.put(table, dtype) for table in pair) for pair in ropes]}
+    if b.place.first:
+        params["embed"] = b.put_vocabulary(matrices_of(files, "embed.weight"), dtype)
+        if arch.learned_positions:
+            params["positions"] = b.put(files["positions.weight"][:max_model_len], dtype)
+    if b.place.last:
+        params["head"] = (
+            params["embed"] if arch.tied else b.put_vocabulary(matrices_of(files, "head.weight"), dtype)
+        )
+        if arch.head_bias:
+            params["head_bias"] = b.put(files["head.bias"], dtype)
+        _put_norm(params, "norm", arch, files, "norm", b, dtype)
     return params
 
 
@@ -329,10 +356,10 @@ def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: 
             ]
             layer[f"{ours}_bias"] = b.put(np.concatenate(biases), dtype)
         flat = [w for some in weights for w in some]
-        if b.group is None or parts:
+        if b.place.tp_size == 1 or parts:
             layer[ours] = b.put_rows(flat, dtype)
         else:
-            mine = share(flat[0].shape[1], b.group.rank, b.group.size)
+            mine = share(flat[0].shape[1], b.place.tp_rank, b.place.tp_size)
             layer[ours] = b.put_columns(flat, dtype, mine.start, mine.stop)
     if kind.experts:
         gate, up, down = (matrices_of(files, f"{at}experts.{n}.weight") for n in ("gate", "up", "down"))

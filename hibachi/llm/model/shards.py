@@ -1,17 +1,19 @@
-"""The part of a decoder that one of several processes has: heads, units of the feed-forward part, and vocabulary."""
+"""The part of a decoder that one of several processes has: layers, heads, units of the feed-forward part, vocabulary."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.backend.group import MOST_LEAVES, share
+from hibachi.backend.group import MOST_LEAVES, Place, share
 from hibachi.backend.packing import Rows
 from hibachi.backend.program import ROUNDING
 from hibachi.backend.stored import HostArray, part
@@ -24,8 +26,14 @@ GROUP = 64  # likewise, where rows are rounded in groups: as in int8.h
 WEIGHTS = 0.8  # of the free memory may be weights
 
 
-def check_shards(arch: Arch, size: int, leaves: int) -> None:
-    """Raise ConfigError or UnsupportedOperation for a model that so many processes cannot share in so many leaves."""
+def check_shards(arch: Arch, size: int, leaves: int, stages: int = 1) -> None:
+    """Raise ConfigError or UnsupportedOperation for a model that so many processes of each of so many stages cannot
+    share in so many leaves.
+    """
+    if stages > len(arch.layers):
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: each stage has a layer at least; expected at most {len(arch.layers)}."
+        )
     if leaves > 1 and (lacks := _lacks(arch)) is not None:
         raise UnsupportedOperation(
             f"A model with {lacks} is not computed by several processes, nor in leaves. Pass "
@@ -55,6 +63,26 @@ def check_rounded(params: dict[str, Any], backend: ArrayBackend) -> None:
                 )
 
 
+def stages_of(arch: Arch, stages: int) -> list[range]:
+    """The layers of each stage, so that the slowest stage takes as short as can be: a step reads each weight once."""
+    weights, counts = shapes(arch)[0], [0] * len(arch.layers)
+    for name, shape in weights.items():
+        if found := re.match(r"layers\.(\d+)\.", name):
+            counts[int(found[1])] += math.prod(shape)
+    counts[-1] += arch.vocab_size * arch.hidden_size  # of the head
+    ends = [0, *accumulate(counts)]
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}
+    """By layers that stages have: the slowest of these stages, and where each begins."""
+    for _ in range(stages):
+        best = {
+            end: min((max(slowest, ends[end] - ends[begins]), [*cuts, end]) for begins, (slowest, cuts) in some.items())
+            for end in range(1, len(ends))
+            if (some := {begins: found for begins, found in best.items() if begins < end})
+        }
+    cuts = best[len(counts)][1]
+    return [range(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+
+
 def fits(arch: Arch, size: int, leaves: int) -> bool:
     """Whether so many processes can share a model in so many leaves."""
     columns = arch.heads * arch.head_dim, arch.intermediate
@@ -62,14 +90,16 @@ def fits(arch: Arch, size: int, leaves: int) -> bool:
     return arch.heads % size == 0 and of_keys and (leaves == 1 or not any(n % (leaves * ALIGNED) for n in columns))
 
 
-def smallest(arch: Arch, backend: ArrayBackend, dtype: str) -> tuple[int, str]:
-    """The fewest processes in which a model fits, and why. Raises ConfigError where it fits in no number of them."""
+def smallest(arch: Arch, backend: ArrayBackend, dtype: str, stages: int) -> tuple[int, str]:
+    """The fewest processes of each of so many stages in which a model fits, and why. Raises ConfigError where it fits
+    in no number of them.
+    """
     free, item = backend.memory(), {"int8": 1.0, "int4": 0.57}.get(backend.quantization, 4 if dtype == "float32" else 2)
     if free is None:
         return 1, "processes of one machine share its memory, so more of them need no less"
     whole = int(item * sum(math.prod(shape) for shape in shapes(arch)[0].values()))
     for size in range(1, arch.heads + 1):
-        if fits(arch, size, size) and whole / size <= free[0] * WEIGHTS:
+        if fits(arch, size, size) and whole / size / stages <= free[0] * WEIGHTS:
             return size, f"weights of {whole >> 20} MiB, and {free[0] >> 20} MiB free on a device"
     raise ConfigError(
         f"tensor_parallel_size='auto': the weights take {whole >> 20} MiB, and a device has {free[0] >> 20} MiB free. "
@@ -88,13 +118,15 @@ class Shard(Weights):
     """The tensors of a rank, by canonical name: rows of some, others as they are. Columns of `o` and `down` are left to
     the backend, which may round whole rows.
 
-    arch: of the rank's own decoder.
+    arch: of the rank's own decoder, which has these layers.
     """
 
-    def __init__(self, whole: Mapping[str, HostArray], arch: Arch, rank: int, size: int) -> None:
-        self._whole, self._of, self._rank, self._size = whole, arch, rank, size
+    def __init__(self, whole: Mapping[str, HostArray], arch: Arch, place: Place, layers: range) -> None:
+        self._whole, self._of, self._layers = whole, arch, layers
+        self._rank, self._size = _, size = place.tp_rank, place.tp_size
         self.arch: Arch = replace(
             arch,
+            layers=arch.layers[layers.start : layers.stop],
             heads=arch.heads // size,
             kv_heads=max(1, arch.kv_heads // size),
             intermediate=arch.intermediate // size,
@@ -108,7 +140,7 @@ class Shard(Weights):
         return iter(self._whole)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._whole
+        return isinstance(name, str) and self._source(name) in self._whole
 
     def __getitem__(self, name: str) -> HostArray:
         pieces = [self._whole[self._source(name)][which] for which in self._rows(name)]
@@ -121,6 +153,8 @@ class Shard(Weights):
         return [part(w, which) for w in found for which in self._rows(name)]
 
     def _source(self, name: str) -> str:
+        if found := re.match(r"layers\.(\d+)\.(.*)", name):
+            return f"layers.{self._layers[int(found[1])]}.{found[2]}"
         return "embed.weight" if name == "head.weight" and self._of.tied else name
 
     def _rows(self, name: str) -> list[slice]:
