@@ -1,9 +1,10 @@
 """What several processes bring, and what leaves cost on one: tokens a second of rows that decode.
 
-    python benchmarks/ranks.py [--shape 1b] [--rows 64] [--ranks 2] [--dtype bfloat16] [--leaves 8]
+    python benchmarks/ranks.py [--shape 1b] [--rows 64] [--ranks 2] [--stages 1] [--dtype bfloat16] [--leaves 8]
 
-By turns, in one run: one process with one thread, and so many ranks with one thread each; then, with all threads, one
-process without leaves and with them. The model has random weights in the shape of a real one.
+By turns, in one run: one process with one thread, and so many ranks in each of so many stages with one thread each;
+then, with all threads, one process without leaves and with them. The model has random weights in the shape of a real
+one.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.bench.randommodel import write_model
 from hibachi import LLM, SamplingParams
 
-PROMPT, NEW = 4, 8
+PROMPT = 4
 
 
-def rate(llm: LLM, rows: int) -> float:
+def rate(llm: LLM, rows: int, new: int) -> float:
     """Tokens a second, prompts included in the time."""
     random = np.random.default_rng(0)
     prompts = [random.integers(5, 250, PROMPT).tolist() for _ in range(rows)]
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     began = time.perf_counter()
     llm.generate(prompts, params)
-    return rows * NEW / (time.perf_counter() - began)
+    return rows * new / (time.perf_counter() - began)
 
 
 def compared(folder: str, asked: argparse.Namespace, pair: dict[str, tuple[int, dict[str, Any]]]) -> None:
@@ -42,12 +43,14 @@ def compared(folder: str, asked: argparse.Namespace, pair: dict[str, tuple[int, 
     made, rates = {}, {name: list[float]() for name in pair}
     for name, (threads, options) in pair.items():
         torch.set_num_threads(threads)  # an engine's thread takes over what holds when it first computes
-        options |= dict(backend="torch", dtype=asked.dtype, max_num_seqs=asked.rows, max_model_len=PROMPT + NEW + 8)
+        options |= dict(
+            backend="torch", dtype=asked.dtype, max_num_seqs=asked.rows, max_model_len=PROMPT + asked.new + 8
+        )
         made[name] = LLM(folder, **options)
-        rate(made[name], asked.rows)
+        rate(made[name], asked.rows, asked.new)
     for _ in range(asked.rounds):
         for name, llm in made.items():
-            rates[name].append(rate(llm, asked.rows))
+            rates[name].append(rate(llm, asked.rows, asked.new))
     first, second = (statistics.median(rates[name]) for name in pair)
     for name, each in rates.items():
         print(f"  {name:<28}{statistics.median(each):8.1f} tokens/s")
@@ -61,7 +64,9 @@ def main() -> None:
     parser.add_argument("--shape", default="1b")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--leaves", type=int, default=8)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--leaves", type=int, default=8, help="0: do not measure what they cost")
+    parser.add_argument("--new", type=int, default=8, help="tokens after each prompt")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="of a model that was written before")
@@ -71,12 +76,13 @@ def main() -> None:
         if not Path(folder, "config.json").exists():
             write_model(asked.shape, folder)
         cores = torch.get_num_threads()
-        ranks = {"tensor_parallel_size": asked.ranks}
+        ranks = {"tensor_parallel_size": asked.ranks, "pipeline_parallel_size": asked.stages}
+        named, size = f"{asked.ranks} ranks, {asked.stages} stages", asked.ranks * asked.stages
         print(f"{asked.shape}, {asked.dtype}, {asked.rows} rows; {cores} threads in all")
-        compared(folder, asked, {"one process, one thread": (1, {}), f"{asked.ranks} ranks": (asked.ranks, ranks)})
-        compared(
-            folder, asked, {"no leaves": (cores, {}), f"{asked.leaves} leaves": (cores, {"tp_leaves": asked.leaves})}
-        )
+        compared(folder, asked, {"one process, one thread": (1, {}), named: (size, ranks)})
+        leaves = {"no leaves": (cores, {}), f"{asked.leaves} leaves": (cores, {"tp_leaves": asked.leaves})}
+        if asked.leaves:
+            compared(folder, asked, leaves)
 
 
 if __name__ == "__main__":

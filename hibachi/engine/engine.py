@@ -514,9 +514,7 @@ class Engine:
         except Exception:  # it is run again by itself, where the request at fault is found
             return None, None
 
-    def _land(
-        self, plan: StepPlan | None, began: float, *, steady: bool = False, cache_lost: bool = False
-    ) -> bool:
+    def _land(self, plan: StepPlan | None, began: float, *, steady: bool = False, cache_lost: bool = False) -> bool:
         """Read the tokens of the oldest step in flight. False means that it failed, and so the others, and `plan`, the
         step after them, did not happen.
 

@@ -194,27 +194,29 @@ def _grouped(
     backend: ArrayBackend, config: TextConfig, arch: Arch | None, dtype: str, opens: tuple[Any, ...]
 ) -> ArrayBackend:
     """The backend as one of the ranks that compute a model, which are started if nobody has. opens: what they call."""
-    asked = config.tensor_parallel_size
+    asked, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        raise ConfigError(f"pipeline_parallel_size must be a number of stages, 1 or more; got {stages!r}.")
     size = 1 if asked == "auto" else asked
     if asked == "auto" and arch is not None:
-        size, why = smallest(arch, backend, dtype)
+        size, why = smallest(arch, backend, dtype, stages)
         log.info("tensor_parallel_size is %d: %s", size, why)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigError(f'tensor_parallel_size must be a number of processes, 1 or more, or "auto"; got {size!r}.')
     leaves = check_leaves(config.tp_leaves, size)
-    if leaves == 1:
+    if leaves == stages == 1:
         return backend
     if arch is None:
         raise UnsupportedOperation(
-            "Only decoders of hibachi's own are cut over processes or into leaves; this model has another loader. Pass "
-            "tensor_parallel_size=1, and leave tp_leaves out."
+            "Only decoders of hibachi's own are cut over processes or into leaves; this model has another loader. "
+            "Leave tensor_parallel_size, pipeline_parallel_size and tp_leaves out."
         )
-    check_shards(arch, size, leaves)
+    check_shards(arch, size, leaves, stages)
     try:
-        opening = pickle.dumps(opens) if size > 1 else b""
+        opening = pickle.dumps(opens) if size * stages > 1 else b""
     except Exception as e:
         raise ConfigError(f"The other ranks are told what to open, and that cannot be pickled: {e}.") from e
-    return backend.together(size, leaves, timeout=config.stall_after, opening=opening)
+    return backend.together(size, leaves, stages=stages, timeout=config.stall_after, opening=opening)
 
 
 def _quantized(backend: ArrayBackend, how: str | None, dtype: str) -> ArrayBackend:

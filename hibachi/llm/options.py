@@ -25,6 +25,7 @@ class TextConfig(EngineConfig):
     numerics: str | None = None
     tensor_parallel_size: int | str = 1
     tp_leaves: int | None = None
+    pipeline_parallel_size: int = 1
 
     def engine_options(self) -> EngineOptions:
         """Those of the engine."""
@@ -47,6 +48,7 @@ class TextOptions(EngineOptions, total=False):
     numerics: str | None
     tensor_parallel_size: int | str
     tp_leaves: int | None
+    pipeline_parallel_size: int
 
 
 OPTIONS = [one.name for one in fields(TextConfig)]

@@ -42,6 +42,7 @@ _OF_FILES = (
     "numerics",
     "tensor_parallel_size",
     "tp_leaves",
+    "pipeline_parallel_size",
 )
 _ENGINE, _WORKER = ({one.name for one in fields(config)} for config in (EngineConfig, WorkerConfig))
 

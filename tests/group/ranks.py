@@ -16,7 +16,14 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": 96,
 
 
 def arch_of(heads=8, kv_heads=8, **more):
-    known = {"layers": (Layer(),) * 2, "hidden_size": 64, "head_dim": 64, "intermediate": 64 * heads, "vocab_size": 97, "max_positions": 96}
+    known = {
+        "layers": (Layer(),) * 2,
+        "hidden_size": 64,
+        "head_dim": 64,
+        "intermediate": 64 * heads,
+        "vocab_size": 97,
+        "max_positions": 96,
+    }
     return Arch(
         heads=heads,
         kv_heads=kv_heads,
@@ -58,9 +65,7 @@ class Rank:
 
     def exchanged(self, x, found, which=None):
         which = which or self.mine
-        key = self.epoch, which.start, which.stop
-        barrier = self.threads.shared(key, lambda: threading.Barrier(which.stop - which.start))
-        self.barriers.add(barrier)
+        barrier = self.barrier(which)
         try:
             self.threads.held[self.rank] = x
             barrier.wait(self.threads.patience)
@@ -70,18 +75,21 @@ class Rank:
             raise GroupLost("the barrier is broken") from None
         return out
 
-    def channel(self, rank, to):
-        found = self.threads.shared((self.epoch, rank, to), queue.Queue)
-        self.queues.add(found)
-        return found
+    def barrier(self, which):
+        key = self.epoch, which.start, which.stop
+        return self.threads.shared(key, lambda: threading.Barrier(which.stop - which.start))
+
+    def channel(self, stage):
+        """From a stage to the next one."""
+        return self.threads.shared((self.epoch, self.place.of_stage(stage)), queue.Queue)
 
     def send(self, x):
         self.harm()
         self.sent += 1
-        self.channel(self.rank, self.place.of_stage(self.place.stage + 1)).put(np.array(x))
+        self.channel(self.place.stage).put(np.array(x))
 
     def receive(self, shape, dtype):
-        channel = self.channel(self.place.of_stage(self.place.stage - 1), self.rank)
+        channel = self.channel(self.place.stage - 1)
         try:
             x = channel.get(timeout=self.threads.patience)
         except queue.Empty:
@@ -119,15 +127,14 @@ class Rank:
         pass
 
     def abort(self):
-        for barrier in self.barriers:
-            barrier.abort()
-        for each in self.queues:
-            each.put(None)
+        for which in (self.mine, slice(0, self.size)):
+            self.barrier(which).abort()
+        self.channel(self.place.stage).put(None)
 
     def renew(self, epoch):
         if epoch:
             self.abort()
-        self.epoch, self.barriers, self.queues = epoch, set(), set()
+        self.epoch = epoch
 
     def close(self):
         pass

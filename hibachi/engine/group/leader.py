@@ -52,8 +52,8 @@ def spread(model: Any, backend: ArrayBackend) -> float:
 
 
 def gathered(backend: ArrayBackend, held: Sequence[Array], spread: float) -> Array:
-    """On rank 0 what `read_entries` has returned on all ranks, as bytes, uint8 [n, bytes]: those of each rank in as many
-    as any has, see `spread`.
+    """On rank 0 what `read_entries` has returned on all ranks, as bytes, uint8 [n, bytes]: for each rank as many as any
+    has, see `spread`.
     """
     group, arrays = backend.group, backend.fetch(held)()
     assert group is not None

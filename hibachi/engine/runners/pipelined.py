@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hibachi.engine.runners.calls import drop_frames
 from hibachi.engine.runners.cached import CachedRunner
+from hibachi.engine.runners.calls import drop_frames
 from hibachi.engine.runners.heads import Sampled
 from hibachi.engine.runners.runner import (
     Flight,

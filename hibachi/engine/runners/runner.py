@@ -333,8 +333,8 @@ class StepFailed(Exception):
     """A step failed as a whole and did not happen, and no single row is to blame; the library's error is `__cause__`.
 
     why: "memory" ran out, the "device" is lost, or only the "cache" is, which was given away to a call that failed; or
-    it is to be taken "again", and waited for. cache_lost: re-running rows would read lost data. alone: for "memory", the place in the plan of a row that ran out
-    of memory even when it ran by itself.
+    the step is to be taken "again", and waited for. cache_lost: re-running rows would read lost data. alone: for
+    "memory", the place in the plan of a row that ran out of memory even when it ran by itself.
     """
 
     cache_lost: bool

@@ -143,8 +143,8 @@ class Decoder:
         return self.fused is not None and type(self) is Decoder  # a class derived from it may look at them
 
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
-        """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else. Of a
-        stage before the last one, what `hidden` returns.
+        """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else. A
+        stage before the last one has no logits, and returns what `hidden` does.
         """
         a, b = self.arch, self.backend
         if not b.place.last:
@@ -329,9 +329,7 @@ def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: s
         if arch.learned_positions:
             params["positions"] = b.put(files["positions.weight"][:max_model_len], dtype)
     if b.place.last:
-        params["head"] = (
-            params["embed"] if arch.tied else b.put_vocabulary(matrices_of(files, "head.weight"), dtype)
-        )
+        params["head"] = params["embed"] if arch.tied else b.put_vocabulary(matrices_of(files, "head.weight"), dtype)
         if arch.head_bias:
             params["head_bias"] = b.put(files["head.bias"], dtype)
         _put_norm(params, "norm", arch, files, "norm", b, dtype)

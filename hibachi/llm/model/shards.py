@@ -1,4 +1,4 @@
-"""The part of a decoder that one of several processes has: layers, heads, units of the feed-forward part, vocabulary."""
+"""The part of a decoder that one of several processes has: layers, heads, units of feed-forward parts, vocabulary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ def stages_of(arch: Arch, stages: int) -> list[range]:
             if (some := {begins: found for begins, found in best.items() if begins < end})
         }
     cuts = best[len(counts)][1]
-    return [range(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(cuts)]
 
 
 def fits(arch: Arch, size: int, leaves: int) -> bool:

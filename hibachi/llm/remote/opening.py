@@ -57,7 +57,8 @@ def is_follower(settings: LLMSettings) -> bool:
     """Whether this process is a rank that another one leads: opening the model returns when that has closed, by
     SystemExit.
     """
-    launched = settings.tensor_parallel_size != 1 and "WORLD_SIZE" in os.environ
+    several = (settings.tensor_parallel_size, settings.pipeline_parallel_size) != (1, 1)
+    launched = several and "WORLD_SIZE" in os.environ
     return launched and int(os.environ.get("RANK", "0")) > 0
 
 
@@ -81,6 +82,8 @@ def engine_options(settings: LLMSettings) -> TextOptions:
         del options["gguf_unpack"]
     if settings.tensor_parallel_size == 1:
         del options["tensor_parallel_size"]
+    if settings.pipeline_parallel_size == 1:
+        del options["pipeline_parallel_size"]
     if is_own(settings.model):
         options.pop("autotune", None)  # it has no kernels to choose from
     return options

@@ -60,6 +60,9 @@ class ModelSettings:
     tp_leaves: int | None = setting(
         integer(1), None, "parts of sums, which decide the bits: docs/scale.md", "one a process"
     )
+    pipeline_parallel_size: int = setting(
+        integer(1), 1, "stages that have some of the layers each, of so many processes (torch): docs/scale.md"
+    )
     max_model_len: int | None = setting(integer(2), None, "most tokens of a request, prompt included", "the model's")
     generation_config: str = setting(
         text("auto|vllm|PATH"), "auto", "sampling defaults: the model's (auto), none (vllm), or those of another folder"
