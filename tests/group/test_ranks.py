@@ -120,6 +120,52 @@ def test_what_fails_on_one_rank_is_rolled_back_on_all(rank, error):
     assert answers(2, 2, harms={rank: harm}) == want
 
 
+@pytest.mark.parametrize("stages, leaves, rank", [(2, 1, 1), (3, 1, 1), (3, 1, 2), (2, 2, 0), (2, 2, 1), (2, 2, 3)])
+def test_what_fails_in_one_stage_is_rolled_back_with_all_that_is_in_flight(stages, leaves, rank):
+    arch = arch_of(layers=(Layer(),) * 3)
+    weights = weights_of(arch)
+
+    def harm(of):
+        if of.sums + of.sent in (3, 8, 9, 30):
+            of.sent += 1
+            raise MemoryError("made up")
+
+    want = answers(1, leaves, arch, weights)
+    assert answers(leaves, leaves, arch, weights, stages=stages, harms={rank: harm}) == want
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
+    """Preemptions, shared prefixes, cancels, samples of one prompt, a grammar, scored prompts, proposals."""
+    arch, rng = arch_of(layers=(Layer(),) * 3), np.random.default_rng(2)
+    weights = weights_of(arch)
+    begun = [rng.integers(0, 97, 40).tolist() for _ in range(2)]
+    given = [begun[i % 2][: rng.integers(16, 40)] + rng.integers(0, 97, 5).tolist() for i in range(12)]
+    params = [
+        DRAWN.with_(max_tokens=int(rng.integers(1, 30)), logprobs=i % 3 or None, prompt_logprobs=1 if i == 5 else None)
+        for i in range(12)
+    ]
+    options = {"max_num_seqs": 6, "cache_tokens": 128, "max_num_batched_tokens": 24}
+
+    def all_of(**more):
+        with Together(1, 1, arch, weights, **options | more) as ranks:
+            engine, told = ranks.engine, []
+            if more:
+                leader = engine.core.runner.memory.leader
+                real = leader.announce
+                leader.announce = lambda *given: (real(*given), told.append(len(leader._told)))
+            streams = [engine.run(prompt, how) for prompt, how in zip(given, params, strict=True)]
+            streams += engine.run_many(given[0], DRAWN.with_(n=3))
+            for stream in streams[1::4]:
+                stream.close()
+            found = collected([stream for i, stream in enumerate(streams) if i % 4 != 1])
+            return found, max(told, default=0), engine.stats().preemptions
+
+    want, _, preempted = all_of()
+    found, in_flight, also = all_of(stages=stages)
+    assert found == want and in_flight == stages and preempted and also
+
+
 def test_a_nan_on_one_rank_fails_the_row_that_has_it_alone():
     arch = arch_of(tied=False)
     weights = weights_of(arch)

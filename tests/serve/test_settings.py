@@ -62,6 +62,7 @@ GIVEN = {
     "numerics": ("cpu-7", "cpu-7"),
     "tensor_parallel_size": ("2", 2),
     "tp_leaves": ("4", 4),
+    "pipeline_parallel_size": ("2", 2),
     "max_model_len": ("77", 77),
     "generation_config": ("vllm", "vllm"),
     "chat_template": ("chatml", "chatml"),
@@ -119,12 +120,12 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_68_flags_and_each_is_tried_here(capsys):
+def test_there_are_at_most_69_flags_and_each_is_tried_here(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out.replace("--[no-]", "--")  # TGI's are not shown: see test_compat.py
     flags = set(re.findall(r"^  (?:-\w, )?--([a-z-]+)", shown, re.MULTILINE)) - {"help"}
-    assert len(flags) <= 68
+    assert len(flags) <= 69
     assert {flag.replace("-", "_") for flag in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -331,6 +332,7 @@ def test_settings_become_options_of_the_engine():
         numerics="cpu-7",
         tensor_parallel_size=2,
         tp_leaves=4,
+        pipeline_parallel_size=2,
         max_model_len=77,
         max_num_seqs=3,
         max_num_batched_tokens=100,
