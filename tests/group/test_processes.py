@@ -17,11 +17,13 @@ from hibachi import LLM, ConfigError, EngineFailed, SamplingParams
 
 OPTIONS = {"backend": "torch", "max_num_seqs": 8, "max_model_len": 256, "tp_leaves": 4}
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=1)
+TWO = {"tensor_parallel_size": 2}
+STAGES = {"pipeline_parallel_size": 2}
 PROMPTS = [[5, 6, 7], list(range(5, 45)), [9], list(range(100, 170))]
 PROGRAM = """
 from hibachi import LLM, SamplingParams
 from tests.group.test_processes import OPTIONS, answers
-llm = LLM("tiny", tensor_parallel_size={size}, **OPTIONS)
+llm = LLM("tiny", {sizes}, **OPTIONS)
 print(answers(llm))
 llm.close()
 """
@@ -54,35 +56,50 @@ def want():
         return answers(llm)
 
 
-def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want):
-    with LLM("tiny", tensor_parallel_size=2, **OPTIONS) as llm:
+@pytest.mark.parametrize("sizes", [TWO, TWO | STAGES])
+def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want, sizes):
+    with LLM("tiny", **sizes, **OPTIONS) as llm:
         assert llm.engine.facts.numerics.startswith("cpu-2/4 ") and llm.deterministic and llm.selfcheck() > 0
         assert answers(llm) == want
         with pytest.raises(ConfigError, match="a model over several processes already"):
-            LLM("tiny", tensor_parallel_size=2, **OPTIONS)
-        (pid,) = ranks()
-    assert gone([pid]) and "RANK" not in os.environ
+            LLM("tiny", **TWO, **OPTIONS)
+        pids = ranks()
+        assert len(pids) == 2 * len(sizes) - 1
+    assert gone(pids) and "RANK" not in os.environ
     with LLM("tiny", **OPTIONS) as llm:
         assert answers(llm) == want
 
 
-@pytest.mark.parametrize("stall_after", [None, 1e300])
-def test_a_rank_that_is_killed_ends_all_streams_at_once(stall_after):
-    with LLM("tiny", tensor_parallel_size=2, stall_after=stall_after, **OPTIONS) as llm:
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "stall_after, sizes, killed",
+    [
+        (None, TWO, 1),
+        (1e300, STAGES, 1),
+        pytest.param(None, {"pipeline_parallel_size": 3}, 1, marks=slow),
+        pytest.param(None, {"pipeline_parallel_size": 3}, 2, marks=slow),
+        *(pytest.param(None, TWO | STAGES, rank, marks=slow) for rank in (1, 2, 3)),
+    ],
+)
+def test_a_rank_that_is_killed_ends_all_streams_at_once(stall_after, sizes, killed):
+    with LLM("tiny", **sizes, stall_after=stall_after, **OPTIONS) as llm:
         streams = [llm.engine.run([5, i], PARAMS.with_(max_tokens=250)) for i in range(3)]
         for stream in streams:
             next(stream)
-        os.kill(ranks()[0], signal.SIGKILL)
+        os.kill(ranks()[killed - 1], signal.SIGKILL)
         began = time.monotonic()
         for stream in streams:
-            with pytest.raises(EngineFailed, match=r"Rank 1 has ended\. The model needs all 2 ranks"):
+            with pytest.raises(EngineFailed, match=rf"Rank {killed} has ended\. The model needs all \d ranks"):
                 list(stream)
         assert time.monotonic() - began < 5 and llm.engine.health().state == "failed"
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_before_the_engine_counts_as_lost():
-    llm = LLM("tiny", tensor_parallel_size=2, stall_after=5.0, **OPTIONS)
+@slow
+@pytest.mark.parametrize("sizes", [TWO, STAGES])
+def test_a_rank_that_hangs_is_named_before_the_engine_counts_as_lost(sizes):
+    llm = LLM("tiny", **sizes, stall_after=5.0, **OPTIONS)
     stream = llm.engine.run([5], PARAMS.with_(max_tokens=250))
     next(stream)
     pids = ranks()
@@ -95,11 +112,11 @@ def test_a_rank_that_hangs_is_named_before_the_engine_counts_as_lost():
     assert gone(pids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_torchrun_starts_a_plain_script(want, size, tmp_path):
+@slow
+@pytest.mark.parametrize("size, more", [(2, {}), (4, {}), (4, STAGES)])
+def test_torchrun_starts_a_plain_script(want, size, more, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(PROGRAM.format(size=size))
+    script.write_text(PROGRAM.format(sizes=f"tensor_parallel_size={size // (1 + len(more))}, **{more}"))
     how = {"capture_output": True, "text": True, "timeout": 120, "env": os.environ | {"PYTHONPATH": os.getcwd()}}
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(script)]
     done = subprocess.run(run, **how)
@@ -107,18 +124,19 @@ def test_torchrun_starts_a_plain_script(want, size, tmp_path):
     assert done.stdout.strip() == str(want)
     run[run.index(str(size))] = "3"
     done = subprocess.run(run, **how)
-    assert "torchrun has started 3 processes, and tensor_parallel_size is" in done.stderr
+    assert "torchrun has started 3 processes, and tensor_parallel_size times pipeline_parallel_size" in done.stderr
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])
-def test_a_server_of_two_ranks_comes_back_whole_and_ends_when_any_rank_is_asked_to(launcher):
+@pytest.mark.parametrize("how", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_a_server_of_two_ranks_comes_back_whole_and_ends_when_any_rank_is_asked_to(launcher, how):
     httpx = pytest.importorskip("httpx")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     start = torchrun if launcher == "torchrun" else [sys.executable, "-m"]
-    command = [*start, "hibachi", "serve", "tiny", "--backend", "torch", "--tensor-parallel-size", "2", "--restart"]
+    command = [*start, "hibachi", "serve", "tiny", "--backend", "torch", how, "2", "--restart"]
     server = subprocess.Popen([*command, "--port", str(port)], start_new_session=True)
 
     def answers():
