@@ -27,7 +27,7 @@ from hibachi.engine.group import link
 from hibachi.engine.group.leader import facts_of
 from hibachi.engine.group.link import RankWatch, Reports, connected
 from hibachi.engine.group.message import Mirror
-from hibachi.llm.model.arch import Layer
+from hibachi.llm.model.arch import Experts, Layer
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
 
@@ -85,6 +85,12 @@ def test_bits_are_the_same_for_1_2_and_3_stages(how):
     arch = arch_of(layers=(Layer(),) * 5, tied=False)
     weights, backend = weights_of(arch), NumpyBackend()
     options = {"backend": backend.quantized(how), "dtype": "float32"} if how == "int8" else {"dtype": how}
+    if how == "float32":
+        several = arch_of(
+            layers=(Layer(), Layer(experts=True), Layer()), experts=Experts(4, 2, 128, True), qk_norm="all", tied=True
+        )
+        given = several, weights_of(several)
+        assert answers(1, 1, *given, stages=2) == answers(1, 1, *given)
     one, leaved = answers(1, 1, arch, weights, **options), answers(1, 4, arch, weights, **options)
     assert not any(isinstance(answer, Exception) for answer in one), one
     assert all(answers(1, 1, arch, weights, stages=stages, **options) == one for stages in (2, 3, 5))
@@ -294,6 +300,19 @@ def test_tiers_keep_what_all_ranks_have(tmp_path):
                 assert found == want
             hits.append(ranks.engine.stats().tier_hits)
     assert hits[0] > 0 and hits[1] > hits[0] and hits[2] > 0 and hits[3] == 0, hits
+
+
+def test_tiers_keep_what_all_stages_have(tmp_path):
+    arch = arch_of(layers=(Layer(),) * 3)  # two of them in one stage
+    weights, tiers = weights_of(arch), KVTiers(disk=tmp_path, disk_bytes=1 << 26, cache_id="these weights")
+    want, hits = [answers(1, leaves, arch, weights) for leaves in (1, 2)], []
+    for leaves, _ in ((1, 0), (1, 1), (2, 0)):
+        with Together(leaves, leaves, arch, weights, stages=2, kv_tiers=tiers, cache_tokens=160) as ranks:
+            for _ in range(2):
+                found = collected([ranks.engine.run(prompt, DRAWN) for prompt in prompts()])
+                assert found == want[leaves - 1]
+            hits.append(ranks.engine.stats().tier_hits)
+    assert 0 < hits[0] < hits[1] and hits[2] > 0, hits
 
 
 def test_what_is_not_shared_is_refused_by_name():

@@ -159,6 +159,8 @@ class Shard(Weights):
 
     def _rows(self, name: str) -> list[slice]:
         """Those that the rank has."""
+        if self._size == 1:
+            return [slice(None)]
         a, kind = self._of, name.split(".")[-2]
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         at = self._rank * a.kv_heads // self._size * a.head_dim  # a head of keys may go to several ranks
