@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from pathlib import Path
 
 from hibachi_torch.group import FOLDER
@@ -11,7 +12,12 @@ from hibachi_torch.group import FOLDER
 
 def main() -> None:
     open_, given, options = pickle.loads(Path(os.environ[FOLDER], "opening").read_bytes())
-    open_(*given, **options)  # returns when rank 0 has closed
+    try:
+        open_(*given, **options)
+    except SystemExit:  # rank 0 has closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # to take the interpreter apart takes a second or more, for which rank 0 would wait
 
 
 if __name__ == "__main__":
