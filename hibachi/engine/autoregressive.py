@@ -106,7 +106,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     stall_after: seconds without a step, while work waits, after which `health` and the log report a stall; None means
     never.
     record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
-    overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
+    overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous, or
+    the model is cut into stages.
     kv_tiers: where prefixes are kept besides the device: see `KVTiers`. A model of your own names its weights for it in
     an attribute `cache_id`, a text: other weights need another one.
     speculative_config: propose tokens, and keep those that would come anyhow: "auto", where that pays, or a mapping as

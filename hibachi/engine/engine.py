@@ -75,7 +75,7 @@ class Engine:
         """restart: make a new cache and go on when the device is lost. record: a file for all plans, see `Recorder`.
 
         overlap: begin a step before the tokens of the last one are read, where possible. None means if the backend is
-        asynchronous.
+        asynchronous, or the model is cut into stages.
         """
         self.scheduler, self.runner = scheduler, runner
         self.recorder: Recorder = scheduler.recorder
@@ -102,7 +102,7 @@ class Engine:
         self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
         self._launcher: Launcher | None = None
         if isinstance(runner, Launcher):
-            wanted = runner.exclusive or (runner.backend.asynchronous if overlap is None else overlap)
+            wanted = runner.exclusive or runner.backend.asynchronous if overlap is None else overlap
             self._launcher = runner if wanted else None
         self._flights: deque[Flight] = deque()
         self._calm = False  # the next step is waited for

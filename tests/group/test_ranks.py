@@ -29,7 +29,7 @@ from hibachi.engine.group.link import RankWatch, Reports, connected
 from hibachi.engine.group.message import Mirror
 from hibachi.llm.model.arch import Experts, Layer
 from hibachi.llm.model.decoder import Decoder
-from hibachi.llm.model.shards import fits
+from hibachi.llm.model.shards import fits, stages_of
 
 from . import ranks as group_of_threads
 from .ranks import Threads, Together, arch_of, collected, weights_of
@@ -325,6 +325,11 @@ def test_what_is_not_shared_is_refused_by_name():
         Decoder.build(narrow, weights_of(narrow), rounded)
     with pytest.raises(UnsupportedOperation, match="norms over all heads"):
         Decoder.build(arch_of(qk_norm="all"), {}, NumpyBackend().in_leaves(2))
+    with pytest.raises(UnsupportedOperation, match="speculative_config cannot be used with Decoder, as it is cut into"):
+        Together(1, 1, ARCH, WEIGHTS, stages=2, speculative_config={"num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=3: each stage has a layer at least; expected at most 2"):
+        Decoder.build(ARCH, {}, NumpyBackend().in_leaves(1, Threads(3, 3).ranks[0]))
+    assert [len(layers) for layers in stages_of(arch_of(layers=(Layer(),) * 9, vocab_size=20_000), 3)] == [4, 4, 1]
     with pytest.raises(UnsupportedOperation, match="takes the backend torch"):
         LLM("tiny", backend="numpy", tensor_parallel_size=2)
     for bad in (0, -1, 1.5, True, "two"):

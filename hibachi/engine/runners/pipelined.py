@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.engine.runners.cached import CachedRunner
 from hibachi.engine.runners.calls import drop_frames
@@ -34,6 +35,10 @@ class PipelinedRunner(CachedRunner):
     def depth(self) -> int:
         """See `Launcher`."""
         return self.limits.stages - 1
+
+    @override
+    def cannot_speculate(self) -> str | None:
+        return "it is cut into stages, which would wait for each other with proposals"
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Whether the step is one call, and no other thread waits for its turn."""
