@@ -27,7 +27,7 @@ from hibachi.engine.group import link
 from hibachi.engine.group.leader import facts_of
 from hibachi.engine.group.link import RankWatch, Reports, connected
 from hibachi.engine.group.message import Mirror
-from hibachi.llm.model.arch import Layer
+from hibachi.llm.model.arch import Experts, Layer
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits
 
@@ -52,11 +52,21 @@ def answers(size, leaves, arch=ARCH, weights=WEIGHTS, *, alone=False, **options)
         return collected([run(prompt, DRAWN) for prompt in prompts()])
 
 
+def mixed_of(count, each, **more):
+    """A layer of experts, and one without."""
+    experts = Experts(count, each, intermediate=512, normalised=True)
+    return arch_of(**dict(layers=(Layer(experts=True), Layer()), experts=experts) | more)
+
+
+MIXED = mixed_of(5, 2)
+KINDS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
 CASES = {
-    "float32": (ARCH, {}, "float32", None),
-    "bfloat16": (ARCH, {}, "bfloat16", None),
-    "int8": (ARCH, {}, "float32", "int8"),
-    "int4": (ARCH, {}, "bfloat16", "int4"),
+    **{kind: (ARCH, {}, *how) for kind, how in KINDS.items()},
     "two heads of keys": (arch_of(kv_heads=2), {}, "float32", None),
     "biases, an own head": (
         arch_of(attention_bias=True, mlp_bias=True, tied=False),
@@ -66,6 +76,9 @@ CASES = {
     ),
     "norms after as well": (arch_of(norms="both"), {}, "float32", None),
     "in parallel": (arch_of(parallel=True), {}, "float32", None),
+    **{f"experts in {kind}": (MIXED, {}, *how) for kind, how in KINDS.items()},
+    "experts, norms after as well": (mixed_of(3, 3, norms="both"), {}, "bfloat16", None),
+    "experts in parallel": (mixed_of(4, 2, parallel=True), {}, "float32", None),
 }
 
 
