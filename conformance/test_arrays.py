@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import Paged, State, UnsupportedOperation
+from hibachi.backend.group import Place
 
 from .cases import expect, sample, samples
 
@@ -173,7 +174,7 @@ class Two:
     size = 2
 
     def __init__(self, rank, left):
-        self.rank, self.left = rank, left
+        self.rank, self.left, self.place = rank, left, Place(0, 1, rank, 2)
 
     def sum(self, x):
         if self.rank:
@@ -209,6 +210,17 @@ def test_linear_reduce_adds_the_leaves_of_all_processes(backend, biased):
 
     want = x @ w.T + (b if biased else 0)
     np.testing.assert_allclose(sum_of_two(backend, compute), want, rtol=ABOUT, atol=ABOUT)
+
+
+def test_rms_norm_reduce_adds_the_squares_of_all_processes(backend):
+    x, w = normal(3, 256), normal(256)
+
+    def compute(one, at):
+        [found] = one.rms_norm_reduce([one.put(np.ascontiguousarray(x[:, at]))], [one.put(w[at].copy())], 1e-5)
+        return found[:, :128]
+
+    want = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(sum_of_two(backend, compute), want[:, :128], rtol=ABOUT, atol=ABOUT)
 
 
 def test_experts_reduce_adds_the_leaves_of_all_processes(backend):

@@ -594,9 +594,8 @@ class ArrayBackend(Library):
         return y if wide else self.xp.astype(y, x.dtype, copy=False)
 
     def _leaves(self, x: Array, w: Array, leaves: int) -> list[Array]:
-        each, f = x.shape[-1] // leaves, self.float32
-        spans = [slice(at, at + each) for at in range(0, x.shape[-1], each)]
-        return [self.linear(f(x[..., span]), f(w[:, span])) for span in spans]
+        f = self.float32
+        return [self.linear(f(x[..., span]), f(w[:, span])) for span in _spans(x, leaves)]
 
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
         """`linear` in float32: of an output head. Not rounded to the dtype of x where the library can."""
@@ -607,6 +606,22 @@ class ArrayBackend(Library):
         f = self.float32(x)
         scaled = f / self.xp.sqrt(self.xp.mean(f * f, axis=-1, keepdims=True) + eps)
         return self.xp.astype(scaled, x.dtype, copy=False) * w
+
+    def rms_norm_reduce(self, xs: Sequence[Array], ws: Sequence[Array], eps: float) -> list[Array]:
+        """`rms_norm` of each x [T, n] by its w [n], of whose columns each process of a stage has as many: the sums of
+        squares are added up as those of `linear_reduce`, within a leaf by halves, all in one exchange.
+        """
+        if self.leaves == 1:
+            return [self.rms_norm(x, w, eps) for x, w in zip(xs, ws, strict=True)]
+        xp, f, n = self.xp, self.float32, self.local_leaves
+        sums = xp.stack([tree([_squares(xp, f(x[:, leaf])) for leaf in _spans(x, n)]) for x in xs], axis=-1)
+        sums, found = self._summed(sums), []
+        for i, (x, w) in enumerate(zip(xs, ws, strict=True)):
+            mean = sums[:, i : i + 1] * (n / (x.shape[1] * self.leaves)) + eps
+            # PyTorch's roots of float32 are not always the nearest numbers; rounded from float64 they are.
+            root = f(xp.sqrt(xp.astype(mean, xp.float64) if self.deterministic else mean))
+            found.append(xp.astype(f(x) / root * f(w), x.dtype, copy=False))
+        return found
 
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         """(x - mean) / sqrt(variance + eps) * w + b over the last axis, in float32 (Ba, Kiros & Hinton 2016)."""
@@ -927,6 +942,20 @@ class ArrayBackend(Library):
             "library": f"{self.xp.__name__} {getattr(self.xp, '__version__', '')}".strip(),
             "device": str(self.device or "default"),
         }
+
+
+def _spans(x: Array, leaves: int) -> list[slice]:
+    """The columns of each leaf."""
+    each = x.shape[-1] // leaves
+    return [slice(at, at + each) for at in range(0, x.shape[-1], each)]
+
+
+def _squares(xp: Any, x: Array) -> Array:
+    """The sum of squares of each row, half upon half: by additions of single numbers, which libraries round alike."""
+    x = x * x
+    while (n := x.shape[-1]) % 2 == 0:
+        x = x[:, : n // 2] + x[:, n // 2 :]
+    return tree(xp.unstack(x, axis=-1))
 
 
 def _is_int(n: Any) -> bool:

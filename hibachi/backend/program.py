@@ -378,6 +378,7 @@ def program(decoder: Any) -> Program | None:
 
     fits = (
         fuses(decoder.arch)
+        and (decoder.arch.qk_norm != "all" or decoder.backend.leaves == 1)
         and dtype in decoder.backend.codes
         and all(map(packed, matrices))
         and all(t.dtype == dtype for pair in params["ropes"] for t in pair)

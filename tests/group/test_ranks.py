@@ -59,6 +59,7 @@ def mixed_of(count, each, **more):
 
 
 MIXED = mixed_of(5, 2)
+ALL_HEADS = arch_of(qk_norm="all", norms="after", head_dim=192)
 KINDS = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
@@ -79,6 +80,8 @@ CASES = {
     **{f"experts in {kind}": (MIXED, {}, *how) for kind, how in KINDS.items()},
     "experts, norms after as well": (mixed_of(3, 3, norms="both"), {}, "bfloat16", None),
     "experts in parallel": (mixed_of(4, 2, parallel=True), {}, "float32", None),
+    "norms over all heads": (ALL_HEADS, {}, "float32", None),
+    "norms over all heads, int8": (ALL_HEADS, {}, "float32", "int8"),
 }
 
 
@@ -317,8 +320,9 @@ def test_what_is_not_shared_is_refused_by_name():
     rounded = NumpyBackend().quantized("int8").in_leaves(2)
     with pytest.raises(ConfigError, match="in int8 leaves cut 320 columns into multiples of 64; so many do: 1, 5"):
         Decoder.build(narrow, weights_of(narrow), rounded)
-    with pytest.raises(UnsupportedOperation, match="norms over all heads"):
-        Decoder.build(arch_of(qk_norm="all"), {}, NumpyBackend().in_leaves(2))
+    with pytest.raises(UnsupportedOperation, match="layer norms over all heads"):
+        Decoder.build(arch_of(qk_norm="all", norm="layer"), {}, NumpyBackend().in_leaves(2))
+    assert fits(arch_of(kv_heads=2), 4, 4) and not fits(arch_of(kv_heads=2, qk_norm="all"), 4, 4)
     with pytest.raises(UnsupportedOperation, match="takes the backend torch"):
         LLM("tiny", backend="numpy", tensor_parallel_size=2)
     for bad in (0, -1, 1.5, True, "two"):

@@ -249,7 +249,10 @@ class Decoder:
         qkv = b.linear(h, layer["qkv"], layer.get("qkv_bias"))
         if a.qk_norm == "all":
             q, k = qkv[:, :width], qkv[:, width : turned * a.head_dim]
-            q, k = self._norm(q, layer, "q_norm"), self._norm(k, layer, "k_norm")
+            if b.leaves == 1:
+                q, k = self._norm(q, layer, "q_norm"), self._norm(k, layer, "k_norm")
+            else:
+                q, k = b.rms_norm_reduce([q, k], [layer["q_norm"], layer["k_norm"]], a.norm_eps)
             qkv = b.xp.concat([q, k, qkv[:, turned * a.head_dim :]], axis=-1)
         qkv = b.xp.reshape(qkv, (tokens, turned + a.kv_heads, a.head_dim))
         qk, v = qkv[:, :turned, :], qkv[:, turned:, :]

@@ -40,10 +40,11 @@ def check_shards(arch: Arch, size: int, leaves: int, stages: int = 1) -> None:
             f"tensor_parallel_size=1, and leave tp_leaves out."
         )
     if not fits(arch, size, leaves):
+        or_more = "" if arch.qk_norm == "all" else " or is a multiple of them"
         fit = [n for n in range(1, arch.heads + 1) if fits(arch, n, n)]
         raise ConfigError(
             f"tensor_parallel_size={size}, tp_leaves={leaves}: expected a size that divides the {arch.heads} heads, "
-            f"that divides the {arch.kv_heads} heads of keys or is a multiple of them, and leaves that cut "
+            f"that divides the {arch.kv_heads} heads of keys{or_more}, and leaves that cut "
             f"{' and '.join(map(str, _cut(arch)))} columns into multiples of {ALIGNED}. With a leaf a rank that is "
             f"{', '.join(map(str, fit))}."
         )
@@ -86,7 +87,7 @@ def stages_of(arch: Arch, stages: int) -> list[range]:
 
 def fits(arch: Arch, size: int, leaves: int) -> bool:
     """Whether so many processes can share a model in so many leaves."""
-    of_keys = arch.kv_heads % size == 0 or size % arch.kv_heads == 0
+    of_keys = arch.kv_heads % size == 0 or (size % arch.kv_heads == 0 and arch.qk_norm != "all")
     return arch.heads % size == 0 and of_keys and (leaves == 1 or not any(n % (leaves * ALIGNED) for n in _cut(arch)))
 
 
@@ -94,7 +95,8 @@ def _cut(arch: Arch) -> list[int]:
     """The columns of what is cut into leaves."""
     e = arch.experts
     inner = {e.intermediate if e and layer.experts else arch.intermediate for layer in arch.layers}
-    return [arch.heads * arch.head_dim, *sorted(inner)]
+    heads = [arch.heads, arch.kv_heads] if arch.qk_norm == "all" else [arch.heads]
+    return [*(n * arch.head_dim for n in heads), *sorted(inner)]
 
 
 def smallest(arch: Arch, backend: ArrayBackend, dtype: str, stages: int) -> tuple[int, str]:
@@ -116,7 +118,7 @@ def smallest(arch: Arch, backend: ArrayBackend, dtype: str, stages: int) -> tupl
 
 def _lacks(arch: Arch) -> str | None:
     """What a model has that is not cut."""
-    return "norms over all heads" if arch.qk_norm == "all" else None
+    return "layer norms over all heads" if arch.qk_norm == "all" and arch.norm == "layer" else None
 
 
 class Shard(Weights):
@@ -179,6 +181,8 @@ class Shard(Weights):
             "gate": [units],
             "up": [units],
             "gate_up": [units, _moved(units, inner)],
+            "q_norm": [of_queries] if a.qk_norm == "all" else [slice(None)],
+            "k_norm": [of_keys] if a.qk_norm == "all" else [slice(None)],
             "head": [share(a.vocab_size, self._rank, self._size)],
         }
         return cut.get(kind, [slice(None)])
