@@ -81,7 +81,7 @@ CASES = {
     "experts, norms after as well": (mixed_of(3, 3, norms="both"), {}, "bfloat16", None),
     "experts in parallel": (mixed_of(4, 2, parallel=True), {}, "float32", None),
     "norms over all heads": (ALL_HEADS, {}, "float32", None),
-    "norms over all heads, int8": (ALL_HEADS, {}, "float32", "int8"),
+    "experts, norms over all heads": (mixed_of(5, 2, qk_norm="all"), {}, "float32", "int8"),
 }
 
 
@@ -98,13 +98,27 @@ def test_bits_are_the_same_for_1_2_4_and_8_ranks_in_8_leaves(case):
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "int8"])
 def test_bits_are_the_same_for_1_2_and_3_stages(how):
-    arch = arch_of(layers=(Layer(),) * 5, tied=False)
+    arch = mixed_of(5, 2, layers=(Layer(), Layer(experts=True), Layer(), Layer(), Layer(experts=True)), tied=False)
     weights, backend = weights_of(arch), NumpyBackend()
     options = {"backend": backend.quantized(how), "dtype": "float32"} if how == "int8" else {"dtype": how}
     one, leaved = answers(1, 1, arch, weights, **options), answers(1, 4, arch, weights, **options)
     assert not any(isinstance(answer, Exception) for answer in one), one
     assert all(answers(1, 1, arch, weights, stages=stages, **options) == one for stages in (2, 3, 5))
     assert answers(2, 4, arch, weights, stages=2, **options) == leaved
+
+
+def test_operations_one_by_one_give_the_bits_of_one_call():
+    weights, backend = weights_of(MIXED), NumpyBackend().quantized("int8")
+
+    def apart(mine):
+        model = Decoder.build(MIXED, weights, mine)
+        assert model.fused is not None
+        model.fused = None
+        return model
+
+    with Together(2, 8, make=apart, backend=backend) as ranks:
+        found = collected([ranks.engine.run(prompt, DRAWN) for prompt in prompts()])
+    assert found == answers(2, 8, MIXED, weights, backend=backend)
 
 
 @pytest.mark.parametrize("size", [3, 4])
