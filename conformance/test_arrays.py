@@ -1,6 +1,7 @@
 """What the engine and a decoder need besides the nine operations: movement, arithmetic, caches, execution."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ class Two:
     size = 2
 
     def __init__(self, rank, left):
-        self.rank, self.left = rank, left
+        self.rank, self.left, self.place = rank, left, SimpleNamespace(tp_size=2)
 
     def sum(self, x):
         if self.rank:
@@ -181,25 +182,60 @@ class Two:
         return x + self.left[0] if self.rank == 0 else x
 
 
-def test_linear_reduce_adds_the_leaves_of_all_processes(backend):
+def sum_of_two(backend, compute):
+    """compute(backend, slice of 256 columns) of four leaves, in one process and in two."""
+    try:
+        whole = backend.in_leaves(4)
+    except UnsupportedOperation:
+        pytest.skip("it computes in one process")
+    left = list[object]()
+    alone = whole.get(compute(whole, slice(0, 256)))
+    _, together = (
+        backend.get(compute(backend.in_leaves(4, Two(r, left)), slice(r * 128, r * 128 + 128))) for r in (1, 0)
+    )
+    np.testing.assert_allclose(together, alone, rtol=ABOUT, atol=ABOUT)
+    if backend.numerics is not None:
+        np.testing.assert_array_equal(together, alone)
+    return alone
+
+
+@pytest.mark.parametrize("biased", (False, True))
+def test_linear_reduce_adds_the_leaves_of_all_processes(backend, biased):
     w, b, x = normal(6, 256), normal(6), normal(3, 256)
-    for bias in (None, b):
-        try:
-            whole = backend.in_leaves(4)
-        except UnsupportedOperation:
-            pytest.skip("it computes in one process")
-        found, left = [], list[object]()
-        for rank in (None, 1, 0):
-            at = slice(0, 256) if rank is None else slice(rank * 128, rank * 128 + 128)
-            one = whole if rank is None else backend.in_leaves(4, Two(rank, left))
-            weight = one.put_columns([w], "float32", at.start, at.stop)
-            added = None if bias is None else one.put(bias)
-            found.append(one.get(one.linear_reduce(one.put(np.ascontiguousarray(x[:, at])), weight, added)))
-        alone, _, together = found
-        np.testing.assert_allclose(alone, x @ w.T + (0 if bias is None else bias), rtol=ABOUT, atol=ABOUT)
-        np.testing.assert_allclose(together, alone, rtol=ABOUT, atol=ABOUT)
-        if backend.numerics is not None:
-            np.testing.assert_array_equal(together, alone)
+
+    def compute(one, at):
+        weight = one.put_columns([w], "float32", at.start, at.stop)
+        part = one.put(np.ascontiguousarray(x[:, at]))
+        return one.linear_reduce(part, weight, one.put(b) if biased else None)
+
+    want = x @ w.T + (b if biased else 0)
+    np.testing.assert_allclose(sum_of_two(backend, compute), want, rtol=ABOUT, atol=ABOUT)
+
+
+def test_rms_norm_reduce_adds_the_squares_of_all_processes(backend):
+    x, w = normal(3, 256), normal(256)
+
+    def compute(one, at):
+        [found] = one.rms_norm_reduce([one.put(np.ascontiguousarray(x[:, at]))], [one.put(w[at].copy())], 1e-5)
+        return found[:, :128]
+
+    want = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(sum_of_two(backend, compute), want[:, :128], rtol=ABOUT, atol=ABOUT)
+
+
+def test_experts_reduce_adds_the_leaves_of_all_processes(backend):
+    x, into, out = normal(3, 6), normal(3, 256, 6), normal(3, 6, 256)
+    chosen, weights = np.array([[0, 1], [1, 0], [0, 1]], "int32"), np.array([[1, 0.5], [0.3, 2], [1, 1]], "float32")
+
+    def compute(one, at):
+        inside = [one.put_weight(np.ascontiguousarray(w[at]), "float32") for w in into]
+        outside = [one.put_columns([w], "float32", at.start, at.stop) for w in out]
+        return one.experts_reduce(*map(one.put, (x, chosen, weights)), inside, outside, "silu", gated=False)
+
+    share = np.zeros((3, 3), np.float32)
+    np.put_along_axis(share, chosen, weights, axis=1)
+    want = np.einsum("te,tedi->td", share, silu(np.einsum("td,eid->tei", x, into))[:, :, None, :] * out)
+    np.testing.assert_allclose(sum_of_two(backend, compute), want, rtol=ABOUT, atol=ABOUT)
 
 
 def test_weight_rows_are_those_of_the_matrix(backend):

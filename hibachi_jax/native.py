@@ -267,6 +267,7 @@ class NativeJaxBackend(JaxBackend):
         activation: str,
         *,
         gated: bool,
+        leaves: int = 0,  # which are refused
     ) -> Array:
         check_experts(x, chosen, weights, into, out, gated)
         every = [*into, *out]

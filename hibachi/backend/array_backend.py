@@ -589,11 +589,13 @@ class ArrayBackend(Library):
 
     def linear_leaves(self, x: Array, w: Array, b: Array | None = None, *, wide: bool = False) -> Array:
         """The columns of this process, as a tree of `local_leaves`. wide: in float32."""
-        each, f = x.shape[-1] // self.local_leaves, self.float32
-        spans = [slice(at, at + each) for at in range(0, x.shape[-1], each)]
-        y = tree([self.linear(f(x[..., span]), f(w[:, span])) for span in spans])
-        y = y if b is None else y + f(b)
+        y = tree(self._leaves(x, w, self.local_leaves))
+        y = y if b is None else y + self.float32(b)
         return y if wide else self.xp.astype(y, x.dtype, copy=False)
+
+    def _leaves(self, x: Array, w: Array, leaves: int) -> list[Array]:
+        f = self.float32
+        return [self.linear(f(x[..., span]), f(w[:, span])) for span in _spans(x, leaves)]
 
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
         """`linear` in float32: of an output head. Not rounded to the dtype of x where the library can."""
@@ -604,6 +606,22 @@ class ArrayBackend(Library):
         f = self.float32(x)
         scaled = f / self.xp.sqrt(self.xp.mean(f * f, axis=-1, keepdims=True) + eps)
         return self.xp.astype(scaled, x.dtype, copy=False) * w
+
+    def rms_norm_reduce(self, xs: Sequence[Array], ws: Sequence[Array], eps: float) -> list[Array]:
+        """`rms_norm` of each x [T, n] by its w [n], of whose columns each process of a stage has as many: the sums of
+        squares are added up as those of `linear_reduce`, within a leaf by halves, all in one exchange.
+        """
+        if self.leaves == 1:
+            return [self.rms_norm(x, w, eps) for x, w in zip(xs, ws, strict=True)]
+        xp, f, n = self.xp, self.float32, self.local_leaves
+        sums = xp.stack([tree([_squares(xp, f(x[:, leaf])) for leaf in _spans(x, n)]) for x in xs], axis=-1)
+        sums, found = self._summed(sums), []
+        for i, (x, w) in enumerate(zip(xs, ws, strict=True)):
+            mean = sums[:, i : i + 1] * (n / (x.shape[1] * self.leaves)) + eps
+            # PyTorch's roots of float32 are not always the nearest numbers; rounded from float64 they are.
+            root = f(xp.sqrt(xp.astype(mean, xp.float64) if self.deterministic else mean))
+            found.append(xp.astype(f(x) / root * f(w), x.dtype, copy=False))
+        return found
 
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         """(x - mean) / sqrt(variance + eps) * w + b over the last axis, in float32 (Ba, Kiros & Hinton 2016)."""
@@ -663,33 +681,51 @@ class ArrayBackend(Library):
         activation: str,
         *,
         gated: bool,
+        leaves: int = 0,
     ) -> Array:
         """A mixture of experts (Shazeer et al. 2017): sum over e of weight_e * out_e(act(into_e(x))): [T, hidden].
 
         x [T, hidden]; chosen, weights [T, k]: the experts of each token and what they count, of `route`; into, out: of
         each expert a weight from `put_weight`, [inner, hidden], or [2 * inner, hidden] if it is gated, and [hidden,
-        inner]; activation: the operation's name.
+        inner]; activation: the operation's name. leaves: the columns of `out` are cut into so many, each of which is
+        mixed by itself; then all are added up as a tree, in float32, which the result is. 0: they are not cut.
         """
 
         def act(t: Array) -> Array:
             found: Array = self.gated(t, activation) if gated else getattr(self, activation)(t)
             return found
 
-        y = self.xp.zeros_like(x)
+        dtype = self.xp.float32 if leaves else x.dtype
+        mixed = [self.xp.zeros(x.shape, dtype=dtype, device=self.device) for _ in range(leaves or 1)]
         choice = None if self.shapes.compiled else self.get(chosen)  # once, as a device is waited for
         for e, (w_in, w_out) in enumerate(zip(into, out, strict=True)):
             rows = None if choice is None else np.flatnonzero((choice == e).any(axis=-1)).astype(np.int32)
             if rows is not None and not len(rows):
                 continue
             share = self.xp.where(chosen == e, weights, self.xp.zeros_like(weights))
-            share = self.xp.astype(self.xp.sum(share, axis=-1, keepdims=True), x.dtype, copy=False)  # 0: not chosen
-            if rows is None:
-                y = y + self.linear(act(self.linear(x, w_in)), w_out) * share
-            else:  # only the tokens that chose it
-                rows = self.put(rows)
-                part = self.linear(act(self.linear(self.take(x, rows), w_in)), w_out) * self.take(share, rows)
-                y = self.scatter_rows(y, rows, self.take(y, rows) + part)
-        return y
+            share = self.xp.astype(self.xp.sum(share, axis=-1, keepdims=True), dtype, copy=False)  # 0: not chosen
+            at = None if rows is None else self.put(rows)  # only the tokens that chose it
+            inner = act(self.linear(x if at is None else self.take(x, at), w_in))
+            parts = self._leaves(inner, w_out, leaves) if leaves else [self.linear(inner, w_out)]
+            for i, (y, part) in enumerate(zip(mixed, parts, strict=True)):
+                if at is None:
+                    mixed[i] = y + part * share
+                else:
+                    mixed[i] = self.scatter_rows(y, at, self.take(y, at) + part * self.take(share, at))
+        return tree(mixed)
+
+    def experts_reduce(self, x: Array, *mixture: Any, gated: bool) -> Array:
+        """`experts` of each of which a process of a stage has some units: rows into it, columns out of it (from
+        `put_columns`). Otherwise as `linear_reduce`.
+        """
+        if self.leaves == 1:
+            return self.experts(x, *mixture, gated=gated)
+        y = self._summed(self.experts(x, *mixture, gated=gated, leaves=self.local_leaves))
+        return self.xp.astype(y, x.dtype, copy=False)
+
+    def _summed(self, x: Array) -> Array:
+        """x of all processes of a stage, added up."""
+        return x if self.group is None or self.place.tp_size == 1 else self.group.sum(x)
 
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
         """The k largest of each row of x [n, m], largest first, and their places: [n, k] and integers [n, k].
@@ -906,6 +942,20 @@ class ArrayBackend(Library):
             "library": f"{self.xp.__name__} {getattr(self.xp, '__version__', '')}".strip(),
             "device": str(self.device or "default"),
         }
+
+
+def _spans(x: Array, leaves: int) -> list[slice]:
+    """The columns of each leaf."""
+    each = x.shape[-1] // leaves
+    return [slice(at, at + each) for at in range(0, x.shape[-1], each)]
+
+
+def _squares(xp: Any, x: Array) -> Array:
+    """The sum of squares of each row, half upon half: by additions of single numbers, which libraries round alike."""
+    x = x * x
+    while (n := x.shape[-1]) % 2 == 0:
+        x = x[:, : n // 2] + x[:, n // 2 :]
+    return tree(xp.unstack(x, axis=-1))
 
 
 def _is_int(n: Any) -> bool:

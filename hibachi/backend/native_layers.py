@@ -42,14 +42,15 @@ class NativeLayers(HostArrays):
         activation: str,
         *,
         gated: bool,
+        leaves: int = 0,
     ) -> Array:
         mixture = self.mixture(into, out, x.dtype, activation, gated)
         if mixture is None:
-            return super().experts(x, chosen, weights, into, out, activation, gated=gated)
+            return super().experts(x, chosen, weights, into, out, activation, gated=gated, leaves=leaves)
         check_experts(x, chosen, weights, into, out, gated)
-        mixture.tokens, mixture.each = chosen.shape
+        (mixture.tokens, mixture.each), mixture.leaves = chosen.shape, leaves
         x, chosen = self.row_major(x), self.index(chosen)
-        weights, y = self.row_major(self.float32(weights)), self.empty(x.shape, x.dtype)
+        weights, y = self.row_major(self.float32(weights)), self.empty(x.shape, self.xp.float32 if leaves else x.dtype)
         places = (self.address(t) for t in (x, weights, chosen, y))
         self._run.experts(self.codes[x.dtype], addressof(mixture), *places)
         return y
@@ -66,7 +67,7 @@ class NativeLayers(HostArrays):
             return None
         lists = [addresses([w.pointers[i] for w in some]) for i in range(2) for some in (into, out)]
         how = dim, inner, ACTIVATIONS[activation], gated, *(INTO[some.pop()] for some in kinds)
-        found = Mixture(0, 0, len(into), *how, *map(addressof, lists))
+        found = Mixture(0, 0, len(into), *how, 0, *map(addressof, lists))
         found.kept = lists, weights
         return found
 

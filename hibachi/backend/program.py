@@ -22,8 +22,8 @@ ROUTE, SORT, GATHER, MIX, LINEAR_Q4_0, LINEAR_Q8_0, EMBED, ADD = range(10, 18)
 ROUNDING = {"int8": LINEAR_INT8, "q4_0": LINEAR_Q4_0, "q8_0": LINEAR_Q8_0}  # kinds of weights that take rounded rows
 # Buffers, each with a row for every token; those of experts with a piece for each expert of a token.
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED, ODDS, GATHERED, WIDES, INNERS = range(13)
-# logits and sums: float32; rounded: rows as bytes; lists: who goes to which expert
-FINAL, LOGITS, ROUNDED, LISTS, SUMS = range(13, 18)
+# logits, sums and a leaf of what experts give: float32; rounded: rows as bytes; lists: who goes to which expert
+FINAL, LOGITS, ROUNDED, LISTS, SUMS, LEAF = range(13, 19)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
 _PARTS = {
     LINEAR: "linear",
@@ -87,7 +87,10 @@ class Program:
         deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
         self._bytes = max(deepest) if any(op["kind"] == ROUND for op in self._ops) else 0  # of a token
         self._outputs = params["head"].shape[0] if self._stage.last else 0  # of a process, where there are several
-        self._wide = (ctypes.c_int64 * (SUMS + 1))(*self._widths, self._outputs, 0, 0, hidden)
+        self._wide = (ctypes.c_int64 * (LEAF + 1))(*self._widths, self._outputs, 0, 0, hidden, each * hidden)
+        written = {op["to"] for op in self._ops}
+        sums = self._backend.local_leaves.bit_length() if LEAF in written else SUMS in written
+        self._summed = [4 * sums * hidden, 4 * (LEAF in written) * each * hidden]  # bytes of a token
         self._code = self._backend.codes[self.dtype]
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
         self._turned: tuple[Any, list[Array], Any, int] | None = None  # the tables of angles of the last step
@@ -172,8 +175,8 @@ class Program:
     def _memory(self, tokens: int) -> ProgramMemory:
         a, item = self._arch, 2 if self._code else 4  # bytes of a number
         lists = 0 if (e := a.experts) is None else self._kernels.lists(tokens, e.per_token, e.count)
-        summed = tokens * a.hidden_size * 4 if self._cuts else 0
-        sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists, summed]
+        summed = [tokens * size for size in self._summed]
+        sizes = [*(tokens * width * item for width in self._widths), 0, tokens * self._bytes, lists, *summed]
         ends = list(accumulate(size + -size % ALIGNED for size in sizes))
         held = np.empty(ends[-1] + ALIGNED, np.uint8)
         base = held.ctypes.data + -held.ctypes.data % ALIGNED
@@ -181,7 +184,7 @@ class Program:
         step = Step(tokens=tokens, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, vocabulary=a.vocab_size)
         step.cascade, step.buffers = self._backend.cascade, ctypes.addressof(buffers)
         step.widths = ctypes.addressof(self._wide)
-        sums = held[base - held.ctypes.data + ends[-2] :][:summed].view(np.float32).reshape(-1, a.hidden_size)
+        sums = held[base - held.ctypes.data + ends[-3] :][: summed[0]].view(np.float32).reshape(-1, a.hidden_size)
         return ProgramMemory(tokens, step, buffers, buffers[H], buffers[FINAL], held, sums)
 
     def _halves_of(self, cache: list[LayerCache]) -> Any:
@@ -252,23 +255,34 @@ class Program:
         self._add(ROUTE, ODDS, ODDS, gated=e.normalised, **among)
         self._add(SORT, ODDS, ODDS, **among)
         self._add(GATHER, source, GATHERED, n=a.hidden_size, **among)
-        self._of_experts(layer["gate_up"], GATHERED, WIDES, among)
+        self._of_experts(layer["gate_up"], GATHERED, among, WIDES)
         how = dict(which=ACTIVATIONS[a.activation], gated=a.gated, n=e.intermediate, groups=e.per_token)
         self._add(ACTIVATE, WIDES, INNERS, **how)
-        self._of_experts(layer["down"], INNERS, GATHERED, among)
-        if "mlp_post_norm" in layer:
-            self._add(MIX, GATHERED, OUT, n=a.hidden_size, **among)
-            self._norm("mlp_post_norm", layer, OUT, h, added=h)
+        normed = "mlp_post_norm" in layer
+        to, more = (OUT, {}) if normed else (h, dict(added=h, scale=a.residual_scale))
+        if self._backend.leaves == 1:
+            self._of_experts(layer["down"], INNERS, among, GATHERED)
+            self._add(MIX, GATHERED, to, n=a.hidden_size, **among, **more)
         else:
-            self._add(MIX, GATHERED, h, n=a.hidden_size, added=h, **among | dict(scale=a.residual_scale))
+            self._of_experts(layer["down"], INNERS, among)
+            self._added(to, n=a.hidden_size, **more)
+        if normed:
+            self._norm("mlp_post_norm", layer, OUT, h, added=h)
 
-    def _of_experts(self, weights: list[Any], source: int, to: int, among: dict[str, Any]) -> None:
-        """The products of all experts."""
+    def _of_experts(self, weights: list[Any], source: int, among: dict[str, Any], to: int | None = None) -> None:
+        """The products of all experts. to: None means SUMS, where they are mixed leaf by leaf."""
         n, k = weights[0].shape
         w, scales = (addresses(pointers) for pointers in zip(*(w.pointers for w in weights), strict=True))
         self._kept += [weights, w, scales]
         places = dict(w=ctypes.addressof(w), scales=ctypes.addressof(scales))
-        self._product(weights[0].kind, source, to, n=n, k=k, **places, **among)
+        kind, source = self._factors(weights[0].kind, source, k, among["groups"])
+        if to is not None:
+            self._add(kind, source, to, n=n, k=k, **places, **among)
+            return
+        for leaf in range(self._backend.local_leaves):
+            one = dict(leaf=leaf, leaves=self._backend.local_leaves, wide=1, n=n, **among)
+            self._add(kind, source, LEAF, k=k, **places, **one)
+            self._add(MIX, LEAF, SUMS, **one)
 
     def _joined(self, layer: dict[str, Any], name: str, source: int, h: int, norm: str) -> None:
         """A product of which the result, perhaps normalised, is added to the residual stream."""
@@ -286,9 +300,14 @@ class Program:
         self._linear({name: w}, name, source, SUMS, leaves=leaves, wide=1)
         b = None if b is None else self._backend.row_major(b)
         self._kept += [b]
-        self._cuts.append(len(self._ops))
-        self._add(ADD, SUMS, to, n=w.shape[0], b=None if b is None else self._backend.address(b), **more)
+        self._added(to, n=w.shape[0], b=None if b is None else self._backend.address(b), **more)
         return to
+
+    def _added(self, to: int, **more: Any) -> None:
+        """What is in SUMS, of all processes."""
+        if self._backend.place.tp_size > 1:
+            self._cuts.append(len(self._ops))
+        self._add(ADD, SUMS, to, **more)
 
     def _norm(self, name: str, layer: dict[str, Any], source: int, to: int, *, at: int = 0, **more: Any) -> int:
         """The buffer that holds the result: `source` if there is no such norm."""
@@ -311,15 +330,16 @@ class Program:
         n, k = w.shape
         data, scales = w.pointers
         more |= dict(w=data, scales=scales, b=None if b is None else self._backend.address(b), n=n, k=k)
-        self._product(w.kind, source, to, **more)
+        kind, source = self._factors(w.kind, source, k)
+        self._add(kind, source, to, **more)
         return to
 
-    def _product(self, kind: str, source: int, to: int, **more: Any) -> None:
-        if kind in ROUNDING:
-            self._add(ROUND, source, ROUNDED, k=more["k"], groups=more.get("groups", 1))
-            self._add(ROUNDING[kind], ROUNDED, to, **more)
-        else:
-            self._add(LINEAR, source, to, **more)
+    def _factors(self, kind: str, source: int, k: int, groups: int = 1) -> tuple[int, int]:
+        """The operation that multiplies with weights of a kind, and the buffer of what it multiplies."""
+        if kind not in ROUNDING:
+            return LINEAR, source
+        self._add(ROUND, source, ROUNDED, k=k, groups=groups)
+        return ROUNDING[kind], ROUNDED
 
     def _add(self, kind: int, source: int, to: int, **more: Any) -> None:
         settled = dict(
@@ -358,6 +378,7 @@ def program(decoder: Any) -> Program | None:
 
     fits = (
         fuses(decoder.arch)
+        and (decoder.arch.qk_norm != "all" or decoder.backend.leaves == 1)
         and dtype in decoder.backend.codes
         and all(map(packed, matrices))
         and all(t.dtype == dtype for pair in params["ropes"] for t in pair)

@@ -52,11 +52,22 @@ def answers(size, leaves, arch=ARCH, weights=WEIGHTS, *, alone=False, **options)
         return collected([run(prompt, DRAWN) for prompt in prompts()])
 
 
+def mixed_of(count, each, **more):
+    """A layer of experts, and one without."""
+    experts = Experts(count, each, intermediate=512, normalised=True)
+    return arch_of(**dict(layers=(Layer(experts=True), Layer()), experts=experts) | more)
+
+
+MIXED = mixed_of(5, 2)
+ALL_HEADS = arch_of(qk_norm="all", norms="after", head_dim=192)
+KINDS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
 CASES = {
-    "float32": (ARCH, {}, "float32", None),
-    "bfloat16": (ARCH, {}, "bfloat16", None),
-    "int8": (ARCH, {}, "float32", "int8"),
-    "int4": (ARCH, {}, "bfloat16", "int4"),
+    **{kind: (ARCH, {}, *how) for kind, how in KINDS.items()},
     "two heads of keys": (arch_of(kv_heads=2), {}, "float32", None),
     "biases, an own head": (
         arch_of(attention_bias=True, mlp_bias=True, tied=False),
@@ -66,6 +77,11 @@ CASES = {
     ),
     "norms after as well": (arch_of(norms="both"), {}, "float32", None),
     "in parallel": (arch_of(parallel=True), {}, "float32", None),
+    **{f"experts in {kind}": (MIXED, {}, *how) for kind, how in KINDS.items()},
+    "experts, norms after as well": (mixed_of(3, 3, norms="both"), {}, "bfloat16", None),
+    "experts in parallel": (mixed_of(4, 2, parallel=True), {}, "float32", None),
+    "norms over all heads": (ALL_HEADS, {}, "float32", None),
+    "experts, norms over all heads": (mixed_of(5, 2, qk_norm="all"), {}, "float32", "int8"),
 }
 
 
@@ -82,19 +98,27 @@ def test_bits_are_the_same_for_1_2_4_and_8_ranks_in_8_leaves(case):
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "int8"])
 def test_bits_are_the_same_for_1_2_and_3_stages(how):
-    arch = arch_of(layers=(Layer(),) * 5, tied=False)
+    arch = mixed_of(5, 2, layers=(Layer(), Layer(experts=True), Layer(), Layer(), Layer(experts=True)), tied=False)
     weights, backend = weights_of(arch), NumpyBackend()
     options = {"backend": backend.quantized(how), "dtype": "float32"} if how == "int8" else {"dtype": how}
-    if how == "float32":
-        several = arch_of(
-            layers=(Layer(), Layer(experts=True), Layer()), experts=Experts(4, 2, 128, True), qk_norm="all", tied=True
-        )
-        given = several, weights_of(several)
-        assert answers(1, 1, *given, stages=2) == answers(1, 1, *given)
     one, leaved = answers(1, 1, arch, weights, **options), answers(1, 4, arch, weights, **options)
     assert not any(isinstance(answer, Exception) for answer in one), one
     assert all(answers(1, 1, arch, weights, stages=stages, **options) == one for stages in (2, 3, 5))
     assert answers(2, 4, arch, weights, stages=2, **options) == leaved
+
+
+def test_operations_one_by_one_give_the_bits_of_one_call():
+    weights, backend = weights_of(MIXED), NumpyBackend().quantized("int8")
+
+    def apart(mine):
+        model = Decoder.build(MIXED, weights, mine)
+        assert model.fused is not None
+        model.fused = None
+        return model
+
+    with Together(2, 8, make=apart, backend=backend) as ranks:
+        found = collected([ranks.engine.run(prompt, DRAWN) for prompt in prompts()])
+    assert found == answers(2, 8, MIXED, weights, backend=backend)
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -323,11 +347,12 @@ def test_what_is_not_shared_is_refused_by_name():
     rounded = NumpyBackend().quantized("int8").in_leaves(2)
     with pytest.raises(ConfigError, match="in int8 leaves cut 320 columns into multiples of 64; so many do: 1, 5"):
         Decoder.build(narrow, weights_of(narrow), rounded)
-    with pytest.raises(UnsupportedOperation, match="norms over all heads"):
-        Decoder.build(arch_of(qk_norm="all"), {}, NumpyBackend().in_leaves(2))
+    with pytest.raises(UnsupportedOperation, match="layer norms over all heads"):
+        Decoder.build(arch_of(qk_norm="all", norm="layer"), {}, NumpyBackend().in_leaves(2))
+    assert fits(arch_of(kv_heads=2), 4, 4) and not fits(arch_of(kv_heads=2, qk_norm="all"), 4, 4)
     with pytest.raises(UnsupportedOperation, match="speculative_config cannot be used with Decoder, as it is cut into"):
         Together(1, 1, ARCH, WEIGHTS, stages=2, speculative_config={"num_speculative_tokens": 2})
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=3: each stage has a layer at least; expected at most 2"):
+    with pytest.raises(ConfigError, match="=3: each stage has a layer at least; expected at most 2"):
         Decoder.build(ARCH, {}, NumpyBackend().in_leaves(1, Threads(3, 3).ranks[0]))
     assert [len(layers) for layers in stages_of(arch_of(layers=(Layer(),) * 9, vocab_size=20_000), 3)] == [4, 4, 1]
     with pytest.raises(UnsupportedOperation, match="takes the backend torch"):

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 9
+ABI = 10
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -27,7 +27,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((n, _i32) for n in ("kind", "outputs", "from_", "to", "added", "which", "gated", "groups")),
-        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts", "wide", "leaves")),
+        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts", "wide", "leaves", "leaf")),
         *((n, _f32) for n in ("scale", "number")),
         *((n, _p) for n in ("w", "b", "scales")),
     ]
@@ -57,10 +57,8 @@ class Mixture(ctypes.Structure):
     """As in api.h."""
 
     _fields_ = [
-        *(
-            (n, _i64)
-            for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated", "into_kind", "out_kind")
-        ),
+        *((n, _i64) for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated")),
+        *((n, _i64) for n in ("into_kind", "out_kind", "leaves")),
         *((n, _p) for n in ("into", "out", "into_scales", "out_scales")),
     ]
 

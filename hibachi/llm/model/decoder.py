@@ -249,7 +249,10 @@ class Decoder:
         qkv = b.linear(h, layer["qkv"], layer.get("qkv_bias"))
         if a.qk_norm == "all":
             q, k = qkv[:, :width], qkv[:, width : turned * a.head_dim]
-            q, k = self._norm(q, layer, "q_norm"), self._norm(k, layer, "k_norm")
+            if b.leaves == 1:
+                q, k = self._norm(q, layer, "q_norm"), self._norm(k, layer, "k_norm")
+            else:
+                q, k = b.rms_norm_reduce([q, k], [layer["q_norm"], layer["k_norm"]], a.norm_eps)
             qkv = b.xp.concat([q, k, qkv[:, turned * a.head_dim :]], axis=-1)
         qkv = b.xp.reshape(qkv, (tokens, turned + a.kv_heads, a.head_dim))
         qk, v = qkv[:, :turned, :], qkv[:, turned:, :]
@@ -279,7 +282,7 @@ class Decoder:
         odds = b.linear(h, layer["router"])
         weights, chosen = b.route(odds, experts.per_token, normalised=experts.normalised)
         into, out, activation = layer["gate_up"], layer["down"], self.arch.activation
-        return b.experts(h, chosen, weights, into, out, activation, gated=self.arch.gated)
+        return b.experts_reduce(h, chosen, weights, into, out, activation, gated=self.arch.gated)
 
     def _activate(self, inner: Array) -> Array:
         """The hidden units of a feed-forward part from what its projections in give."""
@@ -354,17 +357,21 @@ def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: 
             ]
             layer[f"{ours}_bias"] = b.put(np.concatenate(biases), dtype)
         flat = [w for some in weights for w in some]
-        if b.place.tp_size == 1 or parts:
-            layer[ours] = b.put_rows(flat, dtype)
-        else:
-            mine = share(flat[0].shape[1], b.place.tp_rank, b.place.tp_size)
-            layer[ours] = b.put_columns(flat, dtype, mine.start, mine.stop)
+        layer[ours] = b.put_rows(flat, dtype) if parts else _columns(flat, b, dtype)
     if kind.experts:
         gate, up, down = (matrices_of(files, f"{at}experts.{n}.weight") for n in ("gate", "up", "down"))
         layer["router"] = b.put_precise(files[f"{at}router.weight"], dtype)
         layer["gate_up"] = [b.put_rows(pair, dtype) for pair in zip(gate, up, strict=True)]
-        layer["down"] = [b.put_rows([w], dtype) for w in down]
+        layer["down"] = [_columns([w], b, dtype) for w in down]
     return layer
+
+
+def _columns(parts: list[Rows], b: ArrayBackend, dtype: str) -> Array:
+    """Those of a matrix that this process has."""
+    if b.place.tp_size == 1:
+        return b.put_rows(parts, dtype)
+    mine = share(parts[0].shape[1], b.place.tp_rank, b.place.tp_size)
+    return b.put_columns(parts, dtype, mine.start, mine.stop)
 
 
 def matrices_of(files: Mapping[str, HostArray], name: str) -> list[Rows]:

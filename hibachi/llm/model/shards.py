@@ -40,20 +40,22 @@ def check_shards(arch: Arch, size: int, leaves: int, stages: int = 1) -> None:
             f"tensor_parallel_size=1, and leave tp_leaves out."
         )
     if not fits(arch, size, leaves):
+        or_more = "" if arch.qk_norm == "all" else " or is a multiple of them"
         fit = [n for n in range(1, arch.heads + 1) if fits(arch, n, n)]
         raise ConfigError(
             f"tensor_parallel_size={size}, tp_leaves={leaves}: expected a size that divides the {arch.heads} heads, "
-            f"that divides the {arch.kv_heads} heads of keys or is a multiple of them, and leaves that cut "
-            f"{arch.heads * arch.head_dim} and {arch.intermediate} columns into multiples of {ALIGNED}. With a leaf a "
-            f"rank that is {', '.join(map(str, fit))}."
+            f"that divides the {arch.kv_heads} heads of keys{or_more}, and leaves that cut "
+            f"{' and '.join(map(str, _cut(arch)))} columns into multiples of {ALIGNED}. With a leaf a rank that is "
+            f"{', '.join(map(str, fit))}."
         )
 
 
 def check_rounded(params: dict[str, Any], backend: ArrayBackend) -> None:
     """Raise ConfigError where a leaf would begin within a group of rounded numbers."""
     for layer in params["layers"] if backend.leaves > 1 else ():
-        for name in ("o", "down"):
-            kind, columns = getattr(layer[name], "kind", ""), layer[name].shape[1]
+        down = layer["down"]
+        for w in (layer["o"], *(down if isinstance(down, list) else [down])):
+            kind, columns = getattr(w, "kind", ""), w.shape[1]
             if kind in ROUNDING and columns % (backend.local_leaves * GROUP):
                 whole = columns * backend.leaves // backend.local_leaves
                 fit = [n for n in range(1, MOST_LEAVES + 1) if whole % (n * GROUP) == 0]
@@ -85,9 +87,16 @@ def stages_of(arch: Arch, stages: int) -> list[range]:
 
 def fits(arch: Arch, size: int, leaves: int) -> bool:
     """Whether so many processes can share a model in so many leaves."""
-    columns = arch.heads * arch.head_dim, arch.intermediate
-    of_keys = arch.kv_heads % size == 0 or size % arch.kv_heads == 0
-    return arch.heads % size == 0 and of_keys and (leaves == 1 or not any(n % (leaves * ALIGNED) for n in columns))
+    of_keys = arch.kv_heads % size == 0 or (size % arch.kv_heads == 0 and arch.qk_norm != "all")
+    return arch.heads % size == 0 and of_keys and (leaves == 1 or not any(n % (leaves * ALIGNED) for n in _cut(arch)))
+
+
+def _cut(arch: Arch) -> list[int]:
+    """The columns of what is cut into leaves."""
+    e = arch.experts
+    inner = {e.intermediate if e and layer.experts else arch.intermediate for layer in arch.layers}
+    heads = [arch.heads, arch.kv_heads] if arch.qk_norm == "all" else [arch.heads]
+    return [*(n * arch.head_dim for n in heads), *sorted(inner)]
 
 
 def smallest(arch: Arch, backend: ArrayBackend, dtype: str, stages: int) -> tuple[int, str]:
@@ -109,9 +118,7 @@ def smallest(arch: Arch, backend: ArrayBackend, dtype: str, stages: int) -> tupl
 
 def _lacks(arch: Arch) -> str | None:
     """What a model has that is not cut."""
-    if any(layer.experts for layer in arch.layers):
-        return "experts"
-    return "norms over all heads" if arch.qk_norm == "all" else None
+    return "layer norms over all heads" if arch.qk_norm == "all" and arch.norm == "layer" else None
 
 
 class Shard(Weights):
@@ -130,6 +137,7 @@ class Shard(Weights):
             heads=arch.heads // size,
             kv_heads=max(1, arch.kv_heads // size),
             intermediate=arch.intermediate // size,
+            experts=None if (e := arch.experts) is None else replace(e, intermediate=e.intermediate // size),
             tied=False,  # embeddings are whole
         )
 
@@ -165,7 +173,8 @@ class Shard(Weights):
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         at = self._rank * a.kv_heads // self._size * a.head_dim  # a head of keys may go to several ranks
         of_keys = slice(at, at + max(1, a.kv_heads // self._size) * a.head_dim)
-        of_queries, units = share(q, self._rank, self._size), share(a.intermediate, self._rank, self._size)
+        inner = a.experts.intermediate if a.experts and ".experts." in name else a.intermediate
+        of_queries, units = share(q, self._rank, self._size), share(inner, self._rank, self._size)
         cut = {
             "q": [of_queries],
             "k": [of_keys],
@@ -173,7 +182,9 @@ class Shard(Weights):
             "qkv": [of_queries, _moved(of_keys, q), _moved(of_keys, q + kv)],
             "gate": [units],
             "up": [units],
-            "gate_up": [units, _moved(units, a.intermediate)],
+            "gate_up": [units, _moved(units, inner)],
+            "q_norm": [of_queries] if a.qk_norm == "all" else [slice(None)],
+            "k_norm": [of_keys] if a.qk_norm == "all" else [slice(None)],
             "head": [share(a.vocab_size, self._rank, self._size)],
         }
         return cut.get(kind, [slice(None)])

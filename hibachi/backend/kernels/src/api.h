@@ -10,7 +10,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int32_t ABI = 9;  // as in abi.py
+constexpr int32_t ABI = 10;  // as in abi.py
 
 namespace hibachi {
 
@@ -27,9 +27,10 @@ struct Scanned {
 };
 
 // A mixture of experts: for each of them the packed matrices [inner, dim], or [2 * inner, dim] if it is gated, and
-// [dim, inner], of kinds of `Panels` (blocks.h); their scales, if they are of int8.
+// [dim, inner], of kinds of `Panels` (blocks.h); their scales, if they are of int8. leaves: 0, or the result is the sum
+// of so many leaves (linear.h) of what comes out, in float32.
 struct Mixture {
-  int64_t tokens, each, experts, dim, inner, activation, gated, into_kind, out_kind;
+  int64_t tokens, each, experts, dim, inner, activation, gated, into_kind, out_kind, leaves = 0;
   const void *const *into, *const *out;
   const float *const *into_scales, *const *out_scales;
 };

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <bit>
+
 #include "small.h"
 #include "softmax.h"
 
@@ -148,6 +150,34 @@ struct Mix {
       if (scale != 1.0f) v = T::rounded(v) * scale;
       if (added) v = T::rounded(v) + read_some<T>(added + i * added_stride + d, n);
       write_some<T>(y + i * y_stride + d, v, n);
+    }
+  }
+};
+
+// The same of one leaf (linear.h), in float32: it is added to the leaves before it as a part of their tree. In the end
+// the sum of all is in the first of `sums`.
+struct MixLeaf {
+  Lists lists;
+  const float* x;  // [pairs, dim]
+  float* sums;     // [depth(leaves), tokens, dim]: those that wait for their neighbours
+  int64_t dim, leaf, leaves;
+
+  static int64_t depth(int64_t leaves) { return std::bit_width(uint64_t(leaves)); }
+
+  int64_t count() const { return lists.tokens; }
+  int64_t batch(int) const { return worth(LIGHT, dim * lists.each); }
+
+  void operator()(int64_t i) const {
+    const int waiting = std::popcount(uint64_t(leaf));
+    const int to = leaf + 1 == leaves ? 0 : waiting - std::countr_one(uint64_t(leaf));
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const int n = std::min<int64_t>(LANES, dim - d);
+      const auto sum = [&](int which) { return sums + (which * lists.tokens + i) * dim + d; };
+      Floats v = {};
+      for (int64_t j = i * lists.each; j < (i + 1) * lists.each; j++)
+        v = fma(read_some<F32>(x + lists.places[j] * dim + d, n), all(lists.weights[j]), v);
+      for (int left = waiting; left > to; left--) v += read_some<F32>(sum(left - 1), n);
+      write_some<F32>(sum(to), v, n);
     }
   }
 };

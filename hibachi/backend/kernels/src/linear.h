@@ -98,6 +98,7 @@ struct Linear {
   const Element* added = nullptr;
   int64_t added_stride = 0;
   int64_t leaves = 1;  // into which k is cut
+  int64_t leaf = -1;   // that is computed alone; -1: all, and their sum
 
   // A part is a panel with some of the rows, which stay in the second cache while panels pass.
   int64_t panels() const { return up(n, WIDTH); }
@@ -121,12 +122,13 @@ struct Linear {
 
   // Rows `begin` to before `end`, times panel p.
   void part(int64_t p, int64_t begin, int64_t end) const {
-    const int64_t column = p * WIDTH, ahead = distance(m);
+    const int64_t column = p * WIDTH, ahead = distance(m), each = k / leaves;
+    const Span columns = leaf < 0 ? Span{k, 0, k} : Span{k, leaf * each, (leaf + 1) * each};
     const int wide = std::min<int64_t>(WIDTH, n - column);
     for (int64_t i = begin; i < end; i += X::ROWS)
       with_constant<X::ROWS>(std::min<int64_t>(X::ROWS, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
-        if (leaves == 1) factors.template multiply<rows>(i, p, Span{k, 0, k}, ahead, sums);
+        if (leaves == 1 || leaf >= 0) factors.template multiply<rows>(i, p, columns, ahead, sums);
         else tree<rows>(i, p, ahead, sums);
         for (int c = 0; c * LANES < wide; c++) {
           const int some = std::min(LANES, wide - c * LANES);

@@ -133,17 +133,20 @@ bool rounded_linear(
          });
 }
 
-// One product of all experts: x [pairs, k] times the matrices w [n, k] of a kind -> y [pairs, n].
-template <class T>
+// One product of all experts: x [pairs, k] times the matrices w [n, k] of a kind -> y [pairs, n]. Leaf by leaf, if it
+// is cut; then(leaf) comes after each.
+template <class T, class Out, class F>
 bool of_experts(
     const Lists& lists,
     const E<T>* x,
     int64_t kind,
     const void* const* w,
     const float* const* scales,
-    E<T>* y,
+    E<Out>* y,
     int64_t n,
-    int64_t k
+    int64_t k,
+    int64_t leaves,
+    const F& then
 ) {
   const int64_t pairs = lists.tokens * lists.each;
   const Buffer<char> memory(kind < INT8 ? 0 : int8::Rounded::bytes(pairs, k));
@@ -155,8 +158,11 @@ bool of_experts(
   return with_factors<T>(kind, [&](auto type) {
     using X = typename decltype(type)::type;
     const void* rows = kind < INT8 ? static_cast<const void*>(x) : memory.data();
-    const Linear<T, T, X> product{.factors = X(rows, k, pairs, k), .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
-    return share(OfExperts<Linear<T, T, X>>{lists, product, w, scales});
+    Linear<T, Out, X> product{.factors = X(rows, k, pairs, k), .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
+    product.leaves = leaves;
+    for (product.leaf = 0; product.leaf < leaves; product.leaf++)
+      if (!share(OfExperts<Linear<T, Out, X>>{lists, product, w, scales}) || !then(product.leaf)) return false;
+    return true;
   });
 }
 
@@ -165,18 +171,31 @@ bool experts(const Mixture& a, const void* x, const float* weights, const int32_
   const int64_t pairs = a.tokens * a.each, wide = a.gated ? 2 * a.inner : a.inner;
   const Buffer<char> memory(Lists::bytes(a.tokens, a.each, a.experts));
   const Buffer<E<T>> rows(pairs * a.dim), both(pairs * wide), hidden(pairs * a.inner);
-  if (!memory.ok() || !rows.ok() || !both.ok() || !hidden.ok()) return false;
+  const Buffer<float> parts(a.leaves ? pairs * a.dim : 0), sums(MixLeaf::depth(a.leaves) * a.tokens * a.dim);
+  if (!memory.ok() || !rows.ok() || !both.ok() || !hidden.ok() || !parts.ok() || !sums.ok()) return false;
   const Lists lists(memory.data(), a.tokens, a.each, a.experts);
   std::copy_n(weights, pairs, lists.weights), std::copy_n(chosen, pairs, lists.chosen);
-  return share(Sort{lists}) && share(Gather<E<T>>{lists, in<T>(x), a.dim, rows.data(), a.dim}) &&
-         of_experts<T>(lists, rows.data(), a.into_kind, a.into, a.into_scales, both.data(), wide, a.dim) &&
-         share(
-             Activate<T>{
-                 Activation(a.activation), bool(a.gated), both.data(), wide, hidden.data(), a.inner, pairs, a.inner
-             }
-         ) &&
-         of_experts<T>(lists, hidden.data(), a.out_kind, a.out, a.out_scales, rows.data(), a.dim, a.inner) &&
-         share(Mix<T>{.lists = lists, .x = rows.data(), .y = out<T>(y), .y_stride = a.dim, .dim = a.dim});
+  const auto whole = [](int64_t) { return true; };
+  const bool inside =
+      share(Sort{lists}) && share(Gather<E<T>>{lists, in<T>(x), a.dim, rows.data(), a.dim}) &&
+      of_experts<T, T>(lists, rows.data(), a.into_kind, a.into, a.into_scales, both.data(), wide, a.dim, 1, whole) &&
+      share(
+          Activate<T>{
+              Activation(a.activation), bool(a.gated), both.data(), wide, hidden.data(), a.inner, pairs, a.inner
+          }
+      );
+  if (!inside) return false;
+  const auto outside = [&]<class Out>(Out, E<Out>* to, int64_t leaves, const auto& then) {
+    return of_experts<T, Out>(lists, hidden.data(), a.out_kind, a.out, a.out_scales, to, a.dim, a.inner, leaves, then);
+  };
+  if (!a.leaves)
+    return outside(T{}, rows.data(), 1, whole) &&
+           share(Mix<T>{.lists = lists, .x = rows.data(), .y = out<T>(y), .y_stride = a.dim, .dim = a.dim});
+  const bool mixed = outside(F32{}, parts.data(), a.leaves, [&](int64_t leaf) {
+    return share(MixLeaf{lists, parts.data(), sums.data(), a.dim, leaf, a.leaves});
+  });
+  if (mixed) std::copy_n(sums.data(), a.tokens * a.dim, out<F32>(y));
+  return mixed;
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ struct Op {
   int32_t groups;                 // pieces of a row; of a mixture of experts, those of a token
   int64_t from_at, to_at, n, k;   // first elements in a row; columns out and in, or width of a piece and elements of it
   int64_t window, experts, wide;  // experts: 0 if it is none of theirs; wide: a product's results are float32
-  int64_t leaves;                 // into which a product is cut
+  int64_t leaves, leaf;           // into which a product is cut; which of them: of experts
   float scale, number;            // number: of a norm its epsilon, of attention its softcap
   const void *w, *b;              // w: of experts, their matrices
   const void* scales;             // of bytes; of experts, theirs
@@ -203,36 +203,40 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
       return with_factors<T>(panels_of(op), [&](auto type) {
         using X = typename decltype(type)::type;
         const X factors(from, from_width / op.groups, many, op.k);
-        const auto* scales = static_cast<const float*>(op.scales);
+        const auto run = [&]<class L>(const L& product) {
+          if (!op.experts) return f(product.of(0, many, op.w, static_cast<const float*>(op.scales)));
+          const auto* ws = static_cast<const void* const*>(op.w);
+          return f(OfExperts<L>{lists, product, ws, static_cast<const float* const*>(op.scales)});
+        };
         if (op.wide)
-          return f(
+          return run(
               Linear<T, F32, X>{
-                  .factors = factors.of(0, op.w, scales),
+                  .factors = factors,
                   .bias = b,
                   .y = static_cast<float*>(s.buffers[op.to]),
-                  .y_stride = to_width,
-                  .m = m,
+                  .y_stride = to_width / op.groups,
+                  .m = many,
                   .n = op.n,
                   .k = op.k,
                   .leaves = op.leaves,
+                  .leaf = op.experts ? op.leaf : -1,
               }
           );
-        const Linear<T, T, X> product{
-            .factors = factors,
-            .bias = b,
-            .y = to,
-            .y_stride = to_width / op.groups,
-            .m = many,
-            .n = op.n,
-            .k = op.k,
-            .scale = op.scale,
-            .added = added,
-            .added_stride = added_width,
-            .leaves = op.leaves,
-        };
-        if (!op.experts) return f(product.of(0, many, op.w, scales));
-        const auto* ws = static_cast<const void* const*>(op.w);
-        return f(OfExperts<Linear<T, T, X>>{lists, product, ws, static_cast<const float* const*>(op.scales)});
+        return run(
+            Linear<T, T, X>{
+                .factors = factors,
+                .bias = b,
+                .y = to,
+                .y_stride = to_width / op.groups,
+                .m = many,
+                .n = op.n,
+                .k = op.k,
+                .scale = op.scale,
+                .added = added,
+                .added_stride = added_width,
+                .leaves = op.leaves,
+            }
+        );
       });
     case ROPE: {
       const void* const* turns = s.turns + 2 * op.which;
@@ -315,6 +319,10 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
     case SORT: return f(Sort{lists});
     case GATHER: return f(Gather<E>{.lists = lists, .x = from, .x_stride = from_width, .y = to, .dim = op.n});
     case MIX:
+      if (op.wide) {
+        auto *parts = static_cast<float*>(s.buffers[op.from]), *sums = static_cast<float*>(s.buffers[op.to]);
+        return f(MixLeaf{lists, parts, sums, op.n, op.leaf, op.leaves});
+      }
       return f(
           Mix<T>{
               .lists = lists,
