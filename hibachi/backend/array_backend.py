@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
-from hibachi.backend.group import Place, RankGroup, check_leaves, share, tree
+from hibachi.backend.group import RankGroup, RankPlace, check_leaves, share, tree
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.library import Library
 from hibachi.backend.packing import Rows, joined
@@ -544,9 +544,9 @@ class ArrayBackend(Library):
         return self.in_leaves(leaves, self.join(size, stages, timeout, opening) if size * stages > 1 else None)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """Where this process stands among those that compute a model together."""
-        return Place(0, 1, 0, 1) if self.group is None else self.group.place
+        return RankPlace(0, 1, 0, 1) if self.group is None else self.group.place
 
     def shard(self, params: Mapping[str, HostArray], specs: Mapping[str, str], dtype: str) -> dict[str, Array]:
         """The part of a model's params that this process has.

@@ -21,7 +21,7 @@ class GroupLost(EngineFailed):
     """A process of the group has ended or hangs; no step of this group can be computed any more."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank stands: its stage, of so many, and which of the `tp_size` ranks of that stage it is."""
 
     stage: int
@@ -44,10 +44,10 @@ class Place(NamedTuple):
         return (stage + 1) % self.stages * self.tp_size + self.tp_rank
 
 
-def place_of(rank: int, size: int, stages: int) -> Place:
+def place_of(rank: int, size: int, stages: int) -> RankPlace:
     """The last stage has the first ranks, as rank 0 samples from what it computes."""
     tp_size = size // stages
-    return Place((rank // tp_size - 1) % stages, stages, rank % tp_size, tp_size)
+    return RankPlace((rank // tp_size - 1) % stages, stages, rank % tp_size, tp_size)
 
 
 class RankGroup(Protocol):
@@ -57,7 +57,7 @@ class RankGroup(Protocol):
 
     rank: int
     size: int
-    place: Place
+    place: RankPlace
     host: str
     sums: int
     facts: dict[str, str]

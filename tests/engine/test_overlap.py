@@ -16,7 +16,7 @@ from hibachi import (
 from hibachi.engine.recording.replay import replay
 from hibachi.testing.toys import SumPaged, SumState, expected
 
-from ..lib.inside import flight
+from ..lib.inside import flights
 from .models import step_with_nan, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
@@ -70,7 +70,7 @@ def served(serve, backend, toy=SumPaged, **options):
 
 def finish(engine):
     """All blocks have come back, and the plans can be made again."""
-    until(lambda: engine.stats().running == engine.stats().waiting == 0 and flight(engine) is None)
+    until(lambda: engine.stats().running == engine.stats().waiting == 0 and not flights(engine))
     stats = engine.stats()
     assert stats.free_blocks == stats.blocks
     engine.core.scheduler.check()
@@ -143,7 +143,7 @@ def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve, bound):
     backend = Late()
     engine = served(serve, backend, pause_after=bound)
     stream = engine.run([1, 2], GREEDY, max_tokens=30)
-    until(lambda: engine.health().paused == 1 and flight(engine) is None)
+    until(lambda: engine.health().paused == 1 and not flights(engine))
     assert len(stream.channel.buffer) == bound
     assert backend.ahead == bound - 1
     assert list(stream) == expected([1, 2], 30)

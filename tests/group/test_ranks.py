@@ -31,6 +31,7 @@ from hibachi.llm.model.arch import Experts, Layer
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits, stages_of
 
+from ..lib.inside import flights
 from . import ranks as group_of_threads
 from .ranks import Threads, Together, arch_of, collected, weights_of
 
@@ -183,7 +184,7 @@ def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
             if more:
                 leader = engine.core.runner.memory.leader
                 real = leader.announce
-                leader.announce = lambda *given: (real(*given), told.append(len(leader._told)))
+                leader.announce = lambda *given: (real(*given), told.append(1 + len(flights(engine))))
             streams = [engine.run(prompt, how) for prompt, how in zip(given, params, strict=True)]
             streams += engine.run_many(given[0], DRAWN.with_(n=3))
             for stream in streams[1::4]:

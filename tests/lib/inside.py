@@ -30,9 +30,9 @@ def is_closing(engine: Any) -> bool:
     return bool(engine._worker._closing)
 
 
-def flight(engine: Any) -> Any:
-    """The step that has begun and whose tokens are not read yet."""
-    return next(reversed(core(engine)._flights), None)
+def flights(engine: Any) -> Any:
+    """The steps that have begun and whose tokens are not read yet."""
+    return core(engine)._flights
 
 
 def parked(engine: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.backend.array_backend import ArrayBackend
-from hibachi.backend.group import MOST_LEAVES, Place, share
+from hibachi.backend.group import MOST_LEAVES, RankPlace, share
 from hibachi.backend.packing import Rows
 from hibachi.backend.program import ROUNDING
 from hibachi.backend.stored import HostArray, part
@@ -128,7 +128,7 @@ class Shard(Weights):
     arch: of the rank's own decoder, which has these layers.
     """
 
-    def __init__(self, whole: Mapping[str, HostArray], arch: Arch, place: Place, layers: range) -> None:
+    def __init__(self, whole: Mapping[str, HostArray], arch: Arch, place: RankPlace, layers: range) -> None:
         self._whole, self._of, self._layers = whole, arch, layers
         self._rank, self._size = _, size = place.tp_rank, place.tp_size
         self.arch: Arch = replace(
