@@ -132,7 +132,8 @@ class LLM(Texts):
         if digest is not None and group is not None:
             group.facts["files"] = digest.result()
         if digest is not None and tiers is not None:
-            how = MEANING, kept, config.gguf_unpack, self.model.max_model_len
+            stages = getattr(self.model, "stage_layers", ())  # an entry has their layers one after the other
+            how = MEANING, kept, config.gguf_unpack, self.model.max_model_len, *stages
             tiers = replace(tiers, cache_id=repr((digest.result(), *how)))
         tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         ends = self.model.eos_ids
