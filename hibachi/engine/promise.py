@@ -46,7 +46,7 @@ R = TypeVar("R")
 LENGTHS = 37, 2, 18  # of the prompts that are compared
 COMPANY = 6  # others beside them
 # Where several processes add up what they have, a library may do so in an order that depends on the place in the batch,
-# and rounding hides that in most outputs: more others, longer ones, and all are compared.
+# and rounding hides that in most outputs: more others, longer ones, and all are compared, each in two places.
 COMPANY_OF_RANKS, LONGEST_OF_RANKS = 24, 150
 IN_PIECES = 37, 32, 20, 16, 4, 2, 1, 48, 36  # of the prompts of a trial, some of which end with the larger pieces
 NEW = 3  # tokens after each prompt
@@ -86,12 +86,14 @@ def steps(runner: CachedRunner, *, unused: bool = False, speculated: bool = Fals
     """`selfcheck`, of which each turn is one step of the model: yields how many of its batches are done."""
     if (drawn := _sampled(runner)) is None:
         return 0
-    several = runner.backend.group is not None
+    several = runner.backend.place.tp_size > 1
     texts = _texts(runner.limits, drawn, new=SPECULATED if speculated else NEW, several=several)
     probe, others = _Probe(runner, drawn, take_cache=unused), f"beside {len(texts) - 1} others in chunks of {CHUNK}"
     try:
         alone: dict[tuple[int, int], HostArray] = {}
-        for i in list(texts)[: None if several else len(LENGTHS)]:
+        if several:
+            alone |= yield from probe.outputs(texts, runner.limits.budget)
+        for i in list(texts)[: len(LENGTHS)]:
             alone |= yield from probe.outputs({i: texts[i]}, runner.limits.budget)
         backwards = dict(reversed(texts.items()))
         if (off := _difference(alone, (yield from probe.outputs(backwards, CHUNK)))) is not None:
@@ -215,7 +217,7 @@ class _Probe:
         limits, self._drawn, self._runner = runner.limits, drawn, runner
         # a library that compiles for the shape of the cache needs the same
         if not (take_cache or runner.backend.shapes.compiled):
-            others, longest = _others(runner.backend.group is not None)
+            others, longest = _others(runner.backend.place.tp_size > 1)
             most = 1 + (len(LENGTHS) + others) * -(-(longest + SPECULATED) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None, stages=1)
