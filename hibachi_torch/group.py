@@ -85,7 +85,9 @@ class TorchGroup:
         n, flat, size = x.numel(), x.view(-1), self.place.tp_size
         each = -(-n // size)
         with self._told():
-            if size == 2 or n * 4 < SMALL:
+            if self.device.type == "cpu" and not size & (size - 1):
+                return self._by_pairs(x)
+            if n * 4 < SMALL:
                 parts = torch.empty((size, n), dtype=x.dtype, device=x.device)
                 _gather(parts.view(-1), flat, group=self._group)
                 flat.copy_(tree(parts.unbind(0)))
@@ -99,23 +101,41 @@ class TorchGroup:
             x.view(-1).copy_(flat[:n])
         return x
 
+    def _by_pairs(self, x: Array) -> Array:
+        """Each rank exchanges with a neighbour, then the sums of two with the next two, and so on: the same tree. gloo
+        takes a quarter to half of the time that its all-gather takes.
+        """
+        me, theirs, apart = self.place.tp_rank, torch.empty_like(x), 1
+        while apart < self.place.tp_size:
+            other = self.rank - me + (me ^ apart)
+            sent = dist.isend(x, other, group=self._group)
+            dist.recv(theirs, other, group=self._group)
+            sent.wait()
+            first, second = (theirs, x) if me & apart else (x, theirs)
+            torch.add(first, second, out=x)
+            apart *= 2
+        return x
+
     def gather(self, x: Array, columns: int) -> Array:
         """See `RankGroup`."""
         widest = share(columns, 0, self.place.tp_size).stop
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
-        whole = self._side_by_side(x, self._group, self.place.tp_size, first=self.place.tp_rank == 0)
-        return whole[:, :columns]
+        first = self.rank - self.place.tp_rank
+        return self._side_by_side(x, self._group, range(first, first + self.place.tp_size))[:, :columns]
 
     def collect(self, x: Array) -> Array:
         """See `RankGroup`."""
-        return self._side_by_side(x, self._all, self.size, first=self.rank == 0)
+        return self._side_by_side(x, self._all, range(self.size))
 
-    def _side_by_side(self, x: Array, group: Any, size: int, *, first: bool) -> Array:
-        parts = [torch.empty_like(x) for _ in range(size)] if first else None
+    def _side_by_side(self, x: Array, group: Any, ranks: range) -> Array:
+        x, others = x.contiguous(), [torch.empty_like(x) for _ in ranks[1:]] if self.rank == ranks[0] else []
         with self._told():
-            dist.gather(x.contiguous(), parts, group=group, group_dst=0)
-        return x if parts is None else torch.cat(parts, 1)
+            if self.rank != ranks[0]:
+                dist.send(x, ranks[0], group=group)
+            for rank, other in zip(ranks[1:], others, strict=False):
+                dist.recv(other, rank, group=group)
+        return torch.cat([x, *others], 1) if others else x
 
     def send(self, x: Array) -> None:
         """See `RankGroup`."""
