@@ -43,9 +43,9 @@ def compared(folder: str, asked: argparse.Namespace, pair: dict[str, tuple[int, 
     made, rates = {}, {name: list[float]() for name in pair}
     for name, (threads, options) in pair.items():
         torch.set_num_threads(threads)  # an engine's thread takes over what holds when it first computes
-        options |= dict(
-            backend="torch", dtype=asked.dtype, max_num_seqs=asked.rows, max_model_len=PROMPT + asked.new + 8
-        )
+        options |= dict(backend="torch", dtype=asked.dtype, max_num_seqs=asked.rows)
+        options |= dict(max_model_len=PROMPT + asked.new + 8)
+        options["deterministic"] = True  # asked for, it is tried now, and not beside what is measured
         made[name] = LLM(folder, **options)
         rate(made[name], asked.rows, asked.new)
     for _ in range(asked.rounds):
