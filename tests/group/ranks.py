@@ -135,6 +135,9 @@ class Rank:
         if epoch:
             self.abort()
         self.epoch = epoch
+        if epoch:
+            met = self.threads.shared((epoch, "all have come"), lambda: threading.Barrier(self.size))
+            met.wait(self.threads.patience)
 
     def close(self):
         pass
