@@ -190,11 +190,11 @@ def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
     params = [DRAWN.with_(max_tokens=int(rng.integers(1, 30)), logprobs=i % 3 or None, seed=i % 4) for i in range(16)]
     params[6] = params[6].with_(prompt_logprobs=1)
     params[7] = params[7].with_(structured_outputs=rule(range(5), [7], range(3, 9), most=12), ignore_eos=False)
-    options = {"max_num_seqs": 6, "cache_tokens": 128, "max_num_batched_tokens": 24}
+    options = {"max_num_seqs": 6, "cache_tokens": 128, "max_num_batched_tokens": 25}
 
     def all_of(**more):
         with Together(1, 1, arch, weights, **options | more) as ranks:
-            engine, told, left, entered, rushed = ranks.engine, [], [], [], []
+            engine, told, sizes, left, entered, rushed = ranks.engine, [], [], [], [], []
             toy_guides(engine)
             if more:
                 core, runner, leader = engine.core, engine.core.runner, engine.core.runner.memory.leader
@@ -207,6 +207,7 @@ def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
                 def launched(plan, before):
                     rushed.extend(leader.waiting)  # who waits for its turn gets it first
                     told.append(1 + len(flights(engine)))
+                    sizes.append(plan.tokens)
                     flight = launch(plan, before)
                     if told[-1] == stages and len(entered) < 5 and not leader.waiting:
                         threading.Thread(target=enters).start()
@@ -225,7 +226,8 @@ def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
             found = collected([stream for i, stream in enumerate(streams) if i % 4 != 1])
             assert engine.stats().preemptions and not engine.meters().failed and ranks.group.ranks[0].epoch == 0
             if more:
-                assert max(told) == stages and any(left) and len(entered) == 5 < len(told) - entered[-1] and not rushed
+                assert max(told) == stages and max(sizes) == -(-25 // stages) and any(left)
+                assert len(entered) == 5 < len(told) - entered[-1] and not rushed
             return [*found, vector.result().tolist()]
 
     assert all_of(stages=stages) == all_of()
