@@ -12,6 +12,7 @@ import pytest
 
 from hibachi import (
     LLM,
+    Beams,
     ConfigError,
     EngineFailed,
     KVTiers,
@@ -182,7 +183,7 @@ def test_what_fails_in_one_stage_is_rolled_back_with_all_that_is_in_flight(stage
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
-    """Preemptions, shared prefixes, cancels, samples of one prompt, a grammar, scored prompts, vectors."""
+    """Preemptions, shared prefixes, cancels, samples of one prompt, beams, a grammar, scored prompts, vectors."""
     arch, rng = arch_of(layers=(Layer(),) * 3), np.random.default_rng(2)
     weights = weights_of(arch)
     begun = [rng.integers(0, 97, 40).tolist() for _ in range(2)]
@@ -222,6 +223,7 @@ def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
                 runner.land = lambda flight, held: (left.append(not held.all()), land(flight, held))[1]
             streams = [engine.run(prompt, how) for prompt, how in zip(given, params, strict=True)]
             streams += engine.run_many(given[0], DRAWN.with_(n=3, seed=9))
+            streams += engine.run_many(given[0][:9], SamplingParams(n=3, beams=Beams(4), max_tokens=7))
             vector = engine.embed(given[3])
             found = collected([stream for i, stream in enumerate(streams) if i % 4 != 1])
             assert engine.stats().preemptions and not engine.meters().failed and ranks.group.ranks[0].epoch == 0
