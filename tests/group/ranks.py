@@ -112,7 +112,7 @@ class Rank:
         return whole if self.place.tp_rank == 0 else x
 
     def collect(self, x):
-        whole = self.exchanged(x, lambda parts: np.concatenate(parts, 1), slice(0, self.size))
+        whole = self.exchanged(x, lambda parts: np.hstack(np.stack(parts)), slice(0, self.size))  # of one shape
         return whole if self.rank == 0 else x
 
     def meet(self, name, value, timeout):
@@ -135,6 +135,9 @@ class Rank:
         if epoch:
             self.abort()
         self.epoch = epoch
+        if epoch:
+            met = self.threads.shared((epoch, "all have come"), lambda: threading.Barrier(self.size))
+            met.wait(self.threads.patience)
 
     def close(self):
         pass

@@ -5,12 +5,14 @@ import re
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from hibachi import (
     LLM,
+    Beams,
     ConfigError,
     EngineFailed,
     KVTiers,
@@ -31,6 +33,7 @@ from hibachi.llm.model.arch import Experts, Layer
 from hibachi.llm.model.decoder import Decoder
 from hibachi.llm.model.shards import fits, stages_of
 
+from ..guide.toyguides import rule, toy_guides
 from ..lib.inside import flights
 from . import ranks as group_of_threads
 from .ranks import Threads, Together, arch_of, collected, weights_of
@@ -102,6 +105,11 @@ def test_bits_are_the_same_for_1_2_and_3_stages(how):
     arch = mixed_of(5, 2, layers=(Layer(), Layer(experts=True), Layer(), Layer(), Layer(experts=True)), tied=False)
     weights, backend = weights_of(arch), NumpyBackend()
     options = {"backend": backend.quantized(how), "dtype": "float32"} if how == "int8" else {"dtype": how}
+    options["deterministic"] = False  # a trial would be between any two steps
+    if how == "float32":
+        special = arch_of(embed_scale=2.0, residual_scale=0.5, norms="both", learned_positions=True, head_bias=True)
+        given = special, weights_of(special)
+        assert answers(1, 1, *given, stages=2) == answers(1, 1, *given)
     one, leaved = answers(1, 1, arch, weights, **options), answers(1, 4, arch, weights, **options)
     assert not any(isinstance(answer, Exception) for answer in one), one
     assert all(answers(1, 1, arch, weights, stages=stages, **options) == one for stages in (2, 3, 5))
@@ -152,49 +160,107 @@ def test_what_fails_on_one_rank_is_rolled_back_on_all(rank, error):
 
 
 @pytest.mark.parametrize("stages, leaves, rank", [(2, 1, 1), (3, 1, 1), (3, 1, 2), (2, 2, 0), (2, 2, 1), (2, 2, 3)])
-def test_what_fails_in_one_stage_is_rolled_back_with_all_that_is_in_flight(stages, leaves, rank):
+def test_what_fails_in_one_stage_is_rolled_back_with_all_that_is_in_flight(stages, leaves, rank, caplog):
     arch = arch_of(layers=(Layer(),) * 3)
     weights = weights_of(arch)
 
     def harm(of):
-        if of.sums + of.sent in (3, 8, 9, 30):
+        n = of.sums + of.sent
+        if n in (8, 9) or n % (7 * leaves**2) == 5:
             of.sent += 1
-            raise MemoryError("made up")
+            raise (MemoryError if n < 10 else ValueError)("made up")
 
-    want = answers(1, leaves, arch, weights)
-    assert answers(leaves, leaves, arch, weights, stages=stages, harms={rank: harm}) == want
+    def all_of(size, **options):
+        with Together(size, leaves, arch, weights, max_num_batched_tokens=24, **options) as ranks:
+            run, scored = ranks.engine.run, DRAWN.with_(prompt_logprobs=1)  # which takes a step by itself
+            streams = [run(prompt, scored if i == 2 else DRAWN) for i, prompt in enumerate(prompts(9))]
+            return collected(streams), ranks.engine.meters().failed
+
+    want, _ = all_of(1)
+    found, failed = all_of(leaves, stages=stages, harms={rank: harm}, deterministic=False)
+    assert found == want and failed >= 3 and (leaves > 1 or "memory ran out" in caplog.text)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_work_at_the_same_time_whatever_happens_to_requests(stages):
-    """Preemptions, shared prefixes, cancels, samples of one prompt, a grammar, scored prompts, proposals."""
+    """Preemptions, shared prefixes, cancels, samples of one prompt, beams, a grammar, scored prompts, vectors."""
     arch, rng = arch_of(layers=(Layer(),) * 3), np.random.default_rng(2)
     weights = weights_of(arch)
     begun = [rng.integers(0, 97, 40).tolist() for _ in range(2)]
-    given = [begun[i % 2][: rng.integers(16, 40)] + rng.integers(0, 97, 5).tolist() for i in range(12)]
-    params = [
-        DRAWN.with_(max_tokens=int(rng.integers(1, 30)), logprobs=i % 3 or None, prompt_logprobs=1 if i == 5 else None)
-        for i in range(12)
-    ]
-    options = {"max_num_seqs": 6, "cache_tokens": 128, "max_num_batched_tokens": 24}
+    given = [begun[i % 2][: rng.integers(16, 40)] + rng.integers(0, 97, 5).tolist() for i in range(16)]
+    params = [DRAWN.with_(max_tokens=int(rng.integers(1, 30)), logprobs=i % 3 or None, seed=i % 4) for i in range(16)]
+    params[6] = params[6].with_(prompt_logprobs=1)
+    params[7] = params[7].with_(structured_outputs=rule(range(5), [7], range(3, 9), most=12), ignore_eos=False)
+    options = {"max_num_seqs": 6, "cache_tokens": 128, "max_num_batched_tokens": 25}
 
     def all_of(**more):
         with Together(1, 1, arch, weights, **options | more) as ranks:
-            engine, told = ranks.engine, []
+            engine, told, sizes, left, entered, rushed = ranks.engine, [], [], [], [], []
+            toy_guides(engine)
             if more:
-                leader = engine.core.runner.memory.leader
-                real = leader.announce
-                leader.announce = lambda *given: (real(*given), told.append(1 + len(flights(engine))))
-            streams = [engine.run(prompt, how) for prompt, how in zip(given, params, strict=True)]
-            streams += engine.run_many(given[0], DRAWN.with_(n=3))
-            for stream in streams[1::4]:
-                stream.close()
-            found = collected([stream for i, stream in enumerate(streams) if i % 4 != 1])
-            return found, max(told, default=0), engine.stats().preemptions
+                core, runner, leader = engine.core, engine.core.runner, engine.core.runner.memory.leader
+                launch, land = runner.launch, runner.land
 
-    want, _, preempted = all_of()
-    found, in_flight, also = all_of(stages=stages)
-    assert found == want and in_flight == stages and preempted and also
+                def enters():
+                    with leader.alone():
+                        entered.append(len(told))
+
+                def launched(plan, before):
+                    rushed.extend(leader.waiting)  # who waits for its turn gets it first
+                    told.append(1 + len(flights(engine)))
+                    sizes.append((plan.tokens, len(plan.rows) - len(plan.fresh)))
+                    flight = launch(plan, before)
+                    if told[-1] == stages and len(entered) < 5 and not leader.waiting:
+                        threading.Thread(target=enters).start()
+                        while not leader.waiting:
+                            time.sleep(0.001)
+                    for seq in plan.seqs if len(told) % 3 == 0 else ():
+                        if seq.owner.request.params.seed == 1:  # its reader leaves while it is in flight
+                            core.inbox.put((core.cancel, seq.owner))
+                    return flight
+
+                runner.launch = launched
+                runner.land = lambda flight, held: (left.append(not held.all()), land(flight, held))[1]
+            streams = [engine.run(prompt, how) for prompt, how in zip(given, params, strict=True)]
+            streams += engine.run_many(given[0], DRAWN.with_(n=3, seed=9))
+            streams += engine.run_many(given[0][:9], SamplingParams(n=3, beams=Beams(4), max_tokens=7))
+            vector = engine.embed(given[3])
+            found = collected([stream for i, stream in enumerate(streams) if i % 4 != 1])
+            assert engine.stats().preemptions and not engine.meters().failed and ranks.group.ranks[0].epoch == 0
+            if more:
+                assert [*map(max, zip(*sizes, strict=True))] == [-(-25 // stages), 6 // stages]
+                assert max(told) == stages and any(left)
+                assert len(entered) == 5 < len(told) - entered[-1] and not rushed
+            return [*found, vector.result().tolist()]
+
+    assert all_of(stages=stages) == all_of()
+
+
+@pytest.mark.parametrize("restart", ["on_failure", "never"])
+def test_an_engine_whose_loop_failed_drops_what_was_in_flight(restart):
+    arch = arch_of(layers=(Layer(),) * 3)
+    weights = weights_of(arch)
+    with Together(1, 1, arch, weights, stages=3, restart=restart, deterministic=False) as ranks:
+        engine, checked = ranks.engine, []
+
+        def broken():
+            if len(flights(engine)) == 2:
+                raise ValueError("made up")
+            return make_room()
+
+        make_room, engine.core.scheduler.make_room = engine.core.scheduler.make_room, broken
+        assert any(isinstance(each, EngineFailed) for each in collected([engine.run(p, DRAWN) for p in prompts()]))
+        if restart == "on_failure":
+            assert collected([engine.run(p, DRAWN) for p in prompts()]) == answers(1, 1, arch, weights)
+
+        def check():
+            with suppress(EngineFailed):
+                checked.append(engine.selfcheck())
+
+        thread = threading.Thread(target=check, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and len(checked) == engine.core.restarts == (restart == "on_failure")
 
 
 def test_a_nan_on_one_rank_fails_the_row_that_has_it_alone():
@@ -265,6 +331,7 @@ def test_ranks_that_are_not_alike_are_refused_before_the_first_request():
     thread.join()
     facts = facts_of(model, model.backend)
     assert facts["numerics"] == "cpu-2/2" and facts["dtype"] == "bfloat16" and facts["leaves"] == "2"
+    assert facts["layers"] == str(model.cache_spec())
     with pytest.raises(GroupLost, match=r"Expected 2 ranks within 0.2 s; missing: \[1\]"):
         connected(Threads(2).ranks[0], {}, 0.2)
 
@@ -307,8 +374,9 @@ def test_a_rank_that_went_astray_is_an_error_that_names_the_step(monkeypatch):
 
     monkeypatch.setattr(Mirror, "checksum", other)
     with Together(2, 2, ARCH, WEIGHTS) as ranks:
+        began = time.monotonic()
         [error] = collected([ranks.engine.run([1, 2], SamplingParams(max_tokens=90, ignore_eos=True))])
-        assert isinstance(error, EngineFailed), error
+        assert isinstance(error, EngineFailed) and time.monotonic() - began < 10, error
         assert re.match(
             r"Rank 1 went astray: The tables of step 0 are not those of rank 0\. The model needs", str(error)
         )
@@ -327,15 +395,19 @@ def test_tiers_keep_what_all_ranks_have(tmp_path):
     assert hits[0] > 0 and hits[1] > hits[0] and hits[2] > 0 and hits[3] == 0, hits
 
 
-def test_tiers_keep_what_all_stages_have(tmp_path):
-    arch = arch_of(layers=(Layer(),) * 3)  # two of them in one stage
+def test_tiers_keep_what_all_stages_have(tmp_path, monkeypatch):
+    monkeypatch.setattr("hibachi.engine.tiering.LATEST", 0.0)
+    arch = arch_of(layers=(Layer(),) * 7)  # four of them in one stage
     weights, tiers = weights_of(arch), KVTiers(disk=tmp_path, disk_bytes=1 << 26, cache_id="these weights")
     want, hits = [answers(1, leaves, arch, weights) for leaves in (1, 2)], []
     for leaves, _ in ((1, 0), (1, 1), (2, 0)):
-        with Together(leaves, leaves, arch, weights, stages=2, kv_tiers=tiers, cache_tokens=160) as ranks:
+        options = {"deterministic": False, "kv_tiers": tiers, "kv_cache_memory_bytes": 10 * 16 * 4 * 4096 // leaves}
+        with Together(leaves, leaves, arch, weights, stages=2, **options) as ranks:
             for _ in range(2):
-                found = collected([ranks.engine.run(prompt, DRAWN) for prompt in prompts()])
-                assert found == want[leaves - 1]
+                streams = [ranks.engine.run(prompt, DRAWN) for prompt in prompts()]
+                ranks.engine.selfcheck()  # from another thread
+                assert collected(streams) == want[leaves - 1]
+            assert ranks.engine.stats().blocks == 10 and ranks.group.ranks[0].epoch == 0
             hits.append(ranks.engine.stats().tier_hits)
     assert 0 < hits[0] < hits[1] and hits[2] > 0, hits
 
@@ -356,6 +428,10 @@ def test_what_is_not_shared_is_refused_by_name():
     with pytest.raises(ConfigError, match="=3: each stage has a layer at least; expected at most 2"):
         Decoder.build(ARCH, {}, NumpyBackend().in_leaves(1, Threads(3, 3).ranks[0]))
     assert [len(layers) for layers in stages_of(arch_of(layers=(Layer(),) * 9, vocab_size=20_000), 3)] == [4, 4, 1]
+    several = mixed_of(8, 2, layers=(Layer(experts=True), *(Layer(),) * 4))
+    assert [len(layers) for layers in stages_of(several, 2)] == [1, 4]
+    with pytest.raises(UnsupportedOperation, match="a model without stages"):
+        Together(1, 1, make=lambda backend: Mine({}, backend), stages=2)
     with pytest.raises(UnsupportedOperation, match="takes the backend torch"):
         LLM("tiny", backend="numpy", tensor_parallel_size=2)
     for bad in (0, -1, 1.5, True, "two"):

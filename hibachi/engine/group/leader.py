@@ -176,15 +176,19 @@ class Leader:
 
     def _renew(self) -> None:
         """All ranks can take another step; those that were announced are not made."""
-        while self._told:
-            self._told.pop()
-            self._lock.release()
+        self._drop()
         self._epoch += 1
         self.group.abort()
         self.order("renew", epoch=self._epoch)
         self.group.renew(self._epoch)
 
+    def _drop(self) -> None:
+        while self._told:
+            self._told.pop()
+            self._lock.release()
+
     def close(self) -> None:
+        self._drop()  # a thread that waits is not to wait for ever
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.send(bytes([OTHER, 0]) + b'{"do": "close"}')
