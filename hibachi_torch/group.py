@@ -108,7 +108,7 @@ class TorchGroup:
         me, theirs, apart = self.place.tp_rank, torch.empty_like(x), 1
         while apart < self.place.tp_size:
             other = self.rank - me + (me ^ apart)
-            sent = dist.isend(x, other, group=self._group)
+            sent: Any = dist.isend(x, other, group=self._group)
             dist.recv(theirs, other, group=self._group)
             sent.wait()
             first, second = (theirs, x) if me & apart else (x, theirs)

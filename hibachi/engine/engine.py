@@ -863,7 +863,6 @@ class Engine:
         policy = _copied(self._policy)
         assert policy is not None
         self.scheduler = self.scheduler.fresh(policy)
-        self._flights.clear()
         self._calm = False
         self._budget.restart()
         self._paused.clear()

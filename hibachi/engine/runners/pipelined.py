@@ -45,7 +45,6 @@ class PipelinedRunner(CachedRunner):
         inputs = self.inputs
         return not (
             self.memory.wanted
-            or inputs.shapes.sizes
             or inputs.score(plan.rows, plan.start)
             or any(seq.owner.request.pooling is not None for seq in plan.seqs)
         )
@@ -78,8 +77,6 @@ class PipelinedRunner(CachedRunner):
 
         try:
             return outcome_of(self._kept(part))
-        except StepFailed:
-            raise
         except Exception as e:
             raise_for_all(e, self.backend)
             drop_frames(e)
