@@ -31,8 +31,13 @@ labels:
 {{- $models := list }}
 {{- range .Values.models }}
 {{- $m := mergeOverwrite (deepCopy $.Values.defaults) (deepCopy .) }}
-{{- if has $m.name $names }}
-{{- fail (printf "models: two are called %s. Give each a name of its own." $m.name) }}
+{{- if has $m.name (append $names "router") }}
+{{- fail (printf "models: %s: another, or the router, is called so. Give each a name of its own." $m.name) }}
+{{- end }}
+{{- range $m.env }}
+{{- if and (regexMatch "KEY|SECRET|TOKEN|PASSWORD" .name) .value }}
+{{- fail (printf "models: %s: env: %s: everybody who may read the Deployment could read it. Name a Secret in valueFrom." $m.name .name) }}
+{{- end }}
 {{- end }}
 {{- $names = append $names $m.name }}
 {{- $ranks := mul $m.tensorParallelSize $m.pipelineParallelSize }}
