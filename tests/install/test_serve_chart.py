@@ -6,7 +6,6 @@ names are looked at.
 """
 
 import copy
-import http.client
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 
 from hibachi.cli.main import parser
@@ -237,23 +237,20 @@ def test_the_command_of_a_pod_serves_and_drains(documents, tmp_path):
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(words, env=env | {"PYTHONPATH": os.getcwd()}, cwd=place, stderr=log)
 
-    def ask(path, body=None):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("POST" if body else "GET", path, json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse()
-
     try:
         until = time.monotonic() + one["startupProbe"]["periodSeconds"] * one["startupProbe"]["failureThreshold"]
-        while True:
-            try:
-                assert ask(one["readinessProbe"]["httpGet"]["path"]).status == 200
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < until
-                time.sleep(0.1)
-        answer = ask("/v1/completions", {"model": "tiny", "prompt": "It", "max_tokens": 90, "n": 8, "stream": True})
-        server.send_signal(signal.SIGTERM)
-        assert answer.read().endswith(b"data: [DONE]\n\n")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            while True:
+                try:
+                    assert client.get(one["readinessProbe"]["httpGet"]["path"]).status_code == 200
+                    break
+                except httpx.TransportError:
+                    assert server.poll() is None and time.monotonic() < until
+                    time.sleep(0.1)
+            asked = {"model": "tiny", "prompt": "It", "max_tokens": 90, "n": 8, "stream": True}
+            with client.stream("POST", "/v1/completions", json=asked) as answer:
+                server.send_signal(signal.SIGTERM)
+                assert answer.read().endswith(b"data: [DONE]\n\n")
         assert server.wait(template["spec"]["terminationGracePeriodSeconds"]) == 0
     finally:
         server.kill()
