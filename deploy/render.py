@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-CHART, MANIFESTS = FOLDER / "helm" / "hibachi-router", FOLDER / "kubernetes" / "router.yaml"
+HELM, MANIFESTS = FOLDER / "helm", FOLDER / "kubernetes" / "router.yaml"
 NAME = "hibachi-router"
 VALUES = {"upstreams": [{"url": "http://llama:8000", "limit": 32}, {"url": "http://falcon:8000", "limit": 32}]}
 HEAD = """\
@@ -19,13 +19,13 @@ HEAD = """\
 OF_HELM = ("app.kubernetes.io/managed-by", "helm.sh/chart", "checksum/configuration")
 
 
-def rendered(values, name=NAME, namespace="default", **options):
-    """The documents in the order of their files, NOTES.txt left out."""
+def rendered(values, name=NAME, namespace="default", chart="hibachi-router", **options):
+    """The documents in the order of their files, NOTES.txt left out. chart: a folder of `helm`."""
     import helm_python
     import yaml
 
-    with helm_python.Chart.load(CHART) as chart:
-        files = chart.render(values, name=name, namespace=namespace, **options)
+    with helm_python.Chart.load(HELM / chart) as loaded:
+        files = loaded.render(values, name=name, namespace=namespace, **options)
     texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
     return [document for text in texts for document in yaml.safe_load_all(text) if document]
 

