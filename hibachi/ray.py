@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import math
 import threading
 import time
@@ -17,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.errors import EngineFailed, text_of
+from hibachi.common.installed import need
+from hibachi.errors import ConfigError, EngineFailed, text_of
 from hibachi.offline.batch import Batch, Task
 from hibachi.offline.checks import check_names
 from hibachi.offline.drive import LOOK
-from hibachi.offline.files import jsonl
+from hibachi.offline.files import arrow, jsonl
 from hibachi.offline.files.rows import Row
 from hibachi.offline.settings import settings_of
 from hibachi.offline.tasks.choose import task_of
 from hibachi.offline.tasks.columns import Columns
 from hibachi.offline.tasks.task import Full, RowError, RowTask
-
-Block = Mapping[str, Any]
+from hibachi.server import asgi
 
 
 class Generate:
@@ -72,23 +73,27 @@ class Generate:
         self._computing = _Computing(self._work)
         threading.Thread(target=self._computing.run, name="hibachi-rows", daemon=True).start()
 
-    async def __call__(self, block: Block) -> dict[str, Any]:
-        """block: columns by their names, NumPy arrays with an entry for each row. Returns them and the results' columns
-        as `hibachi run-batch` writes them to Parquet, arrays of objects, [rows]: None where there is nothing, a text
-        in `error` where a row failed.
+    async def __call__(self, block: Any) -> Any:
+        """block: columns by their names, each a NumPy array with an entry for each row; or a pyarrow.Table
+        (batch_format="pyarrow"), which keeps integers where a column has gaps. Returns them with the results' columns,
+        as `hibachi run-batch` writes them to Parquet; in a mapping they are arrays of objects, [rows]. Where a row
+        failed, `error` has a text.
 
         Raises ConfigError for columns that are missing, or have a result's name, and EngineFailed.
         """
-        self._check(tuple(block))
-        rows = [_row(values) for values in _rows_of(block)]
+        names, columns = _columns_of(block)
+        self._check(names)
+        rows = [_row(dict(zip(names, values, strict=True))) for values in zip(*columns, strict=True)]
         done = await asyncio.gather(*[asyncio.wrap_future(self._computing.ask(row)) for row in rows])
-        out = dict(block)
+        out = dict(block) if isinstance(block, Mapping) else block
         for field in self._work.fields:
-            column = np.empty(len(rows), object)
-            for i, values in enumerate(done):
-                value = values.get(field.name)
-                column[i] = jsonl.text_of(value, Counter()) if field.kind == "json" and value is not None else value
-            out[self._prefix + field.name] = column
+            name, found = self._prefix + field.name, [values.get(field.name) for values in done]
+            if field.kind == "json":
+                found = [None if value is None else jsonl.text_of(value, Counter()) for value in found]
+            if isinstance(out, dict):
+                out[name] = np.fromiter(found, object, len(found))
+            else:
+                out = out.append_column(name, [arrow.arrow().array(found, arrow.type_of(field.kind))])
         return out
 
     def close(self) -> None:
@@ -171,26 +176,28 @@ def _of_error(error: RowError) -> dict[str, Any]:
     return error.values or {"error": str(error)}
 
 
-def _rows_of(block: Block) -> list[dict[str, Any]]:
-    columns = [[_plain(value) for value in column] for column in block.values()]
-    return [dict(zip(block, row, strict=True)) for row in zip(*columns, strict=True)]
+def _columns_of(block: Any) -> tuple[tuple[str, ...], list[list[Any]]]:
+    """Their names and their values."""
+    if isinstance(block, Mapping):
+        return tuple(block), [[_plain(value) for value in column] for column in block.values()]
+    return tuple(block.column_names), [arrow.values(column) for column in block.columns]
 
 
 def _row(values: dict[str, Any]) -> Row:
     """It has no place among all rows that would be the same if it was computed again: a digest is in its place."""
-    said = repr(sorted(values.items())).encode(errors="surrogatepass")
+    said = repr(sorted(_plain(values).items())).encode(errors="surrogatepass")
     number = int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())
     return Row(number, "", 0, values, size=len(said), arrow=(values, 0))
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it. Where a column of numbers has gaps, NumPy has NaN in them."""
+    """As JSON has it. Where a column of integers has gaps, NumPy has floats, and NaN in the gaps."""
     if isinstance(value, np.ndarray):
         return [_plain(each) for each in value]
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float) and math.isnan(value):
-        return None
+    if isinstance(value, float) and (math.isnan(value) or value.is_integer()):
+        return None if math.isnan(value) else int(value)
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return (
@@ -198,3 +205,60 @@ def _plain(value: Any) -> Any:
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         else value
     )
+
+
+# ---- Ray Serve -------------------------------------------------------------------------------------------------------
+
+OLDEST = (
+    2,
+    50,
+)  # an ingress may be a function that makes it, and whoever cannot start is tried a limited number of times
+CLOSING = 5.0  # seconds to close an engine when its requests have ended
+
+
+def app(settings: Mapping[str, Any] | None = None) -> Any:
+    """A model as an application of Ray Serve, with all routes of `hibachi serve`, for `serve.run`. In Serve's own files
+    it is `import_path: hibachi.ray:app`, with the settings as `args`.
+
+    settings: as of `hibachi.server.asgi`, and besides options of `serve.deployment` by their names, such as
+    num_replicas and ray_actor_options. A replica has all processes of its model on its node: unless ray_actor_options
+    say so, it asks for as many CPUs.
+
+    Raises MissingExtra, and ConfigError for an old Ray and for settings that cannot be used.
+    """
+    serve = _serve()
+    given = dict(settings or {})
+    known = [*inspect.signature(serve.deployment).parameters][1:]
+    options = {name: given.pop(name) for name in known if name in given}
+    made = asgi(given)
+    if not isinstance(ranks := made.settings.tensor_parallel_size, int):
+        raise ConfigError("tensor_parallel_size auto: Ray must know before how many processes there are. Say a number.")
+
+    def ingress() -> Any:
+        made.open()  # here, as Ray tells of what the constructor raises
+        return made
+
+    class Replica:
+        app: Any  # Serve's: what `ingress` made
+
+        def check_health(self) -> None:
+            if (why := self.app.served.why_not_live()) is not None:
+                raise EngineFailed(why)
+
+    defaults = {
+        "name": "hibachi",
+        "max_ongoing_requests": 2 * (made.settings.max_num_seqs + made.settings.max_num_queued_reqs),  # it says 429
+        "graceful_shutdown_timeout_s": made.settings.drain_timeout + CLOSING,
+        "max_constructor_retry_count": 1,
+        "ray_actor_options": {"num_cpus": ranks * made.settings.pipeline_parallel_size},
+    }
+    return serve.deployment(**{**defaults, **options})(serve.ingress(ingress)(Replica)).bind()
+
+
+def _serve() -> Any:
+    """Ray Serve. Raises MissingExtra, ConfigError."""
+    version = need("ray", "hibachi.ray.app", "ray").__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"hibachi.ray.app needs Ray {oldest} or later; got {version}. pip install -U 'ray[serve]'.")
+    return need("ray.serve", "hibachi.ray.app", "ray")
