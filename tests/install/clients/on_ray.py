@@ -1,5 +1,5 @@
-"""On a Ray of its own. data N: N rows by two actors, one of which is killed, and by one engine, as JSON. serve PORT: two
-replicas, until standard input ends. broken: what is said of a model that is not there.
+"""On a Ray of its own. data N: N rows by two actors, one of which is killed, and by one engine, as JSON. serve PORT:
+two replicas, until standard input ends. broken: what is said of a model that is not there.
 """
 
 import asyncio
@@ -88,7 +88,8 @@ def broken():
             said = f"{e} {e.__cause__}"
         else:
             said = "nothing"
-        print(json.dumps(said + " ".join(a.message for a in serve.status().applications.values())))
+        states = [d for a in serve.status().applications.values() for d in a.deployments.values()]
+        print(json.dumps(said + " ".join(state.message for state in states)))
 
 
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
