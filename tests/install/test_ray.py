@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from .venvs import CLIENTS, OFFLINE, ROOT, run, strangers
+from .venvs import CLIENTS, OFFLINE, checkout, run, strangers
 
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("ray")]
 PROGRAM = CLIENTS / "on_ray.py"
@@ -23,7 +23,10 @@ LONG = {"prompt": "She was", "max_tokens": 200, "ignore_eos": True, "temperature
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    return strangers(tmp_path_factory.mktemp("ray"), f"{ROOT}[ray,serve,text]") / "python"
+    home = tmp_path_factory.mktemp("ray")
+    found = strangers(home, "ray[data,serve]") / "python"
+    run(found, "-m", "pip", "install", "--quiet", f"{checkout(home / 'checkout')}[ray,serve,text]", cwd=home)
+    return found
 
 
 def said(output):
