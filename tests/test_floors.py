@@ -91,6 +91,7 @@ RULES = {
         not_std="",
     ),
     "hibachi/offline": Rule(f"{LLM} server.web offline", third_party="numpy msgspec typing_extensions", not_std=""),
+    "hibachi/ray.py": Rule(f"{LLM} server offline", not_std=""),
     # ---- for tests and judges
     "hibachi/testing": Rule("errors common backend testing", third_party="numpy pytest"),
     "hibachi/testing/verify": Rule(f"{LLM} testing.verify", third_party="numpy typing_extensions"),
@@ -170,6 +171,7 @@ OPTIONAL = {
     "aiohttp",
     "redis",
     "fsspec",
+    "ray",
 }
 
 

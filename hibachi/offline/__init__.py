@@ -14,7 +14,7 @@ from hibachi.errors import ConfigError
 from hibachi.offline.batch import Batch
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done, Watcher, run_batch
-from hibachi.offline.settings import SETTINGS, settle
+from hibachi.offline.settings import settings_of
 from hibachi.offline.tasks.columns import Columns
 
 __all__ = ["Batch", "Columns", "Counts", "Done", "Watcher", "run", "run_batch"]
@@ -45,14 +45,11 @@ def run(
     known = [*Batch.__dataclass_fields__]
     if unknown := [name for name in options if name not in known]:
         raise ConfigError(f"There is no option {unknown[0]!r}. There are: {', '.join(known)}.")
-    flags = {"model": str(model), **(settings or {})}
-    if unknown := [name for name in flags if name not in SETTINGS]:
-        raise ConfigError(f"There is no setting {unknown[0]!r}. There are: {', '.join(SETTINGS)}.")
     named = [inputs] if isinstance(inputs, (str, Path)) else inputs
     batch = Batch(
         inputs=[os.fspath(name) for name in named],
         output=os.fspath(output),
-        settings=settle({}, {}, others=[(key, value, key) for key, value in flags.items()]),  # told by their own names
+        settings=settings_of(model, settings or {}),
         columns=columns or Columns(),
         **options,
     )

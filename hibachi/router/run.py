@@ -32,6 +32,7 @@ from hibachi.server.web.access import tell_of_none
 from hibachi.server.web.address import bound
 from hibachi.server.web.certificate import Certificate, certificate_of
 from hibachi.server.web.cors import EVERY, Cors, origins_of
+from hibachi.server.web.ending import Ending
 from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.hosts import Hosts, hosts_for
 from hibachi.server.web.keys import tenants_of
@@ -94,7 +95,7 @@ def _all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class Router:
+class Router(Ending):
     """Everything that runs while there are requests; made in any thread, `begin` in that of the loop."""
 
     door: Door
@@ -169,7 +170,13 @@ class Router:
         if settings.resolve_interval:
             self._resolving = asyncio.ensure_future(self._resolve())
 
-    async def end(self) -> None:
+    def open_requests(self) -> int:
+        return self.forwarder.meter.running
+
+    def drain(self) -> None:
+        self.door.draining = True
+
+    async def end_all(self, left: float) -> None:
         if self._resolving is not None:
             self._resolving.cancel()
         self._checks.stop()
@@ -211,7 +218,7 @@ class Router:
 
 class RouterServer(HttpServer):
     def __init__(self, config: Any, router: Router, settings: RouteSettings) -> None:
-        super().__init__(config, settings.drain_timeout, settings.arrival_timeout or None)
+        super().__init__(config, router, settings.drain_timeout, settings.arrival_timeout or None)
         self._router = router
 
     async def startup(self, sockets: Any = None) -> None:
@@ -223,12 +230,3 @@ class RouterServer(HttpServer):
             loop.call_soon_threadsafe(self._router.reload)
         else:
             super().signalled(loop, number)
-
-    def open_requests(self) -> int:
-        return self._router.forwarder.meter.running
-
-    def drain(self) -> None:
-        self._router.door.draining = True
-
-    async def end_all(self, left: float) -> None:
-        await self._router.end()

@@ -39,7 +39,8 @@ def serve(settings: ServeSettings, remarks: Sequence[str] = ()) -> int:
     if is_follower(settings):
         open_settled(settings)
     tenants, certificate = tenants_of(settings), certificate_of(settings)
-    origins, root_path = origins_of(settings.allowed_origins, "--allowed-origins"), root_of(settings.root_path)
+    origins = origins_of(settings.allowed_origins, "--allowed-origins")
+    root_of(settings.root_path)
     with bound(settings) as (listeners, url, public), ending():
         if public and not tenants.keys:
             log.warning("any client that reaches %s may use it, as there is no --api-key", url)
@@ -48,10 +49,13 @@ def serve(settings: ServeSettings, remarks: Sequence[str] = ()) -> int:
         served = opened(settings, tenants)
         with closing(served.what):
             importing.join()
-            from hibachi.server.server import server_of
+            from hibachi.server.server import Application
+            from hibachi.server.web.server import HttpServer
 
-            hosts = hosts_for(settings, origins, public)
-            server = server_of(served, certificate, origins, hosts, root_path)
+            app = Application(settings)
+            app.begin(served, hosts_for(settings, origins, public))
+            arrival = settings.arrival_timeout or None
+            server = HttpServer(app.config(certificate), app, settings.drain_timeout, arrival)
             server.tidings = f"serving {', '.join(served.names)} on {url} ({about(served.what)})"
             try:
                 server.run(listeners)

@@ -1,4 +1,4 @@
-"""The HTTP server of an engine: how its shutdown ends the engine, and how a lost engine ends the server."""
+"""The application of an engine: how its shutdown ends the engine, and how a lost engine ends the server."""
 
 from __future__ import annotations
 
@@ -12,42 +12,31 @@ from typing import Any
 from starlette.applications import Starlette
 
 from hibachi.engine.streams.closeable import CLOSE_WITHIN
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, text_of
 from hibachi.server.app import application, dialect_at, tells
+from hibachi.server.load_model import opened
 from hibachi.server.metrics import metrics_for
 from hibachi.server.served import Served
+from hibachi.server.settings import ServeSettings
 from hibachi.server.web.certificate import Certificate
-from hibachi.server.web.cors import Cors
+from hibachi.server.web.cors import Cors, origins_of
 from hibachi.server.web.deadlines import Tell
+from hibachi.server.web.ending import Ending
 from hibachi.server.web.hosts import Hosts
-from hibachi.server.web.rooted import Rooted
+from hibachi.server.web.rooted import Rooted, root_of
 from hibachi.server.web.server import Config, config_of
-from hibachi.server.web.server import HttpServer as Orderly
 
 CLOSING = 1.0  # seconds at least for the engine to end, after the time of the requests is over
-
-
-def server_of(
-    served: Served,
-    certificate: Certificate | None,
-    origins: frozenset[str],
-    hosts: frozenset[str] | None,
-    root_path: str,
-) -> Server:
-    """Make the server.
-
-    origins: of web pages that may send requests. hosts: names that the server answers to besides those of loopback;
-    None means any. Raises ConfigError for a root_path with which our own routes begin.
-    """
-    _, routes = metrics_for(served, served.settings.metric_names)
-    app = surrounded(application(served, more=routes), tells(served), origins, hosts, root_path)
-    return Server(config_of(app, served.settings.arrival_timeout or None, tells(served), certificate), served)
 
 
 def surrounded(
     app: Starlette, tell: Tell, origins: frozenset[str], hosts: frozenset[str] | None, root_path: str
 ) -> Any:
-    """The application with its middleware; see `server_of`."""
+    """The application with its middleware.
+
+    origins: of web pages that may send requests. hosts: see `Application.begin`. Raises ConfigError for a root_path
+    with which our own routes begin.
+    """
     around: Any = app
     if hosts is not None:
         around = Hosts(around, hosts, "--allowed-origins", tell, dialect_at)
@@ -59,36 +48,84 @@ def surrounded(
     return Cors(around, origins, tell=tell) if origins else around
 
 
-class Server(Orderly):
-    """Ends when all requests have ended, and ends the engine."""
+class Application(Ending):
+    """The ASGI application of `hibachi serve`: all its routes, and how they come to their end.
 
-    def __init__(self, config: Config, served: Served) -> None:
-        settings = served.settings
-        super().__init__(config, settings.drain_timeout, settings.arrival_timeout or None)
-        self._served, self._exits = served, settings.exit_on_failure
+    Any ASGI server runs it: what is called lifespan opens the model, and at the end lets running requests end and
+    closes it. Made in any process: it can be pickled until it is open.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        """Raises ConfigError for settings that cannot be used, as far as that is known without the model."""
+        self.settings = settings
+        self._origins = origins_of(settings.allowed_origins, "--allowed-origins")
+        self._root_path = root_of(settings.root_path)
+        self._served: Served | None = None
+
+    @property
+    def served(self) -> Served:
+        assert self._served is not None, "the application is not open"
+        return self._served
+
+    def open(self) -> None:
+        """Load the model, if that was not done. Raises what making it raises."""
+        if self._served is None:
+            self.begin(opened(self.settings), None)
+
+    def begin(self, served: Served, hosts: frozenset[str] | None) -> None:
+        """Serve a model that is loaded. hosts: names that are answered to besides those of loopback; None means any.
+        Raises ConfigError for a --root-path with which our own routes begin.
+        """
+        _, routes = metrics_for(served, self.settings.metric_names)
+        app = application(served, more=routes)
+        self._app = surrounded(app, tells(served), self._origins, hosts, self._root_path)
+        self._served = served
+
+    def config(self, certificate: Certificate | None) -> Config:
+        """For uvicorn, once a model is served."""
+        return config_of(self._app, self.settings.arrival_timeout or None, tells(self.served), certificate)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _live(self, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            await asyncio.to_thread(self.open)
+        except Exception as e:
+            await send({"type": "lifespan.startup.failed", "message": text_of(e)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        self.drain()
+        await self.end(self.settings.drain_timeout)
+        await send({"type": "lifespan.shutdown.complete"})
 
     def open_requests(self) -> int:
-        return self._served.open_requests
+        return self.served.open_requests
 
     def drain(self) -> None:
-        self._served.drain()
+        self.served.drain()
 
     async def end_all(self, left: float) -> None:
         within = min(left + CLOSING, CLOSE_WITHIN)
-        closing = threading.Thread(target=self._served.what.close, args=(within,), daemon=True)
+        closing = threading.Thread(target=self.served.what.close, args=(within,), daemon=True)
         closing.start()  # it ends their streams
         while closing.is_alive():
             await asyncio.sleep(0.01)
 
     def works(self) -> bool:
-        return self._served.what.health().state not in ("failed", "closed")
+        return self.served.what.health().state not in ("failed", "closed")
 
     def is_lost(self) -> str | None:
-        health = self._served.what.health()
-        lost = self._exits and not health.ok and not self._served.what.engine.begins_again
+        health = self.served.what.health()
+        lost = self.settings.exit_on_failure and not health.ok and not self.served.what.engine.begins_again
         return health.message if lost else None
 
     def leave(self) -> None:
-        if (pid := self._served.what.engine.pid) is not None:
+        if (pid := self.served.what.engine.pid) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -24,6 +24,7 @@ from hibachi.server.web import certificate as certificates
 from hibachi.server.web import server as servers
 from hibachi.server.web.access import tell_of_none
 from hibachi.server.web.certificate import Certificate, Files, certificate_of
+from hibachi.server.web.ending import Ending
 
 
 @pytest.fixture(scope="session")
@@ -83,15 +84,6 @@ class Plain(servers.HttpServer):
     def capture_signals(self):
         return nullcontext()
 
-    def open_requests(self):
-        return 0
-
-    def drain(self):
-        pass
-
-    async def end_all(self, left):
-        pass
-
     async def main_loop(self):
         while not self.should_exit:  # uvicorn looks ten times a second
             await asyncio.sleep(0.01)
@@ -105,7 +97,7 @@ async def app(scope, receive, send):
 @contextmanager
 def serving(certificate, loop="auto"):
     """The port of a server that looks at its files again and again."""
-    server = Plain(servers.config_of(app, 10.0, tell_of_none, certificate, loop=loop), 1.0, 10.0)
+    server = Plain(servers.config_of(app, 10.0, tell_of_none, certificate, loop=loop), Ending(), 1.0, 10.0)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -21,6 +21,20 @@ def arrow() -> Any:
     return need("pyarrow", "Parquet", BATCH)
 
 
+def type_of(kind: str) -> Any:
+    """The type of a result column of this kind (`Field`)."""
+    pa = arrow()
+    return {
+        "text": pa.string(),
+        "int": pa.int64(),
+        "float": pa.float64(),
+        "bool": pa.bool_(),
+        "ints": pa.list_(pa.int64()),
+        "floats": pa.list_(pa.float64()),
+        "json": pa.string(),
+    }[kind]
+
+
 def rows_of(
     batch: Any, name: str, number: int, line: int, skip: Callable[[int], bool] | None
 ) -> Generator[Row, None, None]:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from hibachi.errors import ConfigError, shown
 from hibachi.offline.files import arrowtypes, compressed
-from hibachi.offline.files.arrow import arrow, rows_of
+from hibachi.offline.files.arrow import arrow, rows_of, type_of
 from hibachi.offline.files.arrowtypes import Column
 from hibachi.offline.files.compressed import Compression, Plain
 from hibachi.offline.files.format import Field, Format, Rows, RowWriter, Skip, Source, Start, Written, check_collisions
@@ -140,18 +140,9 @@ class _GroupWriter:
 
     def __init__(self, file: BinaryIO, carried: Sequence[Column], results: Sequence[Field], format: Columnar) -> None:
         pa = self._pa = arrow()
-        of_kind = {
-            "text": pa.string(),
-            "int": pa.int64(),
-            "float": pa.float64(),
-            "bool": pa.bool_(),
-            "ints": pa.list_(pa.int64()),
-            "floats": pa.list_(pa.float64()),
-            "json": pa.string(),
-        }
         self.remarks: Counter[str] = Counter()
         self._carried = carried
-        self._results = [Column(f.name, of_kind[f.kind], "json" if f.kind == "json" else None) for f in results]
+        self._results = [Column(f.name, type_of(f.kind), "json" if f.kind == "json" else None) for f in results]
         self._schema = pa.schema([(column.name, column.type) for column in [*carried, *self._results]])
         self._file = file
         self._below = Plain(file)

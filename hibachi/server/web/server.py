@@ -21,6 +21,7 @@ import uvicorn
 from hibachi.server.web.certificate import Certificate
 from hibachi.server.web.cors import Cors
 from hibachi.server.web.deadlines import Arriving, Tell
+from hibachi.server.web.ending import Ending
 from hibachi.server.web.signals import end
 
 log: logging.Logger = logging.getLogger("hibachi.serve")
@@ -71,15 +72,14 @@ def config_of(app: Any, arrival: float | None, tell: Tell, certificate: Certific
 class HttpServer(uvicorn.Server):
     """Ends when all requests have ended. tidings: what to say when it listens. status: of the process, once it has
     ended.
-
-    The application says how many requests are open, and how to end them.
     """
 
     tidings = ""
 
-    def __init__(self, config: Config, patience: float, arrival: float | None) -> None:
-        """patience: seconds for running requests to end. arrival: as in `config_of`."""
+    def __init__(self, config: Config, serving: Ending, patience: float, arrival: float | None) -> None:
+        """serving: what answers. patience: seconds for running requests to end. arrival: as in `config_of`."""
         super().__init__(config)
+        self._serving = serving
         self._certificate = config.certificate
         self._patience, self._arrival = patience, arrival
         self._draining: asyncio.Task[None] | None = None
@@ -153,44 +153,13 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """In good order."""
         if self._draining is None:
-            self.drain()
+            self._serving.drain()
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it shows a trace for each that is cut off
-        until = time.monotonic() + self._patience
-        if n := self.open_requests():
-            log.info("draining: %d requests are running, and have %g s", n, self._patience)
-        while self.open_requests() and time.monotonic() < until and self.works():
-            await asyncio.sleep(0.02)
-        if n := self.open_requests():
-            log.warning("%d requests were not done after %g s, and are cut off", n, self._patience)
-        await self.end_all(max(until - time.monotonic(), 0.0) if self.works() else 0.0)
+        await self._serving.end(self._patience)
         self.should_exit = True
-
-    # ---- what a server says of itself --------------------------------------------------------------------------
-
-    def open_requests(self) -> int:
-        raise NotImplementedError
-
-    def drain(self) -> None:
-        """Take no further requests."""
-        raise NotImplementedError
-
-    async def end_all(self, left: float) -> None:
-        """End what still runs, in `left` seconds and a little more."""
-        raise NotImplementedError
-
-    def works(self) -> bool:
-        """Whether running requests will end by themselves."""
-        return True
-
-    def is_lost(self) -> str | None:
-        """Why the process must end, if it must; asked at intervals."""
-        return None
-
-    def leave(self) -> None:
-        """The process ends at once: release what would outlive it."""
 
     # ---- the watch ---------------------------------------------------------------------------------------------
 
@@ -212,9 +181,9 @@ class HttpServer(uvicorn.Server):
                 self._certificate.look()
             # Found several times, and not just as this process goes on after it was stopped itself.
             slept = time.monotonic() - before > 4 * LOOK
-            lost = lost + 1 if not slept and self.is_lost() is not None else 0
+            lost = lost + 1 if not slept and self._serving.is_lost() is not None else 0
             if lost > LOOKS:
-                log.error("the engine is lost, and the server ends: %s", self.is_lost())
+                log.error("the engine is lost, and the server ends: %s", self._serving.is_lost())
                 self.status = 1
                 self._patience = 0.0
                 self.finish(asyncio.get_running_loop())
@@ -228,7 +197,7 @@ class HttpServer(uvicorn.Server):
         self._abandon(1)
 
     def _abandon(self, status: int) -> NoReturn:
-        self.leave()
+        self._serving.leave()
         os._exit(status)
 
 
