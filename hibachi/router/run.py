@@ -32,7 +32,7 @@ from hibachi.server.web.access import tell_of_none
 from hibachi.server.web.address import bound
 from hibachi.server.web.certificate import Certificate, certificate_of
 from hibachi.server.web.cors import EVERY, Cors, origins_of
-from hibachi.server.web.ending import Ending
+from hibachi.server.web.ending import Drainable
 from hibachi.server.web.exchange import Exchange
 from hibachi.server.web.hosts import Hosts, hosts_for
 from hibachi.server.web.keys import tenants_of
@@ -95,7 +95,7 @@ def _all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class Router(Ending):
+class Router(Drainable):
     """Everything that runs while there are requests; made in any thread, `begin` in that of the loop."""
 
     door: Door

@@ -21,7 +21,7 @@ from hibachi.server.settings import ServeSettings
 from hibachi.server.web.certificate import Certificate
 from hibachi.server.web.cors import Cors, origins_of
 from hibachi.server.web.deadlines import Tell
-from hibachi.server.web.ending import Ending
+from hibachi.server.web.ending import Drainable
 from hibachi.server.web.hosts import Hosts
 from hibachi.server.web.rooted import Rooted, root_of
 from hibachi.server.web.server import Config, config_of
@@ -48,7 +48,7 @@ def surrounded(
     return Cors(around, origins, tell=tell) if origins else around
 
 
-class Application(Ending):
+class Application(Drainable):
     """The ASGI application of `hibachi serve`: all its routes, and how they come to their end.
 
     Any ASGI server runs it: what is called lifespan opens the model, and at the end lets running requests end and

@@ -24,7 +24,7 @@ from hibachi.server.web import certificate as certificates
 from hibachi.server.web import server as servers
 from hibachi.server.web.access import tell_of_none
 from hibachi.server.web.certificate import Certificate, Files, certificate_of
-from hibachi.server.web.ending import Ending
+from hibachi.server.web.ending import Drainable
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +97,7 @@ async def app(scope, receive, send):
 @contextmanager
 def serving(certificate, loop="auto"):
     """The port of a server that looks at its files again and again."""
-    server = Plain(servers.config_of(app, 10.0, tell_of_none, certificate, loop=loop), Ending(), 1.0, 10.0)
+    server = Plain(servers.config_of(app, 10.0, tell_of_none, certificate, loop=loop), Drainable(), 1.0, 10.0)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

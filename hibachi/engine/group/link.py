@@ -169,9 +169,12 @@ class RankWatch:
 
 
 def end_all() -> None:
-    """End this process in its order: what serves may be its parent, which decides for it."""
+    """End this process in its order: what serves may be its parent, which decides for it. A server takes SIGUSR1 for
+    that: SIGTERM may have come to all ranks, and a second one ends it at once.
+    """
     of_parent = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    os.kill(os.getppid() if of_parent else os.getpid(), signal.SIGTERM)
+    serves = of_parent or callable(signal.getsignal(signal.SIGUSR1))
+    os.kill(os.getppid() if of_parent else os.getpid(), signal.SIGUSR1 if serves else signal.SIGTERM)
 
 
 class Reports:

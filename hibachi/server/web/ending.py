@@ -9,7 +9,7 @@ import time
 log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
-class Ending:
+class Drainable:
     """What answers requests says how many are open, and how to end them."""
 
     def open_requests(self) -> int:

@@ -21,7 +21,7 @@ import uvicorn
 from hibachi.server.web.certificate import Certificate
 from hibachi.server.web.cors import Cors
 from hibachi.server.web.deadlines import Arriving, Tell
-from hibachi.server.web.ending import Ending
+from hibachi.server.web.ending import Drainable
 from hibachi.server.web.signals import end
 
 log: logging.Logger = logging.getLogger("hibachi.serve")
@@ -76,7 +76,7 @@ class HttpServer(uvicorn.Server):
 
     tidings = ""
 
-    def __init__(self, config: Config, serving: Ending, patience: float, arrival: float | None) -> None:
+    def __init__(self, config: Config, serving: Drainable, patience: float, arrival: float | None) -> None:
         """serving: what answers. patience: seconds for running requests to end. arrival: as in `config_of`."""
         super().__init__(config)
         self._serving = serving
@@ -126,6 +126,8 @@ class HttpServer(uvicorn.Server):
         for number in numbers:
             # `signal.signal`, not the loop's own: it comes between two lines of whatever the main thread is doing.
             signal.signal(number, lambda n, _: self.signalled(loop, n))
+        if hasattr(signal, "SIGUSR1"):  # from another rank: see `hibachi.engine.group.link.end_all`
+            signal.signal(signal.SIGUSR1, lambda *_: self.finish(loop))
         try:
             yield
         finally:
