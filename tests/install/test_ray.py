@@ -57,18 +57,22 @@ def process(*command, ready, **more):
     told = subprocess.Popen(
         list(map(str, command)), stdin=subprocess.PIPE, text=True, env=os.environ | OFFLINE | ENV, **more
     )
+    said = told.stdout or told.stderr
     try:
-        for line in told.stdout or told.stderr:
+        for line in said:
             if ready in line:
                 break
         assert told.poll() is None
-        threading.Thread(target=(told.stdout or told.stderr).read, daemon=True).start()
-        yield told
+        reading = threading.Thread(target=said.read)  # a pipe that nobody reads would fill up
+        reading.start()
+        yield
     finally:
         told.stdin.close()
         if more.get("stderr"):
             told.terminate()
         told.wait(120)
+        reading.join(20)
+        said.close()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,9 @@ def port(python, tmp_path_factory):
 def running(client):
     """Rows that are busy, in whichever replicas are asked."""
     texts = [client.get("/metrics").text for _ in range(8)]
-    return sum(float(line.split()[1]) for t in texts for line in t.splitlines() if "hibachi_requests_running " in line)
+    return sum(
+        float(line.split()[-1]) for t in texts for line in t.splitlines() if line.startswith("hibachi_requests_running")
+    )
 
 
 def test_serve_answers_streams_refuses_and_frees_the_row_of_a_client_that_left(port):
@@ -95,6 +101,7 @@ def test_serve_answers_streams_refuses_and_frees_the_row_of_a_client_that_left(p
         assert len(times) > 20 and times[-1] - times[0] > 0.1, "not all at once"
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 500}) as answer:
             next(answer.iter_lines())
+            assert running(client)
         left = time.monotonic()
         while running(client):
             assert time.monotonic() - left < 10
