@@ -21,8 +21,9 @@ SAY = """
 import json, sys
 from hibachi import AutoregressiveBatchInference, SamplingParams, load_backend, load_model
 asked = json.load(open(sys.argv[1]))
-params, backend = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, logprobs=97),
-load_backend("mlx") said = {} for name, folder in asked["folders"].items():
+params = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, logprobs=97)
+said, backend = {}, load_backend("mlx")
+for name, folder in asked["folders"].items():
     options = dict(max_num_seqs=3, max_num_batched_tokens=12, max_model_len=128, block_size=4, backend=backend)
     with AutoregressiveBatchInference(load_model(folder, backend), **options) as engine:
         streams = [engine.run(prompt, params) for prompt in asked["prompts"]]
