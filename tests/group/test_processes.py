@@ -56,7 +56,7 @@ def want():
         return answers(llm)
 
 
-@pytest.mark.parametrize("sizes", [TWO, TWO | STAGES])
+@pytest.mark.parametrize("sizes", [pytest.param(TWO, marks=pytest.mark.slow), TWO | STAGES])
 def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want, sizes):
     with LLM("tiny", **sizes, **OPTIONS) as llm:
         assert llm.engine.facts.numerics.startswith("cpu-2/4 ") and llm.deterministic and llm.selfcheck() > 0
