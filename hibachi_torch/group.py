@@ -103,8 +103,8 @@ class TorchGroup:
 
     def _by_pairs(self, x: Array) -> Array:
         """Each rank exchanges with a neighbour, then the sums of two with the next two, and so on: the same tree. With
-        2, 4 and 8 ranks and 8 KB to 2 MB gloo takes a quarter to two thirds of the time of its all-gather, and less than
-        with an all-to-all before a smaller one (AMD EPYC, two cores).
+        2, 4 and 8 ranks and 8 KB to 2 MB gloo takes a quarter to two thirds of the time of its all-gather, and less
+        than with an all-to-all before a smaller one (AMD EPYC, two cores).
         """
         me, theirs, apart = self.place.tp_rank, torch.empty_like(x), 1
         while apart < self.place.tp_size:
