@@ -1,4 +1,5 @@
-"""Ranks of torch.distributed as a `hibachi.backend.group.RankGroup`: gloo on the CPU, NCCL on CUDA.
+"""Ranks of torch.distributed as a `hibachi.backend.group.RankGroup`: gloo on the CPU, NCCL on CUDA. On the CPU those of
+one host exchange most through shared memory (`hibachi_torch.exchange`).
 
 Sums are never a library's all-reduce: gloo's adds in another order at each place of the buffer, so from three ranks on
 a row's bits depend on its place in the batch. Parts are exchanged, and added as a tree.
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from hibachi.backend.array_backend import Array
 from hibachi.backend.group import GroupLost, place_of, share, tree
 from hibachi.errors import ConfigError
+from hibachi_torch.exchange import HostExchange, opened
 
 FOLDER = "HIBACHI_RANKS"  # the variable that names the folder by which ranks meet that this process has started
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name changed
@@ -76,17 +78,21 @@ class TorchGroup:
         self._all: Any = None  # all ranks
         self._group: Any = None  # those of this stage
         self._sent: deque[tuple[Any, Array]] = deque()
+        self._exchange: HostExchange | None = None  # of those of this stage, if they are on one host
         self.renew(0)
+        if one_host and self.device.type == "cpu":
+            self._exchange = opened(self.rank, self.size, self.place, self._timeout.total_seconds())
         TorchGroup.opened = self
 
     def sum(self, x: Array) -> Array:
         """See `RankGroup`. The result is in x."""
         self.sums += 1
+        if self._exchange is not None:
+            self._exchange.sum(x)
+            return x
         n, flat, size = x.numel(), x.view(-1), self.place.tp_size
         each = -(-n // size)
         with self._told():
-            if self.device.type == "cpu" and not size & (size - 1):
-                return self._by_pairs(x)
             if n * 4 < SMALL:
                 parts = torch.empty((size, n), dtype=x.dtype, device=x.device)
                 _gather(parts.view(-1), flat, group=self._group)
@@ -101,27 +107,13 @@ class TorchGroup:
             x.view(-1).copy_(flat[:n])
         return x
 
-    def _by_pairs(self, x: Array) -> Array:
-        """Each rank exchanges with a neighbour, then the sums of two with the next two, and so on: the same tree. With
-        2, 4 and 8 ranks and 8 KB to 2 MB gloo takes a quarter to two thirds of the time of its all-gather, and less
-        than with an all-to-all before a smaller one (AMD EPYC, two cores).
-        """
-        me, theirs, apart = self.place.tp_rank, torch.empty_like(x), 1
-        while apart < self.place.tp_size:
-            other = self.rank - me + (me ^ apart)
-            sent: Any = dist.isend(x, other, group=self._group)
-            dist.recv(theirs, other, group=self._group)
-            sent.wait()
-            first, second = (theirs, x) if me & apart else (x, theirs)
-            torch.add(first, second, out=x)
-            apart *= 2
-        return x
-
     def gather(self, x: Array, columns: int) -> Array:
         """See `RankGroup`."""
         widest = share(columns, 0, self.place.tp_size).stop
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        if self._exchange is not None:
+            return self._exchange.gather(x, columns)
         first = self.rank - self.place.tp_rank
         return self._side_by_side(x, self._group, range(first, first + self.place.tp_size))[:, :columns]
 
@@ -167,8 +159,14 @@ class TorchGroup:
         if self.started is not None:
             self.started.check()
 
+    def cancel(self) -> None:
+        """See `RankGroup`."""
+        if self._exchange is not None:
+            self._exchange.cancel()
+
     def abort(self) -> None:
         """See `RankGroup`."""
+        self.cancel()
         for group in {self._group, self._all} - {None}:
             dist.destroy_process_group(group)
         self._group = self._all = None
@@ -177,6 +175,8 @@ class TorchGroup:
     def renew(self, epoch: int) -> None:
         """See `RankGroup`."""
         self.abort()
+        if self._exchange is not None:
+            self._exchange.renew(epoch)
         how, place = "nccl" if self.device.type == "cuda" else "gloo", self.place
 
         def made(ranks: range | None) -> Any:

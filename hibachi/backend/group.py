@@ -93,6 +93,10 @@ class RankGroup(Protocol):
         """Raises GroupLost if a process that this one has started has ended."""
         ...
 
+    def cancel(self) -> None:
+        """From any thread: calls of ranks of this host that wait for others raise GroupLost, until `renew`."""
+        ...
+
     def abort(self) -> None:
         """End the calls of all ranks that wait for this one: they raise GroupLost."""
         ...

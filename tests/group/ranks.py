@@ -126,6 +126,9 @@ class Rank:
     def check(self):
         pass
 
+    def cancel(self):
+        pass
+
     def abort(self):
         for which in (self.mine, slice(0, self.size)):
             self.barrier(which).abort()

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from hibachi import LLM, ConfigError, EngineFailed, SamplingParams
+from hibachi_torch import exchange
 
 OPTIONS = {"backend": "torch", "max_num_seqs": 8, "max_model_len": 256, "tp_leaves": 4}
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -56,9 +57,14 @@ def want():
         return answers(llm)
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(TWO, marks=pytest.mark.slow), TWO | STAGES])
-def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want, sizes):
+NOWHERE = "/proc"  # no file can be made there: so ranks exchange through sockets
+
+
+@pytest.mark.parametrize(("sizes", "memory"), [(TWO, NOWHERE), (TWO | STAGES, exchange.MEMORY)])
+def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want, sizes, memory, monkeypatch):
+    monkeypatch.setattr(exchange, "MEMORY", memory)
     with LLM("tiny", **sizes, **OPTIONS) as llm:
+        assert (llm.backend.group._exchange is None) == (memory == NOWHERE)
         assert llm.engine.facts.numerics.startswith("cpu-2/4 ") and llm.deterministic and llm.selfcheck() > 0
         assert answers(llm) == want
         with pytest.raises(ConfigError, match="a model over several processes already"):

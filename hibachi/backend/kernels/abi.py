@@ -1,5 +1,5 @@
-"""The C interface as Python sees it: structs and functions. Twin of `src/api.h`, `attention.h`, `step.cpp` and
-`operations.cpp`; ABI and the sizes of structs are compared when a library is loaded."""
+"""The C interface as Python sees it: structs and functions. Twin of `src/api.h`, `attention.h`, `exchange.h`,
+`step.cpp` and `operations.cpp`; ABI and the sizes of structs are compared when a library is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 10
+ABI = 11
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -63,12 +63,27 @@ class Mixture(ctypes.Structure):
     ]
 
 
+ENDED, LATE = 1, 2
+"""As in exchange.h."""
+
+
+class Exchange(ctypes.Structure):
+    """As in exchange.h."""
+
+    _fields_ = [
+        ("shared", _p),
+        *((n, _i32) for n in ("first", "end", "mine")),
+        ("last", ctypes.c_uint64),
+        *((n, ctypes.c_double) for n in ("awake", "patience")),
+    ]
+
+
 def addresses(places: Sequence[int]) -> Any:
     """An array of pointers. The caller must keep the arrays that it points to."""
     return (_p * len(places))(*places)
 
 
-STRUCTS = (Sizes, Op, Step, Scanned, Mixture)
+STRUCTS = (Sizes, Op, Step, Scanned, Mixture, Exchange)
 _LETTERS: dict[str, Any] = {"i": ctypes.c_int, "n": _i64, "f": _f32, "p": _p}
 FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its arguments
     "panel": "n:",
@@ -99,6 +114,9 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "mass": "b:pnnpp",
     "keep_bits": "b:ppnn",
     "kept_rows": "b:ipnppppnn",
+    "exchange_bytes": "n:i",
+    "exchange_sum": "i:ppn",
+    "exchange_rows": "i:ppnnpn",
     "step": "b:ippn",
 }
 

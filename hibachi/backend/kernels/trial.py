@@ -24,8 +24,9 @@ from hibachi.common.cachefolder import keep
 
 ROWS = (1, 8, 16, 64)
 """Rows of a product, one of each kind that has a distance of its own (linear.h)."""
-DEFAULT = (10, 40, 40, 40)
-_DISTANCES = (0, 10, 40)  # steps of the depth; 0: memory is not asked for
+NEXT = -1
+DEFAULT = (10, 40, 40, NEXT)
+_DISTANCES = (NEXT, 0, 10, 40)  # see linear.h: steps of the depth; 0: memory is not asked for
 _DEPTH, _WEIGHTS, _MOMENT = 576, 48 << 20, 1.5e-3  # bytes; seconds of a product
 _TURNS, _QUIET, _MOST_TURNS = 7, 4, 40  # how often each is timed: until nothing fell for some turns
 _ENOUGH = 1.05  # what a default must lose to another by
@@ -46,9 +47,10 @@ class Choice:
         own, *others = sorted(self.rates, key=lambda name: name != self.variant)
         found = ", ".join(f"{r:.0f}" for r in self.rates[own])
         rest = "".join(f"; {name} has {', '.join(f'{r:.0f}' for r in self.rates[name])}" for name in others)
+        ahead = ", ".join("by panels" if d == NEXT else f"{d} steps" for d in self.distances)
         return (
-            f"GFLOP/s of a thread with {', '.join(map(str, ROWS))} rows: {found}{rest}; memory is asked for "
-            f"{', '.join(map(str, self.distances))} steps ahead"
+            f"GFLOP/s of a thread with {', '.join(map(str, ROWS))} rows: {found}{rest}; memory is asked for {ahead} "
+            f"ahead"
         )
 
 
@@ -80,7 +82,7 @@ def _kept(file: Path, name: str, libraries: Mapping[str, str]) -> Choice | None:
         held: Any = json.loads(file.read_text())
         rates = {str(v): tuple(map(float, r)) for v, r in held["rates"].items()}
         kept = Choice(held["processor"], held["libraries"], held["variant"], tuple(held["distances"]), rates)
-        if [*map(type, kept.distances)] != [int] * len(ROWS) or not all(0 <= d <= 4096 for d in kept.distances):
+        if [*map(type, kept.distances)] != [int] * len(ROWS) or not all(NEXT <= d <= 4096 for d in kept.distances):
             raise ValueError(f"distances {kept.distances}")
         if {len(r) for r in rates.values()} != {len(ROWS)} or rates.keys() != kept.libraries.keys():
             raise ValueError(f"rates {rates}")

@@ -82,6 +82,7 @@ class Follower:
         while (data := self._connection.receive()) is not None:
             self._messages.put(data)
         self._messages.put(None)
+        self._group.cancel()
         if not self._over.wait(ENDS):  # it is in a call that waits for rank 0: no other way leads out
             os._exit(1)
 

@@ -81,7 +81,7 @@ class Leader:
         """Threads that wait for it."""
         self._told: deque[StepInputs[Array]] = deque()
         """Calls that the others know of, and that were not made here. For each the lock is held once more."""
-        self._watch = RankWatch(connections, lambda: self._wake())
+        self._watch = RankWatch(connections, self._one_ended)
         self._silent: str | None = None
         self.free: list[int] = list(range(1, MEMORIES))
         """Numbers of memories that there are not, the last ones first to be taken again."""
@@ -92,6 +92,10 @@ class Leader:
     def watch(self, wake: Callable[[], object]) -> None:
         """wake: called from another thread when a rank has ended; `check` raises then."""
         self._wake = wake
+
+    def _one_ended(self) -> None:
+        self.group.cancel()
+        self._wake()
 
     def check(self) -> None:
         """Raises GroupLost if a rank has ended, or did not answer."""

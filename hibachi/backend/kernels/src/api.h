@@ -10,7 +10,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int32_t ABI = 10;  // as in abi.py
+constexpr int32_t ABI = 11;  // as in abi.py
 
 namespace hibachi {
 

@@ -102,8 +102,9 @@ struct Factors {
   }
 
   template <int N>
-  void multiply(int64_t i, int64_t p, Span span, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void multiply(int64_t i, int64_t p, Span span, const Ahead& ahead, Floats (&out)[N][COLUMNS]) const {
     using Sums = Kind::Sums;
+    const int64_t steps = ahead.steps();
     constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1, PIECES = WIDE * PARTS;
     for (int first = 0; first < COLUMNS; first += WIDE) {
       const uint32_t* at = w + (p * depth<Kind>(span.k) + depth<Kind>(span.begin)) * WIDTH + first * LANES;
@@ -116,7 +117,7 @@ struct Factors {
           for (int r = 0; r < N; r++)
             for (int c = 0; c < PIECES; c++) block[r][c] = Sums::begin(Kind::ZERO / 8 * x.totals[place + r * next]);
           for (int s = 0; s < Kind::LANES; s++, at += WIDTH) {
-            for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
+            for (int c = 0; steps && c < WIDE; c++) ask<N>(at + steps * WIDTH + c * LANES);
             for (int h = 0; h < Kind::HALVES; h++) {
               typename Sums::Wide v[PIECES];
               for (int c = 0; c < PIECES; c++) v[c] = Sums::wide(Kind::half(load<PartWords>(at + c * PART), h));

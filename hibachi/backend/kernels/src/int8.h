@@ -193,9 +193,9 @@ struct Factors {
   }
 
   template <int N>
-  void multiply(int64_t i, int64_t p, Span span, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void multiply(int64_t i, int64_t p, Span span, const Ahead& ahead, Floats (&out)[N][COLUMNS]) const {
     constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;
-    const int64_t depth = up(span.end, BYTES);
+    const int64_t depth = up(span.end, BYTES), further = ahead.steps();
     for (int first = 0; first < COLUMNS; first += WIDE) {
       const uint32_t* at = w + (p * up(span.k, BYTES) + span.begin / BYTES) * WIDTH + first * LANES;
       Part sums[N][WIDE * PARTS] = {};
@@ -208,7 +208,7 @@ struct Factors {
         }
         const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
         for (int s = 0; s < steps; s++, at += WIDTH) {
-          for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
+          for (int c = 0; further && c < WIDE; c++) ask<N>(at + further * WIDTH + c * LANES);
           Wide v[WIDE * PARTS];
           for (int c = 0; c < WIDE * PARTS; c++) v[c] = wide(load<PartWords>(at + c * PART));
           for (int r = 0; r < N; r++) {

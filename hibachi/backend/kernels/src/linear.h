@@ -18,11 +18,20 @@ constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
 constexpr int64_t SOME = 256;  // rows of a part
 
-// So many steps of k before a panel is needed, memory is asked for it, also for the next one; 0: it is not asked. What
-// is best depends on the processor and on the rows of a product, and is measured (trial.py).
-constexpr int DISTANCES = 4;  // of products of at most 2, 8, 24 rows, and of more
-inline int64_t distances[DISTANCES] = {10, 40, 40, 40};
-inline int64_t distance(int64_t rows) { return distances[rows <= 2 ? 0 : rows <= 8 ? 1 : rows <= 24 ? 2 : 3]; }
+// So many steps of k before a panel is needed, memory is asked for it, also for the next one; 0: it is not asked; NEXT:
+// each time that rows pass over a panel, for a part of the next one. What is best depends on the processor and on the
+// rows of a product, and is measured (trial.py).
+constexpr int DISTANCES = 4;  // of products of at most 2, 8, 16 rows, and of more
+constexpr int64_t NEXT = -1, USUAL = 40;
+inline int64_t distances[DISTANCES] = {10, USUAL, USUAL, NEXT};
+inline int64_t distance(int64_t rows) { return distances[rows <= 2 ? 0 : rows <= 8 ? 1 : rows <= 16 ? 2 : 3]; }
+
+// A distance, and which pass over a panel this is, of how many.
+struct Ahead {
+  int64_t distance, pass, passes;
+
+  int64_t steps() const { return distance == NEXT ? USUAL : distance; }
+};
 
 // Asks memory for a piece of a panel that is multiplied with N rows. Few rows need it once: it should not push others
 // out of the caches, such as the host's own data, which a step would wait for.
@@ -62,8 +71,9 @@ struct Factors {
 
   // out = N rows from row i, times a span of panel p.
   template <int N>
-  void multiply(int64_t i, int64_t p, Span span, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void multiply(int64_t i, int64_t p, Span span, const Ahead& ahead, Floats (&out)[N][COLUMNS]) const {
     constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
+    const int64_t passes = ahead.passes * (COLUMNS / WIDE), each = WIDTH / passes;  // lanes of the next one, in a step
     const int64_t first_lane = span.begin / T::DEPTH, depth = up(span.end - span.begin, T::DEPTH);
     const Lane *rows = x + i * stride + first_lane, *panel = w + (p * up(span.k, T::DEPTH) + first_lane) * WIDTH;
     for (int first = 0; first < COLUMNS; first += WIDE) {
@@ -71,8 +81,13 @@ struct Factors {
       products<T>(sums, [&](auto arithmetic) __attribute__((always_inline)) {
         using A = decltype(arithmetic);
         const Lane* at = panel + first * LANES;
-        for (int64_t d = 0; d < depth; d++, at += WIDTH) {
-          for (int c = 0; ahead && c < WIDE; c++) ask<N>(at + ahead * WIDTH + c * LANES);
+        const Lane* next =
+            panel + up(span.k, T::DEPTH) * WIDTH + (ahead.pass * (COLUMNS / WIDE) + first) * depth * each;
+        for (int64_t d = 0; d < depth; d++, at += WIDTH, next += each) {
+          if (ahead.distance == NEXT)
+            for (int c = 0; c * LANES < each; c++) ask<N>(next + c * LANES);
+          else
+            for (int c = 0; ahead.distance && c < WIDE; c++) ask<N>(at + ahead.distance * WIDTH + c * LANES);
           typename T::Wide w[WIDE * PARTS];
           for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
           for (int r = 0; r < N; r++)
@@ -122,10 +137,11 @@ struct Linear {
 
   // Rows `begin` to before `end`, times panel p.
   void part(int64_t p, int64_t begin, int64_t end) const {
-    const int64_t column = p * WIDTH, ahead = distance(m), each = k / leaves;
+    const int64_t column = p * WIDTH, each = k / leaves;
+    Ahead ahead{distance(m), 0, up(end - begin, X::ROWS)};
     const Span columns = leaf < 0 ? Span{k, 0, k} : Span{k, leaf * each, (leaf + 1) * each};
     const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = begin; i < end; i += X::ROWS)
+    for (int64_t i = begin; i < end; i += X::ROWS, ahead.pass++)
       with_constant<X::ROWS>(std::min<int64_t>(X::ROWS, end - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
         if (leaves == 1 || leaf >= 0) factors.template multiply<rows>(i, p, columns, ahead, sums);
@@ -149,7 +165,7 @@ struct Linear {
 
   // The sum of all leaves. As in counting by twos, a leaf is added to its neighbour as soon as that is there.
   template <int N>
-  void tree(int64_t i, int64_t p, int64_t ahead, Floats (&out)[N][COLUMNS]) const {
+  void tree(int64_t i, int64_t p, const Ahead& ahead, Floats (&out)[N][COLUMNS]) const {
     Floats sums[DEEPEST][N][COLUMNS];
     const int64_t each = k / leaves;
     int top = 0;
