@@ -290,8 +290,11 @@ class World:
                 plain = copy.deepcopy(s, {id(self): self})
             self.propose()
         guesses = {seq: seq.draft for seq in order if seq.draft}
+        among = min(s.running + s.waiting, s.limits.rows)
         plan = s.schedule(self.now)
         self.check()
+        if stages > 1 and plan is not None and not plan.linked:
+            assert np.count_nonzero(plan.q) <= -(-among // stages), "a plan leaves others without rows"
         self.judge_proposals(plan, guesses, plain)
         must = [r for r in must if r.seq.row >= 0]
         if stages > 1:

@@ -26,7 +26,7 @@ ROWS = (1, 8, 16, 64)
 """Rows of a product, one of each kind that has a distance of its own (linear.h)."""
 NEXT = -1
 DEFAULT = (10, 40, 40, NEXT)
-_DISTANCES = (NEXT, 0, 10, 40)  # see linear.h: steps of the depth; 0: memory is not asked for
+_DISTANCES = (NEXT, 0, 10, 20, 40)  # see linear.h: steps of the depth; 0: memory is not asked for
 _DEPTH, _WEIGHTS, _MOMENT = 576, 48 << 20, 1.5e-3  # bytes; seconds of a product
 _TURNS, _QUIET, _MOST_TURNS = 7, 4, 40  # how often each is timed: until nothing fell for some turns
 _ENOUGH = 1.05  # what a default must lose to another by

@@ -470,11 +470,15 @@ class Scheduler:
         restores: list[tuple[int, int]] = []
         copied: list[Copied] = []
         # Where a row was just preempted blocks are short, so none starts: it would mostly be the same request again.
-        if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
+        room = len(self.free_rows)
+        if self.limits.stages > 1:  # so many rows start in one of several plans that each gets some
+            among = min(self.running + self.waiting, self.limits.rows)
+            room = min(room, -(-among // self.limits.stages) - np.count_nonzero(q))
+        if self.waiting and tokens_left > 0 and room > 0 and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
             if self.copies:  # what these compute, it is worth to wait for
                 at_work = [s for i in np.flatnonzero(~table.emitted[rows]).tolist() if not (s := seqs[i]).vacant]
-            fresh = self._admit(tokens_left, at_work, published, restores, copied)
+            fresh = self._admit(tokens_left, room, at_work, published, restores, copied)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
             start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
@@ -703,6 +707,7 @@ class Scheduler:
     def _admit(
         self,
         tokens_left: int,
+        room: int,
         at_work: list[Seq],
         published: list[Published],
         restores: list[tuple[int, int]],
@@ -711,14 +716,15 @@ class Scheduler:
         """Give rows and blocks to waiting sequences while the budget lasts: (sequence, tokens it found computed, its
         share).
 
-        at_work: sequences that have more of their prompt to compute after this step.
+        room: for so many sequences, besides what starts together. at_work: sequences that have more of their prompt to
+        compute after this step.
         """
         started: list[tuple[Seq, int, int]] = []
         policy = self.policy
         if not policy.opens(self.waiting - len(self._parked), self.running - self.paused_rows, self.steps):
             return started
         self._held_back = None
-        while tokens_left > 0 and self.free_rows and (seq := policy.peek()) is not None:
+        while tokens_left > 0 and len(started) < room and self.free_rows and (seq := policy.peek()) is not None:
             if self.short(seq) or seq.tenant in self.resting:
                 break
             found = self._reserved(seq, at_work, published, copied)
