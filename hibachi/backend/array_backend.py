@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from hibachi.backend import masks
 from hibachi.backend.attention_terms import by_distance, terms
-from hibachi.backend.group import RankGroup, RankPlace, check_leaves, share, tree
+from hibachi.backend.group import MOST_LEAVES, RankGroup, RankPlace, check_leaves, share, tree
 from hibachi.backend.layout import Paged, State, StepInputs
 from hibachi.backend.library import Library
 from hibachi.backend.packing import Rows, joined
-from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
+from hibachi.errors import ConfigError, InvalidTensorOperation, UnsupportedOperation
 
 Array: TypeAlias = Any  # an array of the library below
 LayerCache: TypeAlias = Any  # what make_cache returned for a layer; private to the backend
@@ -553,11 +553,19 @@ class ArrayBackend(Library):
 
         specs: by name "rows", of a matrix [out, in] or a vector whose outputs this process has a share of; "columns",
         of a matrix that `linear_reduce` multiplies with; "matrix", whole, for `linear`. Others are whole as well.
+
+        Raises ConfigError for columns that cannot be cut into the leaves.
         """
         _, _, rank, size = self.place
         found = {}
         for name, array in params.items():
             how = specs.get(name, "")
+            if how == "columns" and array.shape[-1] % self.leaves:
+                fit = [n for n in range(1, MOST_LEAVES + 1) if array.shape[-1] % n == 0]
+                raise ConfigError(
+                    f"tp_leaves={self.leaves}: the columns of {name} are cut into as many equal parts; it has "
+                    f"{array.shape[-1]}. Expected one of {', '.join(map(str, fit))}."
+                )
             mine = share(array.shape[-1 if how == "columns" else 0], rank, size)
             if how == "columns":
                 found[name] = self.put_columns([array], dtype, mine.start, mine.stop)

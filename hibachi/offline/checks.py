@@ -50,7 +50,7 @@ def check_names(names: Collection[str], columns: Collection[str] | None) -> None
     if both := [name for name in names if name in (columns or ())]:
         raise ConfigError(
             f"The input has a column {both[0]!r}, and so would the results. Give the results' columns another name: "
-            f"--result-prefix result_ makes it {'result_' + both[0]!r}."
+            f"--result-prefix result_, in Python prefix='result_', makes it {'result_' + both[0]!r}."
         )
 
 

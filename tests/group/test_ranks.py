@@ -491,6 +491,8 @@ def test_a_model_of_ones_own_is_cut_as_it_says():
         with Together(size, 4, make=lambda backend: Mine(weights, backend)) as ranks:
             found.append(collected([ranks.engine.run([t % 50 for t in prompt], DRAWN) for prompt in prompts()]))
     assert found[0] == found[1] == found[2] and not any(isinstance(each, Exception) for each in found[0])
+    with pytest.raises(ConfigError, match=r"tp_leaves=3: the columns of o .* it has 128\. Expected one of 1, 2, 4, 8"):
+        Mine(weights, NumpyBackend().in_leaves(3))
 
 
 @pytest.mark.parametrize("order", [None, [1, 0, 2, 4, 3, 5]])

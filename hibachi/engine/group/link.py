@@ -144,7 +144,8 @@ class RankWatch:
         with self._changed:
             rank, (done, heard) = min(self._at.items(), key=lambda one: one[1])
         ago = time.monotonic() - heard
-        return f"Rank {rank} does not answer: it was last heard {ago:.0f} s ago, when it had added up {done} sums"
+        at = f", when it had added up {done} sums" if done else ""
+        return f"Rank {rank} does not answer: it was last heard {ago:.0f} s ago{at}"
 
     def close(self) -> None:
         self._closing = True

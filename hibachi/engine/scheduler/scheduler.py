@@ -473,7 +473,7 @@ class Scheduler:
         room = len(self.free_rows)
         if self.limits.stages > 1:  # so many rows start in one of several plans that each gets some
             among = min(self.running + self.waiting, self.limits.rows)
-            room = min(room, -(-among // self.limits.stages) - np.count_nonzero(q))
+            room = min(room, -(-among // self.limits.stages) - int(np.count_nonzero(q)))
         if self.waiting and tokens_left > 0 and room > 0 and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
             if self.copies:  # what these compute, it is worth to wait for
