@@ -1,8 +1,8 @@
 """deploy/helm/hibachi-serve: Helm renders it, Kubernetes' schemas judge what comes out, our own commands and torchrun
 read the arguments in it, and a pod's command runs as the pod would.
 
-Of what is not Kubernetes' own (LeaderWorkerSet, ServiceMonitor, RayService) the pods are judged so; of the rest the
-names are looked at.
+LeaderWorkerSets, ServiceMonitors and RayServices are judged by their own schemas (tests/data/crds), and their pods by
+Kubernetes'.
 """
 
 import copy
@@ -123,6 +123,7 @@ def test_helm_finds_nothing_wrong_and_kubernetes_takes_it(said):
     assert {m["error"] for m in said["lint"]["messages"] if m["severity"] > 1} == set()
     assert said["chart"]["version"] == said["chart"]["appVersion"] == VERSION
     assert [case["wrong"] for case in said["cases"].values()] == [[]] * len(CASES)
+    assert len(said["damaged"]) > 10 and all("replica" in str(wrong) for wrong in said["damaged"])
 
 
 @pytest.mark.parametrize("case", REFUSED)
