@@ -209,10 +209,7 @@ def _plain(value: Any) -> Any:
 
 # ---- Ray Serve -------------------------------------------------------------------------------------------------------
 
-OLDEST = (
-    2,
-    50,
-)  # an ingress may be a function that makes it, and whoever cannot start is tried a limited number of times
+OLDEST = (2, 55)  # before, an actor whose call is asynchronous does not start beside uvloop 0.22, and is waited for
 CLOSING = 5.0  # seconds to close an engine when its requests have ended
 
 
