@@ -85,14 +85,15 @@ def ended(python, program, place, kills=None):
     return told.returncode, (place / "said").read_text()
 
 
-def workers(root, command):
-    """The processes below this one with such a command, the youngest last."""
-    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()[1:]
-    below, found = {root}, []
-    for pid, parent, args in sorted((int(p), int(q), args) for p, q, args in (line.split(None, 2) for line in lines)):
+def workers(root, has):
+    """The processes below this one whose command has this, the youngest last."""
+    command = ["ps", "-ww", "-eo", "pid,ppid,args", "--sort", "start_time"]
+    below, found = {str(root)}, []
+    for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines():
+        pid, parent, args = line.split(None, 2)
         if parent in below:
             below.add(pid)
-            found += [pid] if command in args else []
+            found += [int(pid)] if has in args else []
     return found
 
 
