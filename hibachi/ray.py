@@ -12,15 +12,15 @@ from typing import Any
 
 from hibachi.common.installed import need
 from hibachi.errors import ConfigError, EngineFailed
-from hibachi.offline.blocks import Blocks
+from hibachi.offline.blocks import BlockRunner
 from hibachi.server import asgi
 
 
-class Generate(Blocks):
+class Generate(BlockRunner):
     """A model for `Dataset.map_batches`, of which Ray makes one in each of its actors. Rows of all blocks in flight are
     in one engine.
 
-    model, options: as for `Blocks`. Raises ConfigError and what loading the model raises.
+    model, options: as for `BlockRunner`. Raises ConfigError and what loading the model raises.
     """
 
     def __init__(self, model: str | Path = "tiny", **options: Any) -> None:
@@ -28,7 +28,7 @@ class Generate(Blocks):
         self.open()
 
     async def __call__(self, block: Any) -> Any:
-        """block: as for `Blocks.ask`. Returns it as `Blocks.answered` does. Raises ConfigError and EngineFailed."""
+        """block: as for `ask`. Returns it as `answered` does. Raises ConfigError and EngineFailed."""
         return self.answered(block, await asyncio.gather(*[asyncio.wrap_future(row) for row in self.ask(block)]))
 
 

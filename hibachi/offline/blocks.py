@@ -32,8 +32,7 @@ def generate(block: Any, model: str | Path = "tiny", **options: Any) -> Any:
     """Put a block of rows through a model. The first call with rows makes the engine, which is this process's for all
     calls with equal arguments, from any thread, and ends with it. A forked process makes its own.
 
-    block: a pandas.DataFrame, or as for `Blocks.ask`. model, options: as for `Blocks`. Returns the block with the
-    results' columns, which have Arrow's types in a DataFrame. A block without rows gets them, too, and makes no engine.
+    block, model, options: as for `BlockRunner`, which says what it returns. A block without rows makes no engine.
 
     Raises ConfigError, and EngineFailed; after that, the next call makes an engine anew. What loading the model raises
     is raised by each call, which has tried it.
@@ -41,14 +40,15 @@ def generate(block: Any, model: str | Path = "tiny", **options: Any) -> Any:
     given = {"model": str(model), **options}
     with _lock:
         _made[:] = [each for each in _made if each[2].over is None]
-        here = [blocks for pid, arguments, blocks in _made if pid == os.getpid() and arguments == given]
+        here = [runner for pid, known, runner in _made if pid == os.getpid() and known == given]
         if not here:
-            here.append(Blocks(**given))
+            here.append(BlockRunner(**given))
             _made.append((os.getpid(), given, here[0]))
     return here[0].answered(block, [row.result() for row in here[0].ask(block)])
 
 
-_made: list[tuple[int, dict[str, Any], Blocks]] = []  # a forked process keeps its parent's, and does nothing with them
+# Of which process, of which arguments. A forked process keeps what its parent made, and does nothing with it.
+_made: list[tuple[int, dict[str, Any], BlockRunner]] = []
 _lock = threading.Lock()
 
 
@@ -61,7 +61,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Blocks:
+class BlockRunner:
     """A model, and an engine for the rows of all blocks in flight, from any thread.
 
     model, settings: as for `hibachi.offline.run`; the engine runs in this process. columns, task, seed, token_ids,
@@ -132,7 +132,7 @@ class Blocks:
 
     def answered(self, block: Any, done: Sequence[dict[str, Any]]) -> Any:
         """The block with the results' columns, as `hibachi run-batch` writes them to Parquet; in a mapping they are
-        arrays of objects, [rows]. Where a row failed, `error` has a text.
+        arrays of objects, [rows]; in a DataFrame they have Arrow's types. Where a row failed, `error` has a text.
         """
         out = dict(block) if isinstance(block, Mapping) else block
         for field in self._work.fields:

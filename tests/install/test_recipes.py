@@ -66,9 +66,8 @@ def ended(python, program, place, kills=None):
     env = {"PYSPARK_PYTHON": str(python), "JAVA_HOME": str(python.parents[2] / "java"), "SPARK_LOCAL_IP": "127.0.0.1"}
     env |= {"PYSPARK_SUBMIT_ARGS": SPARK, "OMP_NUM_THREADS": "1"}
     with (place / "said").open("w+") as said:
-        told = subprocess.Popen(
-            [python, "recipe.py"], cwd=place, stdout=said, stderr=said, env=os.environ | OFFLINE | env
-        )
+        more = {"stdout": said, "stderr": said, "start_new_session": True, "env": os.environ | OFFLINE | env}
+        told = subprocess.Popen([python, "recipe.py"], cwd=place, **more)
         try:
             while kills:
                 running, written = workers(told.pid, kills), [*(place / "summaries").rglob("*.parquet")]
@@ -85,16 +84,11 @@ def ended(python, program, place, kills=None):
     return told.returncode, (place / "said").read_text()
 
 
-def workers(root, has):
-    """The processes below this one whose command has this, the youngest last."""
-    command = ["ps", "-ww", "-eo", "pid,ppid,args", "--sort", "start_time"]
-    below, found = {str(root)}, []
-    for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines():
-        pid, parent, args = line.split(None, 2)
-        if parent in below:
-            below.add(pid)
-            found += [int(pid)] if has in args else []
-    return found
+def workers(session, has):
+    """The processes of a session whose command has this, the youngest last."""
+    command = ["ps", "-ww", "--sort", "start_time", "-o", "pid=,args=", "-s", str(session)]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if has in line]
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ def made(monkeypatch):
     """The engines that it makes."""
     found = []
 
-    class Kept(blocks.Blocks):
+    class Kept(blocks.BlockRunner):
         def __init__(self, *args, **more):
             super().__init__(*args, **more)
             found.append(self)
 
-    monkeypatch.setattr(blocks, "Blocks", Kept)
+    monkeypatch.setattr(blocks, "BlockRunner", Kept)
     yield found
     for each in found:
         each.close()
