@@ -1,6 +1,7 @@
 """Offline inference: `run` puts files of rows through a model, into a file; `hibachi run-batch` is its command.
 
-An interrupted run can be resumed. See docs/offline.md.
+An interrupted run can be resumed. See docs/offline.md. `generate` does it with a block of rows, for workers of Dask and
+Spark: see docs/dask-spark.md.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 from hibachi.errors import ConfigError
 from hibachi.offline.batch import Batch
+from hibachi.offline.blocks import generate
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done, Watcher, run_batch
 from hibachi.offline.settings import settings_of
 from hibachi.offline.tasks.columns import Columns
 
-__all__ = ["Batch", "Columns", "Counts", "Done", "Watcher", "run", "run_batch"]
+__all__ = ["Batch", "Columns", "Counts", "Done", "Watcher", "generate", "run", "run_batch"]
 
 
 def run(

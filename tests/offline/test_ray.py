@@ -128,5 +128,5 @@ def test_serving_needs_ray_and_one_that_is_not_too_old(monkeypatch):
     old = ModuleType("ray")
     old.__version__ = "2.9.3"
     monkeypatch.setitem(sys.modules, "ray", old)
-    with pytest.raises(ConfigError, match=r"Ray 2\.50 or later; got 2\.9\.3"):
+    with pytest.raises(ConfigError, match=r"Ray 2\.60 or later; got 2\.9\.3"):
         hibachi.ray.app()
