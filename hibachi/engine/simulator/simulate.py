@@ -213,7 +213,7 @@ class Run:
             "latency": _spread(self.times("last")),
             "queued": _spread(self.times("started")),
             "mean_waiting": means["waiting"],
-            "most_waiting": max(outcome.timeline.waiting, default=0),
+            "most_waiting": outcome.timeline.most("waiting"),
             "mean_rows": means["running"],
             "mean_blocks": means["blocks"],
             "over_time": {"seconds": _rounded(self.over_time("waiting")[0]), **over_time},
