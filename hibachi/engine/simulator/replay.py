@@ -124,7 +124,7 @@ class TraceReplay:
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(rows, np.bool_)
         self._ahead: _Ahead | None = None
-        self._steps = False  # a step is under way
+        self._steps = False  # steps are under way that are committed
         self.end, self.emitted, self.finished = math.inf, self._owner[:0], ()
 
     def run(self, fast: bool = True, feed: Feed | None = None, tiers: SimTiers | None = None) -> SimOutcome:
@@ -185,27 +185,27 @@ class TraceReplay:
             return
         self._suspend(scheduler.make_room())
         plan = scheduler.schedule(clock / PICOSECONDS)
-        self._steps = plan is not None
-        self.end = int(wake) if plan is None and wake < math.inf else wake
         if plan is not None:
-            self.end = self._step(plan, clock)
+            self.end, self._steps = self._step(plan, clock), True
+        else:
+            self.end = int(wake) if wake < math.inf else wake
 
     def cut(self, at: int) -> None:
         """Something comes at this time, before the end. The step that is under way then is the last."""
         if (ahead := self._ahead) is not None:
             ahead.steps = min(ahead.steps, beginning_before(at - ahead.clock, ahead.first, ahead.growth))
-            self.end = ahead.end
+            self._stretch(ahead)
         elif not self._steps:
             self.end = at
 
     def settle(self) -> int:
         """What has begun has ended; returns when."""
-        end = int(self.end)
         if self._ahead is not None:
-            self._stretch(self._ahead, end)
+            self._stretch(self._ahead)
         elif not self._steps:
             self.emitted, self.finished = self._owner[:0], ()
-        self._ahead, self._steps, self.end = None, False, math.inf
+        end = int(self.end)
+        self._steps, self.end = False, math.inf
         return end
 
     def close(self) -> None:
@@ -265,10 +265,11 @@ class TraceReplay:
         self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts, forks).finished, now)
         return now
 
-    def _stretch(self, ahead: _Ahead, end: int) -> None:
-        """Steps that all began before something came."""
+    def _stretch(self, ahead: _Ahead) -> None:
+        """Steps that all begin before something comes."""
         outcome, scheduler, rows, steps = self.outcome, self.scheduler, ahead.stretch.rows, ahead.steps
-        first, growth = ahead.first, ahead.growth
+        first, growth, end = ahead.first, ahead.growth, ahead.end
+        self._ahead, self._steps, self.end = None, True, end
         self._tokens(rows, ahead.clock + first)
         if steps > 1:
             outcome.gaps.add_run(first + growth, growth, steps - 1, len(rows))

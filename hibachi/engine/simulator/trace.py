@@ -39,6 +39,7 @@ class Trace:
     arrival: int64 [n], picoseconds from the first. prompt, output: int64 [n], tokens. priority: int64 [n].
     tenant: names, or None. keys: for each request the identity of each block of `key_tokens` tokens of its prompt, from
     the first one on, as far as other requests may share them; None means nothing is known about what the prompts hold.
+    round: of so many requests each, none has a prefix of a request of another; 0 means there are no rounds.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Trace:
     tenant: list[str] | None = None
     keys: list[Keys] | None = None
     key_tokens: int = 0
+    round: int = 0
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -67,14 +69,14 @@ class Trace:
         """The same requests, all of them there at the start."""
         return replace(self, arrival=np.zeros_like(self.arrival))
 
-    def repeated(self, times: int) -> Trace:
-        """The trace `times` in a row. A repeated prompt shares its keys with the first."""
+    def repeated(self, times: int, *, fresh: bool = False) -> Trace:
+        """The trace `times` in a row. A repeated prompt shares its keys with the first, unless it is to be `fresh`."""
         n = len(self)
         pause = int(self.arrival[-1]) // max(n - 1, 1)  # a mean interval between two rounds
         offset = np.repeat(np.arange(times, dtype=np.int64) * (int(self.arrival[-1]) + pause), n)
         part: Any = {f: np.tile(getattr(self, f), times) for f in ("prompt", "output", "priority")}
         part |= {f: own * times for f in ("tenant", "keys") if (own := getattr(self, f)) is not None}
-        return replace(self, arrival=np.tile(self.arrival, times) + offset, **part)
+        return replace(self, arrival=np.tile(self.arrival, times) + offset, round=n if fresh else 0, **part)
 
     def shared_by(self, tenants: int, priorities: int = 1, seed: int = 0) -> Trace:
         """The same requests handed out at random to tenants, the k-th of whom sends 1/k as many as the first, and to
@@ -104,7 +106,10 @@ class Trace:
             own = keys[i]
             if pieces > 1:
                 own = [(key, j) for key in own for j in range(pieces)]
-            return list(own[: full[i]])
+            own = list(own[: full[i]])
+            if self.round and own:
+                own[0] = (i // self.round, own[0])
+            return own
 
         return of
 
