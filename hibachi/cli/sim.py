@@ -79,7 +79,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="replay the trace N times in a row (default: 1)"
     )
-    change.add_argument("--fresh", action="store_true", help="let no repeat share prefixes with those before it")
+    change.add_argument("--copies", type=int, default=1, metavar="N", help="N at a time, of other people (default: 1)")
     change.add_argument("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast (default: 1)")
     change.add_argument(
         "--tenants", type=int, metavar="N", help="assign requests to N tenants, some busier than others"
@@ -168,7 +168,14 @@ def _trace(args: argparse.Namespace) -> Trace:
         args.parser.error("--window goes with --order composed")
     if (args.trace is None) == (args.synthetic is None):
         args.parser.error("give a TRACE or --synthetic N")
-    for name, least in (("requests", 1), ("repeat", 1), ("tenants", 1), ("priorities", 1), ("synthetic", 1)):
+    for name, least in (
+        ("requests", 1),
+        ("repeat", 1),
+        ("copies", 1),
+        ("tenants", 1),
+        ("priorities", 1),
+        ("synthetic", 1),
+    ):
         value = getattr(args, name)
         if value is not None and value < least:
             args.parser.error(f"--{name} must be at least {least}; got {value}")
@@ -182,10 +189,11 @@ def _trace(args: argparse.Namespace) -> Trace:
     if args.requests is not None:
         trace = trace.head(args.requests)
     if args.repeat > 1:
-        trace = trace.repeated(args.repeat, fresh=args.fresh)
+        trace = trace.repeated(args.repeat)
     if args.synthetic is None and (args.tenants or args.priorities):
         trace = trace.shared_by(args.tenants or 1, args.priorities or 1, args.seed)
-    return trace.faster(args.speed)
+    trace = trace.faster(args.speed)
+    return trace.copies(args.copies, args.seed) if args.copies > 1 else trace
 
 
 def policy_maker(text: str) -> Callable[[], Policy]:

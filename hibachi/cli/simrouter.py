@@ -59,8 +59,8 @@ class SimRouter:
         if trace.keys is None:
             return Ask()
         pieces = self._pieces(tuple(trace.keys[i]), int(trace.prompt[i]))
-        if trace.round:
-            mark = (i // trace.round).to_bytes(4)
+        if trace.group is not None:
+            mark = int(trace.group[i]).to_bytes(4)
             pieces = tuple([piece + mark for piece in pieces])
         return Ask(pieces=pieces)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hibachi.router.upstreams import Place, Upstream
 
-MOST_HOMES = 1 << 16  # that are remembered
+REMEMBERED = 512  # homes, for each server
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Homes:
                 self._hashes.setdefault(place.weight, []).append(blake2b(digest_size=8, key=salt))
                 self._numbers.setdefault(place.weight, []).append(i)
         if key not in self._known:
-            if len(self._known) >= MOST_HOMES:
+            if len(self._known) >= REMEMBERED * len(places):
                 self._known.clear()
             self._known[key] = self._find(key)
         return among[self._known[key]]

@@ -122,18 +122,13 @@ def test_engines_that_let_nobody_in():
         simulate(trace, setup, PLAIN, Closed, router=router_of(setup, trace))
 
 
-def test_rounds_of_a_trace_share_nothing():
-    """As if each were of other people: as much is found as in one round, in the caches and by the router."""
-    once = replace(conversations(60), arrival=np.arange(60) * SECOND)
-    engine = Setup(num_blocks=4000, max_model_len=8192)
-    one, same, fresh = (
-        simulate(trace, engine, TIME, Fcfs).outcome.hit_tokens
-        for trace in (once, once.repeated(3), once.repeated(3, fresh=True))
-    )
-    assert one > 0 and fresh == 3 * one < same
-    whole = once.repeated(2, fresh=True)
-    first, second = (
-        {router_of(Setup(replicas=2), whole).ask(i).pieces[:1] for i in part} - {()}
-        for part in (range(60), range(60, 120))
-    )
-    assert len(first) == len(second) > 3 and not first & second
+def test_copies_of_a_trace_share_nothing():
+    """As from other people: as much is found as in one, in the caches and by the router."""
+    once = replace(conversations(60), arrival=100 * np.arange(60) * SECOND)
+    thrice, engine = once.copies(3, seed=1), Setup(num_blocks=4000, max_model_len=8192)
+    one, three = (simulate(trace, engine, TIME, Fcfs).outcome.hit_tokens for trace in (once, thrice))
+    assert one > 0 and three == 3 * one and np.array_equal(np.sort(thrice.arrival), thrice.arrival)
+    router, firsts = router_of(Setup(replicas=2), thrice), [set(), set(), set()]
+    for i, group in enumerate(thrice.group.tolist()):
+        firsts[group] |= {router.ask(i).pieces[:1]} - {()}
+    assert len(firsts[0]) == len(firsts[1]) > 3 and not firsts[0] & firsts[1]

@@ -108,15 +108,15 @@ class TraceReplay:
         self._cost, self._each = _Cost.of(time), each
         self._guessing = None if guesses is None else Guessing(guesses, len(trace))
         self._keys = trace.block_keys(scheduler.limits.block_size) if keys and scheduler.pool else lambda i: None
-        self._take(scheduler, None)
+        self.take(scheduler, None)
 
     def beside(self, scheduler: Scheduler, tiers: SimTiers | None = None) -> TraceReplay:
         """Another engine for requests of the same trace. What comes of them is in the same outcome."""
         other = copy(self)
-        other._take(scheduler, tiers)
+        other.take(scheduler, tiers)
         return other
 
-    def _take(self, scheduler: Scheduler, tiers: SimTiers | None) -> None:
+    def take(self, scheduler: Scheduler, tiers: SimTiers | None) -> None:
         rows = scheduler.limits.rows
         self.scheduler, self._tiers = scheduler, tiers
         self._last = np.full(rows, NEVER, np.int64)  # when each row got its last token

@@ -167,8 +167,8 @@ class Setup:
 
     def _kept(self, trace: Trace, size: int) -> int:
         """Blocks for everything that the trace's requests might share."""
-        rounds = -(-len(trace) // trace.round) if trace.round else 1
-        return rounds * len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
+        groups = 1 if trace.group is None else len(np.unique(trace.group))
+        return groups * len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
