@@ -76,6 +76,10 @@ class _Ahead:
     def end(self) -> int:
         return self.clock + span(self.steps, self.first, self.growth)
 
+    def cut(self, at: int) -> None:
+        """No step begins at this time or later."""
+        self.steps = min(self.steps, beginning_before(at - self.clock, self.first, self.growth))
+
 
 class TraceReplay:
     """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
@@ -117,6 +121,7 @@ class TraceReplay:
         return other
 
     def take(self, scheduler: Scheduler, tiers: SimTiers | None) -> None:
+        """Begin with this scheduler, in which nothing is."""
         rows = scheduler.limits.rows
         self.scheduler, self._tiers = scheduler, tiers
         self._last = np.full(rows, NEVER, np.int64)  # when each row got its last token
@@ -179,9 +184,9 @@ class TraceReplay:
         if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
             first, growth = self._cost.of_stretch(len(stretch.rows), stretch.positions)
             self._ahead = _Ahead(stretch, clock, first, growth, stretch.steps)
+            if wake < self._ahead.end:
+                self._ahead.cut(int(wake))
             self.end = self._ahead.end
-            if wake < self.end:
-                self.cut(int(wake))
             return
         self._suspend(scheduler.make_room())
         plan = scheduler.schedule(clock / PICOSECONDS)
@@ -192,9 +197,9 @@ class TraceReplay:
 
     def cut(self, at: int) -> None:
         """Something comes at this time, before the end. The step that is under way then is the last."""
-        if (ahead := self._ahead) is not None:
-            ahead.steps = min(ahead.steps, beginning_before(at - ahead.clock, ahead.first, ahead.growth))
-            self._stretch(ahead)
+        if self._ahead is not None:
+            self._ahead.cut(at)
+            self._stretch(self._ahead)
         elif not self._steps:
             self.end = at
 
