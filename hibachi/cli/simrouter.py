@@ -66,7 +66,7 @@ class SimRouter:
 
     def _digests(self, keys: tuple[Hashable, ...], prompt: int) -> tuple[bytes, ...]:
         size = TOKEN * self._trace.key_tokens
-        text = b"".join(f"{key!s:>{size}}".encode() for key in keys[: -(-FURTHEST // size)])
+        text = b"".join(f"{key!s:<{size}}".encode() for key in keys[: -(-FURTHEST // size)])
         return pieces_of(text[: prompt * TOKEN])
 
 
