@@ -36,22 +36,18 @@ def plot(work: dict[str, list[dict[str, Any]]], people: dict[str, list[dict[str,
             for (router, runs), colour in zip(by_router.items(), COLOURS, strict=False):
                 at = [run["setup"]["replicas"] for run in runs]
                 for name, style in (("p50", "-"), ("p99", "--")):
-                    values, label = (
-                        [run["ttft"][name] for run in runs],
-                        f"{router}, {'half' if name == 'p50' else '99 %'}",
-                    )
-                    panel.plot(at, values, style, marker="o", markersize=3, color=colour, label=label)
+                    values = [run["ttft"][name] for run in runs]
+                    panel.plot(at, values, style, marker="o", markersize=3, color=colour, label=f"{router}, {name}")
             panel.set_yscale("log")
             panel.yaxis.set_major_formatter(lambda value, _: short_duration(value))
         requests = next(iter(work.values()))[0]["requests"]
         each = next(iter(people.values()))[0]
         first.set_title(f"Time to first token: {requests:,} requests")
-        second.set_title(f"... and {each['requests'] / each['setup']['replicas']:,.0f} a replica")
+        second.set_title(f"{each['requests'] / each['setup']['replicas']:,.0f} requests a replica")
         second.sharey(first)
-        for (router, runs), colour in zip(people.items(), COLOURS, strict=False):
+        for runs, colour in zip(people.values(), COLOURS, strict=False):
             at, share = [run["setup"]["replicas"] for run in runs], [100 * run["hit_rate"] for run in runs]
             hits.plot(at, share, marker="o", markersize=3, color=colour)
-            hits.annotate(router, (at[-1], share[-1]), (0, 6), textcoords="offset points", ha="right", color=colour)
         hits.set_title("Prompt tokens found (%)")
         hits.set_ylim(bottom=0)
         for panel in (first, second, hits):
