@@ -19,7 +19,7 @@ from hibachi.engine.simulator.replay import TraceReplay
 from hibachi.engine.simulator.trace import PICOSECONDS
 
 
-class Router(Protocol):
+class Placement(Protocol):
     """Says where requests go. They and the engines go by their numbers, and now is seconds."""
 
     def place(self, i: int, now: float) -> int | None:
@@ -32,7 +32,7 @@ class Router(Protocol):
         """A request of this engine is over."""
 
 
-def replay_fleet(engines: Sequence[TraceReplay], router: Router, fast: bool = True) -> None:
+def replay_fleet(engines: Sequence[TraceReplay], router: Placement, fast: bool = True) -> None:
     """Replay the trace of these engines, which share an outcome. Where none has room, requests wait in line. fast: as
     of `TraceReplay.run`. Raises InvalidTrace.
     """

@@ -63,7 +63,7 @@ class _Cost:
 
 
 @dataclass(slots=True, eq=False)
-class _Ahead:
+class _StretchAhead:
     """The first `steps` of a stretch that begins at `clock`."""
 
     stretch: Stretch
@@ -128,7 +128,7 @@ class TraceReplay:
         self._owner = np.zeros(rows, np.int64)  # the request that has the row
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(rows, np.bool_)
-        self._ahead: _Ahead | None = None
+        self._ahead: _StretchAhead | None = None
         self._steps = False  # steps are under way that are committed
         self.end, self.emitted, self.finished = math.inf, self._owner[:0], ()
 
@@ -183,7 +183,7 @@ class TraceReplay:
             self._guessing.propose(scheduler)
         if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
             first, growth = self._cost.of_stretch(len(stretch.rows), stretch.positions)
-            self._ahead = _Ahead(stretch, clock, first, growth, stretch.steps)
+            self._ahead = _StretchAhead(stretch, clock, first, growth, stretch.steps)
             if wake < self._ahead.end:
                 self._ahead.cut(int(wake))
             self.end = self._ahead.end
@@ -270,7 +270,7 @@ class TraceReplay:
         self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts, forks).finished, now)
         return now
 
-    def _stretch(self, ahead: _Ahead) -> None:
+    def _stretch(self, ahead: _StretchAhead) -> None:
         """Steps that all begin before something comes."""
         outcome, scheduler, rows, steps = self.outcome, self.scheduler, ahead.stretch.rows, ahead.steps
         first, growth, end = ahead.first, ahead.growth, ahead.end

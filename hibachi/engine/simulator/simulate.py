@@ -15,7 +15,7 @@ from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.simulator.feed import ORDERS, WINDOW, Offline
-from hibachi.engine.simulator.fleet import Router, replay_fleet
+from hibachi.engine.simulator.fleet import Placement, replay_fleet
 from hibachi.engine.simulator.guesses import Guesses
 from hibachi.engine.simulator.outcome import NEVER, SimOutcome
 from hibachi.engine.simulator.replay import TraceReplay
@@ -270,7 +270,7 @@ def simulate(
     policy: Callable[[], Policy],
     *,
     fast: bool = True,
-    router: Router | None = None,
+    router: Placement | None = None,
 ) -> Run:
     """Replay a trace. policy: makes a fresh one, of the name that the setup has. router: a fresh one, where the setup
     has replicas. Raises ConfigError, InvalidTrace.
