@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.bench.plot import COLOURS, LOOK, check_format, figure_of, library, save
-from benchmarks.router_trace import BLOCKS, SERVERS, SLOTS, asks, replay, upstreams
+from benchmarks.router_trace import BLOCKS, SERVERS, SLOTS, replay
 from hibachi.common.phases import short_duration
 from hibachi.engine.scheduler.policy import Fcfs
 from hibachi.engine.simulator.simulate import Run, Setup, simulate
@@ -45,8 +45,8 @@ class Cell:
 
 def workers(trace: Trace) -> list[Trace]:
     """The requests of each worker."""
-    sent = replay(trace, PrefixAffine(), asks(trace), upstreams(SERVERS)).chosen
-    parts = [[i for i, name in enumerate(sent) if name == u.name] for u in upstreams(SERVERS)]
+    sent = replay(trace, PrefixAffine()).chosen
+    parts = [[i for i, engine in enumerate(sent) if engine == n] for n in range(SERVERS)]
     return [
         replace(
             trace,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.cli.settings import record_of, setting_argument
+from hibachi.cli.simrouter import DEFAULT, router_of
 from hibachi.common.installed import version
 from hibachi.common.phases import short_duration
 from hibachi.common.settings.settle import settings_of
@@ -31,9 +32,12 @@ from hibachi.engine.simulator.simulate import Run, Setup, simulate
 from hibachi.engine.simulator.steptime import StepTime, read_step_time
 from hibachi.engine.simulator.trace import Trace, read_trace, synthetic
 from hibachi.errors import ConfigError
+from hibachi.router.policynames import policy_of as policy_named
 
-GRID = ("scheduling_policy", "max_num_seqs", "num_blocks")  # options that take several values
+GRID = ("replicas", "router", "scheduling_policy", "max_num_seqs", "num_blocks")  # options that take several values
 _COLUMNS = (
+    ("replicas", 8),
+    ("router", 16),
     ("policy", 16),
     ("rows", 5),
     ("blocks", 7),
@@ -75,13 +79,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="replay the trace N times in a row (default: 1)"
     )
+    change.add_argument("--copies", type=int, default=1, metavar="N", help="N at a time, of other people (default: 1)")
     change.add_argument("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast (default: 1)")
     change.add_argument(
         "--tenants", type=int, metavar="N", help="assign requests to N tenants, some busier than others"
     )
     change.add_argument("--priorities", type=int, metavar="N", help="assign priorities from 0 to N-1")
     change.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
-    group = parser.add_argument_group("the engine (--scheduling-policy, --max-num-seqs, --num-blocks: several values)")
+    flags = [f"--{name.replace('_', '-')}" for name in GRID]
+    group = parser.add_argument_group(f"the engine ({', '.join(flags)}: several values)")
     for s in settings_of(Setup).values():
         setting_argument(group, s, several=s.key in GRID)
     group.add_argument(
@@ -128,17 +134,20 @@ def replays(args: argparse.Namespace) -> list[Run]:
     ]
     for setup in setups:
         setup.limits(trace)
+        policy_named(setup.router or DEFAULT, "--router")
     span = 0.0 if args.order else float(trace.arrival[-1]) / 1e12
     when = f"at once, order {args.order}" if args.order else f"in {short_duration(span)}"
     print(
         f"{trace.name}: {len(trace):,} requests {when}, {int(trace.prompt.sum()):,} tokens of prompts, "
         f"{int(trace.output.sum()):,} of answers\n"
     )
-    print(_line([head for head, _ in _COLUMNS]))
+    columns = _COLUMNS if setups[0].replicas else _COLUMNS[2:]
+    print(_line([head for head, _ in columns], columns))
     runs = []
     for setup in setups:
-        runs.append(simulate(trace, setup, time, policies[setup.scheduling_policy]))
-        print(_line(_cells(runs[-1])), flush=True)
+        router = router_of(setup, trace, args.seed) if setup.replicas else None
+        runs.append(simulate(trace, setup, time, policies[setup.scheduling_policy], router=router))
+        print(_line(_cells(runs[-1])[-len(columns) :], columns), flush=True)
     print()
     for text in _notes(runs):
         print(text)
@@ -159,7 +168,14 @@ def _trace(args: argparse.Namespace) -> Trace:
         args.parser.error("--window goes with --order composed")
     if (args.trace is None) == (args.synthetic is None):
         args.parser.error("give a TRACE or --synthetic N")
-    for name, least in (("requests", 1), ("repeat", 1), ("tenants", 1), ("priorities", 1), ("synthetic", 1)):
+    for name, least in (
+        ("requests", 1),
+        ("repeat", 1),
+        ("copies", 1),
+        ("tenants", 1),
+        ("priorities", 1),
+        ("synthetic", 1),
+    ):
         value = getattr(args, name)
         if value is not None and value < least:
             args.parser.error(f"--{name} must be at least {least}; got {value}")
@@ -176,7 +192,8 @@ def _trace(args: argparse.Namespace) -> Trace:
         trace = trace.repeated(args.repeat)
     if args.synthetic is None and (args.tenants or args.priorities):
         trace = trace.shared_by(args.tenants or 1, args.priorities or 1, args.seed)
-    return trace.faster(args.speed)
+    trace = trace.faster(args.speed)
+    return trace.copies(args.copies, args.seed) if args.copies > 1 else trace
 
 
 def policy_maker(text: str) -> Callable[[], Policy]:
@@ -201,15 +218,17 @@ def policy_maker(text: str) -> Callable[[], Policy]:
 def labels(runs: Sequence[Run]) -> list[str]:
     """The options that differ between runs, for each run."""
     parts = [[one.setup.scheduling_policy for one in runs]]
-    for name, field in (("rows", "max_num_seqs"), ("blocks", "num_blocks")):
+    routers = [one.setup.router or "" for one in runs]
+    parts += [routers] if len(set(routers)) > 1 else []
+    for name, field in (("replicas", "replicas"), ("rows", "max_num_seqs"), ("blocks", "num_blocks")):
         values = [getattr(one.setup, field) for one in runs]
         if len(set(values)) > 1:
             parts.append([f"{'enough' if v is None else f'{v:,}'} {name}" for v in values])
     return [", ".join(words) for words in zip(*parts, strict=True)]
 
 
-def _line(cells: list[str]) -> str:
-    return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+def _line(cells: list[str], columns: Sequence[tuple[str, int]]) -> str:
+    return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns, strict=True))
 
 
 def _cells(one: Run) -> list[str]:
@@ -217,6 +236,8 @@ def _cells(one: Run) -> list[str]:
     data, setup = one.summary(), one.setup
     shares = one.trace.keys is not None and setup.enable_prefix_caching
     return [
+        f"{setup.replicas or 1:,}",
+        setup.router or DEFAULT,
         setup.scheduling_policy,
         str(setup.max_num_seqs),
         "enough" if setup.num_blocks is None else str(setup.num_blocks),
@@ -227,7 +248,7 @@ def _cells(one: Run) -> list[str]:
         short_duration(data["itl"]["p50"]),
         short_duration(data["itl"]["p99"]),
         f"{data['mean_waiting']:,.1f}",
-        f"{data['mean_rows'] / setup.max_num_seqs:.0%}",
+        f"{data['mean_rows'] / setup.max_num_seqs / (setup.replicas or 1):.0%}",
         f"{data['new_tokens_per_second']:,.0f}",
         f"{data['hit_rate']:.1%}" if shares else "-",
         f"{data['preemptions']:,}",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from math import ceil
 
-from hibachi.router.policies import Ask, at_home, preferred
+from hibachi.router.policies import Ask, Homes, preferred
 from hibachi.router.upstreams import Upstream
 
 STEP, FURTHEST = 1 << 10, 1 << 16  # bytes: from one piece to the next, and what is looked at in all
@@ -84,23 +84,24 @@ class PrefixAffine:
 
     def __init__(self) -> None:
         self._latest: defaultdict[str, Latest] = defaultdict(Latest)  # by model
+        self._homes: defaultdict[str, Homes] = defaultdict(Homes)
 
     def home(self, ask: Ask, among: Sequence[Upstream]) -> Upstream | None:
         """Where it is at home, busy or not; None means nowhere. Changes nothing, and is right after `choose`, too."""
         own = ask.pieces[self._latest[ask.model].shared(ask.pieces) :]
-        return at_home(own[0], among)[0] if own and among else None
+        return self._homes[ask.model].of(own[0], among) if own and among else None
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
         everyone = ask.everyone or free
         if ask.pieces:
             self._latest[ask.model].add(ask.pieces, SPAN * len(everyone))
         home = self.home(ask, everyone)
-        if home is not None and home in free and home.in_flight < bound(home, everyone):
+        if home is not None and home in free and (home.in_flight <= BESIDES or home.in_flight < bound(home, everyone)):
             return home
         return preferred(free)
 
 
 def bound(home: Upstream, everyone: Sequence[Upstream]) -> int:
     """How many requests it may have, that which comes among them."""
-    share = home.place.weight / sum(u.place.weight for u in everyone)
-    return ceil(MORE * share * (sum(u.in_flight for u in everyone) + 1)) + BESIDES
+    share = home.place.weight / sum([u.place.weight for u in everyone])
+    return ceil(MORE * share * (sum([u.in_flight for u in everyone]) + 1)) + BESIDES

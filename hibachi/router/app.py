@@ -19,7 +19,7 @@ from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
 from hibachi.router.forward import Broken, Forwarder, Forwarding, lost, unknown
 from hibachi.router.inspect_body import Named, model_of_path, model_of_query, server_of
-from hibachi.router.policies import Ask, at_home
+from hibachi.router.policies import Ask, Homes
 from hibachi.router.proxying import without_hops
 from hibachi.router.routes import STORED, TOKENS, RouteKind, Routes, response_of_path
 from hibachi.router.settings import RouteSettings
@@ -231,7 +231,7 @@ class Door:
                 f"Send the header {name} with all requests that belong together.",
                 code="sticky_header_missing",
             )
-        return at_home(ask.sticky.encode("latin-1"), fleet.upstreams)[0].name
+        return Homes().of(ask.sticky.encode("latin-1"), fleet.upstreams).name
 
     async def _while_here(self, x: Exchange, work: Awaitable[None]) -> None:
         """Await `work` in this task; if the client leaves meanwhile, it is cancelled. Raises Gone then."""

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf, log
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
-from hibachi.router.upstreams import Upstream
+from hibachi.router.upstreams import Place, Upstream
+
+REMEMBERED = 512  # homes, for each server
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,10 @@ def quickest(free: Sequence[Upstream]) -> Upstream:
 
 def preferred(free: Sequence[Upstream]) -> Upstream:
     """The fewest requests that it has, for its weight; of equals, the fewest that it was given; then the quickest."""
-    return min(free, key=lambda u: (u.in_flight / u.place.weight, u.processed, _latency(u)))
+    busy = [u.in_flight / u.place.weight for u in free]
+    least = min(busy)
+    idlest = [u for u, n in zip(free, busy, strict=True) if n == least]
+    return min(idlest, key=lambda u: (u.processed, _latency(u)))
 
 
 class LeastConnection:
@@ -114,19 +119,45 @@ class LeastLoad:
         return min(free, key=lambda u: (((u.load or 0.0) + u.in_flight) / u.place.weight, u.latency or 0.0))
 
 
-def at_home(key: bytes, among: Sequence[Upstream]) -> list[Upstream]:
-    """In the order in which they would get what has this key, the same in every router.
+class Homes:
+    """The server that gets what has a key, the same in every router.
 
-    Rendezvous hashing (Thaler & Ravishankar 1998) with weights: one that comes or goes moves its own share only.
+    Rendezvous hashing (Thaler & Ravishankar 1998) with weights: one that comes or goes moves its own share only. Homes
+    are remembered while the servers and their weights stay.
     """
 
-    def score(u: Upstream) -> float:
-        name = u.name.encode()
-        salt = name if len(name) <= 64 else blake2b(name).digest()  # no key may be longer
-        digest = blake2b(key, digest_size=8, key=salt).digest()
-        return -u.place.weight / log((int.from_bytes(digest) + 0.5) / 2**64)
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._hashes: dict[float, list[Any]] = {}  # by weight: hashes that have the servers' names
+        self._numbers: dict[float, list[int]] = {}  # of these servers
+        self._known: dict[bytes, int] = {}
 
-    return sorted(among, key=score, reverse=True)
+    def of(self, key: bytes, among: Sequence[Upstream]) -> Upstream:
+        """One of these, of which there is at least one."""
+        places = [u.place for u in among]
+        if places != self._places:
+            self._places, self._hashes, self._numbers, self._known = places, {}, {}, {}
+            for i, place in enumerate(places):
+                name = place.name.encode()
+                salt = name if len(name) <= 64 else blake2b(name).digest()  # no key may be longer
+                self._hashes.setdefault(place.weight, []).append(blake2b(digest_size=8, key=salt))
+                self._numbers.setdefault(place.weight, []).append(i)
+        if key not in self._known:
+            if len(self._known) >= REMEMBERED * len(places):
+                self._known.clear()
+            self._known[key] = self._find(key)
+        return among[self._known[key]]
+
+    def _find(self, key: bytes) -> int:
+        best, most = 0, 0.0
+        for weight, hashes in self._hashes.items():
+            made = [each.copy() for each in hashes]
+            digests = [each.update(key) or each.digest() for each in made]
+            digest = max(digests)  # of one weight, this has the highest score
+            score = -weight / log((int.from_bytes(digest) + 0.5) / 2**64)
+            if score > most:
+                best, most = self._numbers[weight][digests.index(digest)], score
+        return best
 
 
 class Sticky:
@@ -134,8 +165,12 @@ class Sticky:
 
     pieces = loads = False
 
+    def __init__(self) -> None:
+        self._homes = Homes()
+
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
         if not ask.sticky:
             return preferred(free)
-        order = at_home(ask.sticky.encode("latin-1"), ask.everyone or free)
-        return next(u for u in order if u in free)
+        key = ask.sticky.encode("latin-1")
+        home = self._homes.of(key, ask.everyone or free)
+        return home if home in free else Homes().of(key, free)

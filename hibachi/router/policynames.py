@@ -25,8 +25,8 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def policy_of(name: str) -> Policy:
-    """A new one. Raises ConfigError, and MissingExtra for one that lacks a package of its own."""
-    what = f"--policy {name}"
+def policy_of(name: str, flag: str = "--policy") -> Policy:
+    """A new one. Raises ConfigError, which names the flag, and MissingExtra for one that lacks a package of its own."""
+    what = f"{flag} {name}"
     made: Policy = plugin("hibachi.router_policies", name, POLICIES, what, f"{what}: expected one of {{known}}.")()
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hibachi.router import outliers
@@ -43,6 +43,28 @@ class Waiter:
             self.slot.set_exception(NoSlot(why))
 
 
+class Chooser:
+    """Chooses upstreams by a policy, and counts what they are given."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._most = 0.0  # that an upstream was given: no `processed` is more
+
+    def choose(self, free: Sequence[Upstream], fit: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        """One of those with a free slot. fit: all that should get such a request, with a free slot or not."""
+        if len(free) == 1:
+            return free[0]
+        u = self.policy.choose(free, replace(ask, everyone=fit) if ask.sticky or ask.pieces else ask, now)
+        if u.processed < self._most - LAG:
+            u.processed = max(u.processed, max([v.processed for v in free]) - LAG)
+        return u
+
+    def fill(self, u: Upstream) -> None:
+        u.in_flight += 1
+        u.processed += 1 / u.place.weight
+        self._most = max(self._most, u.processed)
+
+
 class Queues:
     """Gives slots of the fleet to requests. most: how many may wait in all. wait_for: seconds, where no upstream takes
     requests.
@@ -51,7 +73,7 @@ class Queues:
     waiting: int
 
     def __init__(self, fleet: Fleet, policy: Policy, *, most: int = 1024, wait_for: float = 5.0) -> None:
-        self.fleet, self.policy = fleet, policy
+        self.fleet, self.policy, self._chooser = fleet, policy, Chooser(policy)
         self._most, self._wait_for = most, wait_for
         self._lines: dict[str, OrderedDict[str, deque[Waiter]]] = {}
         self.waiting = 0
@@ -66,11 +88,8 @@ class Queues:
         free = [u for u in fit if u.slots > 0]
         if not free:
             return None
-        u = free[0]
-        if len(free) > 1:
-            u = self.policy.choose(free, replace(ask, everyone=fit) if ask.sticky or ask.pieces else ask, now)
-            u.processed = max(u.processed, max(v.processed for v in free) - LAG)
-        _fill(u, ask, able, now)
+        u = self._chooser.choose(free, fit, ask, now)
+        self._fill(u, ask, able, now)
         return u
 
     def _able(self, ask: Ask, avoid: tuple[Upstream, ...]) -> list[Upstream]:
@@ -130,8 +149,14 @@ class Queues:
         """Give free slots of an upstream to waiting requests."""
         now = asyncio.get_running_loop().time() if self.waiting else 0.0
         while self.waiting and u.slots > 0 and (waiter := self._next(u, now)) is not None:
-            _fill(u, waiter.ask, self._able(waiter.ask, waiter.avoid), now)
+            self._fill(u, waiter.ask, self._able(waiter.ask, waiter.avoid), now)
             waiter.slot.set_result(u)
+
+    def _fill(self, u: Upstream, ask: Ask, able: list[Upstream], now: float) -> None:
+        """able: upstreams of which any might have had it."""
+        self._chooser.fill(u)
+        if outliers.given(u, able, now) or u.state is UpstreamState.TRIED:
+            u.trial = ask
 
     def changed(self) -> None:
         """An upstream takes requests now, or takes none any more."""
@@ -205,11 +230,3 @@ def may_have(u: Upstream, ask: Ask, avoid: tuple[Upstream, ...]) -> bool:
     if not (ask.only or avoid):
         return True
     return (not ask.only or u.name == ask.only) and all(u.name != other.name for other in avoid)
-
-
-def _fill(u: Upstream, ask: Ask, able: list[Upstream], now: float) -> None:
-    """able: upstreams of which any might have had it."""
-    u.in_flight += 1
-    u.processed += 1 / u.place.weight
-    if outliers.given(u, able, now) or u.state is UpstreamState.TRIED:
-        u.trial = ask

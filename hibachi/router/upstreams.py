@@ -124,10 +124,10 @@ class Upstream:
     @property
     def slots(self) -> int:
         """Free ones. Where it is tried again, there is one."""
-        if not self.takes or (self.state is UpstreamState.TRIED and self.trial):
-            return 0
         free = self.place.limit - self.in_flight
-        return min(free, 1) if self.state is UpstreamState.TRIED else free
+        if self.state is UpstreamState.UP:
+            return free
+        return min(free, 1) if self.state is UpstreamState.TRIED and not self.trial else 0
 
     def took(self, seconds: float, *, telling: bool = True) -> int:
         """A request had its first byte after so long. telling: others will take as long; refusals are quick. Returns

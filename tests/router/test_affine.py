@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.router_trace import asks, led, most, moved, one_cache, replay, upstreams
+from benchmarks.router_trace import led, most, moved, replay
+from benchmarks.simulator import lru
+from hibachi.cli.simrouter import SimRouter
 from hibachi.engine.simulator.trace import Trace
 from hibachi.router.affine import BESIDES, FURTHEST, MORE, SPAN, STEP, Latest, PrefixAffine, pieces_of
 from hibachi.router.policies import Ask, LeastConnection
@@ -226,16 +228,15 @@ def made_up():
 
 @pytest.mark.parametrize("system", [0, 8])
 def test_more_is_hit_in_a_trace_and_nobody_has_much_more(system):
-    trace = led(made_up(), system)
-    given_asks = asks(trace)
-    plain = replay(trace, LeastConnection(), given_asks, upstreams(4))
-    affine = replay(trace, PrefixAffine(), given_asks, upstreams(4))
+    trace = led(made_up(), system).faster(0.8)
+    plain, affine = replay(trace, LeastConnection()), replay(trace, PrefixAffine())
     assert affine.hit > 1.5 * plain.hit and affine.first < plain.first
-    assert affine.hit > 0.9 * one_cache(trace, 8000)
-    assert affine.requests < 1.2 and affine.requests == most(list(Counter(affine.chosen).values()))
+    assert affine.hit > 0.9 * lru(trace, 8000)
+    assert affine.requests < MORE and affine.requests == most(list(Counter(affine.chosen).values()))
 
 
 def test_a_fifth_server_takes_a_quarter_of_the_prefixes_at_most():
-    five = upstreams(5)
-    moves, prefixes = moved(asks(made_up()), five[:4], five)
+    trace = made_up()
+    five = SimRouter(trace, PrefixAffine(), 5).upstreams
+    moves, prefixes = moved(trace, five[:4], five)
     assert 0 < moves <= prefixes / 4

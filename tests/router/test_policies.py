@@ -1,6 +1,9 @@
 """Which server gets a request: each policy on records, without a socket."""
 
+import math
 from collections import Counter
+from dataclasses import replace
+from hashlib import blake2b
 from importlib.metadata import EntryPoint
 from itertools import pairwise
 from random import Random
@@ -10,13 +13,13 @@ import pytest
 from hibachi.errors import ConfigError
 from hibachi.router.policies import (
     Ask,
+    Homes,
     LeastConnection,
     LeastLatency,
     LeastLoad,
     PowerOfTwo,
     RoundRobin,
     Sticky,
-    at_home,
     preferred,
     quickest,
 )
@@ -104,19 +107,33 @@ def test_least_load_believes_what_servers_say():
 
 def test_the_home_of_a_key_is_the_same_everywhere_and_few_move():
     made = upstreams(0, 0, 0, 0, 0)
-    keys = [b"%d" % n for n in range(2000)]
+    keys, homes = [b"%d" % n for n in range(2000)], Homes()
     four, five = made[:4], made
-    before = [at_home(key, four)[0] for key in keys]
-    assert before == [at_home(key, four[::-1])[0] for key in keys]
+    before = [homes.of(key, four) for key in keys]
+    assert before == [Homes().of(key, four[::-1]) for key in keys]
     assert max(Counter(u.name for u in before).values()) < 600
-    moved = [(old, at_home(key, five)[0]) for key, old in zip(keys, before, strict=True)]
+    moved = [(old, homes.of(key, five)) for key, old in zip(keys, before, strict=True)]
     assert all(new is old or new is made[4] for old, new in moved)
     assert sum(new is not old for old, new in moved) < 500
 
 
+def test_homes_are_those_of_the_highest_scores_whatever_is_remembered():
+    made, homes = upstreams(0, 0, 0, 0, 0, weights=(1.0, 3.0, 1.0, 0.5, 3.0)), Homes()
+
+    def score(u, key):
+        digest = blake2b(key, digest_size=8, key=u.name.encode()).digest()
+        return -u.place.weight / math.log((int.from_bytes(digest) + 0.5) / 2**64)
+
+    for among in (made, made[1:], made[::-1], made):
+        for key in [b"%d" % n for n in range(200)] * 2:
+            assert homes.of(key, among) is max(among, key=lambda u: score(u, key))
+    made[0].place = replace(made[0].place, weight=1e6)  # a reload of the configuration
+    assert homes.of(b"0", made) is made[0]
+
+
 def test_a_heavier_one_is_at_home_for_more():
-    made = upstreams(0, 0, weights=(3.0, 1.0))
-    found = Counter(at_home(b"%d" % n, made)[0].name for n in range(2000))
+    made, homes = upstreams(0, 0, weights=(3.0, 1.0)), Homes()
+    found = Counter(homes.of(b"%d" % n, made).name for n in range(2000))
     assert 1350 < found[made[0].name] < 1650
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hibachi.router import run
-from hibachi.router.policies import at_home
+from hibachi.router.policies import Homes
 from hibachi.router.upstreams import Place, Upstream, UpstreamState
 
 from .conftest import BODY, JSON, Wire, ask, eventually, hup, request
@@ -362,5 +362,5 @@ def test_addresses_of_a_long_name_have_homes_of_their_own():
     """What comes after the first 64 letters of a name tells them apart as well."""
     name = "http://hibachi-inference-servers.production-of-models.svc.cluster.local:8000"
     four = [Upstream(Place(name, f"10.0.0.{n}"), UpstreamState.UP) for n in range(4)]
-    homes = {at_home(b"%d" % n, four)[0].name for n in range(100)}
+    homes = {Homes().of(b"%d" % n, four).name for n in range(100)}
     assert len(homes) == 4

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from hibachi.router.policies import at_home
+from hibachi.router.policies import Homes
 from hibachi.router.upstreams import UpstreamState
 
 from .conftest import BODY, JSON, ROOT, Here, eventually, request
@@ -477,7 +477,7 @@ def test_what_one_upstream_keeps_is_asked_of_no_other(mock, route):
     """Not even when that one is gone."""
     two = mock(), mock()
     here = route(*two, wait_for=0.5, check_interval=60)
-    home = at_home(b"me", here.router.fleet.upstreams)[0]
+    home = Homes().of(b"me", here.router.fleet.upstreams)
     gone, other = two if two[0].url == home.name else two[::-1]
     gone.stop()
     for _ in range(2):

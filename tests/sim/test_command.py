@@ -85,6 +85,18 @@ def test_the_same_command_gives_the_same_figures(sim, tmp_path):
     assert found[0] == found[1] and set(found[0]["tenants"]) == {"tenant 1", "tenant 2", "tenant 3"}
 
 
+def test_replicas_are_lines_for_each_number_and_router(sim, trace, tmp_path):
+    file = tmp_path / "out.json"
+    grid = ["--replicas", 1, 3, "--router", "round-robin", "prefix-affine", "--max-num-seqs", 2]
+    status, out, err = sim(trace, *grid, "--speed", 90, "--max-connections", 4, "--json", file)
+    assert (status, err) == (0, "") and out.splitlines()[2].split()[:2] == ["replicas", "router"]
+    names = [line.split()[:4] for line in out.splitlines()[3:7]]
+    assert names == [[n, r, "fcfs", "2"] for n in "13" for r in ("round-robin", "prefix-affine")]
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["setup"]["replicas"] for run in runs] == [1, 1, 3, 3] and {run["served"] for run in runs} == {40}
+    assert runs[2]["ttft"]["mean"] < runs[0]["ttft"]["mean"]
+
+
 def test_a_step_time_from_a_file(sim, trace, tmp_path):
     file = tmp_path / "time.json"
     file.write_text(json.dumps({"seconds": {"step": 2.0, "token": 0, "row": 0, "position": 0, "pair": 0}}))
@@ -142,6 +154,11 @@ def test_a_picture(trace, tmp_path, suffix, head):
         ),
         (["--synthetic", "9", "--rate", "0"], 1, "rate must be above 0"),
         (["no-such.csv"], 1, "no-such.csv"),
+        (["TRACE", "--replicas", "0"], 2, "argument --replicas: expected an integer >= 1; got '0'"),
+        (["TRACE", "--router", "round-robin"], 1, "expected replicas with router='round-robin'; got none"),
+        (["TRACE", "--max-connections", "3"], 1, "expected replicas with max_connections=3; got none"),
+        (["TRACE", "--replicas", "2", "--router", "best"], 1, "--router best: expected one of least-connection, "),
+        (["TRACE", "--replicas", "2", "--order", "file"], 1, "with replicas=2; got order='file', samples=1"),
     ],
 )
 def test_what_is_refused(sim, trace, args, status, message):

@@ -66,7 +66,9 @@ class Gaps:
 
 
 class Timeline:
-    """Queue, rows and blocks in use over time, as steps; between two entries the engine is idle."""
+    """Queue, rows and blocks in use over time, as steps. Entries at the same time, of several engines, add up; where
+    there is none, all are idle.
+    """
 
     begin: array[int]
     end: array[int]
@@ -76,7 +78,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.begin, self.end = array("q"), array("q")  # picoseconds
-        self.waiting, self.running, self.blocks = array("q"), array("q"), array("q")
+        self.waiting, self.running, self.blocks = array("i"), array("i"), array("i")
 
     def add(self, begin: int, end: int, waiting: int, running: int, blocks: int) -> None:
         self.begin.append(begin)
@@ -85,14 +87,22 @@ class Timeline:
         self.running.append(running)
         self.blocks.append(blocks)
 
+    def _levels(self, what: str) -> tuple[Numbers, Numbers]:
+        """Times in order, and the sum of all entries from each on."""
+        value = np.array(getattr(self, what))
+        at = np.concatenate([[0], self.end, self.begin])  # who goes, before who comes at that time
+        order = np.argsort(at, kind="stable")
+        return at[order], np.cumsum(np.concatenate([[0], -value, value])[order])
+
     def means(self, what: str, edges: Numbers) -> Numbers:
         """The mean of "waiting", "running" or "blocks" between each two edges (picoseconds), weighted by time."""
-        begin, end = np.array(self.begin), np.array(self.end)
-        value = np.array(getattr(self, what))
-        total = np.cumsum(value * ((end - begin) / PICOSECONDS))
-        at = np.stack([begin, end], axis=1).ravel()
-        sums = np.stack([np.concatenate([[0.0], total[:-1]]), total], axis=1).ravel()
+        at, level = self._levels(what)
+        sums = np.concatenate([[0.0], np.cumsum(level[:-1] * (np.diff(at) / PICOSECONDS))])
         return np.asarray(np.diff(np.interp(edges, at, sums)) / (np.diff(edges) / PICOSECONDS))
+
+    def most(self, what: str) -> int:
+        """The largest sum at any time."""
+        return int(self._levels(what)[1].max())
 
 
 class SimOutcome:

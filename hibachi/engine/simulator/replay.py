@@ -7,6 +7,8 @@ come to exactly what they come to one by one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -60,14 +62,39 @@ class _Cost:
         return self.step + (self.token + self.row) * rows + (self.position + self.pair) * positions, growth
 
 
+@dataclass(slots=True, eq=False)
+class _StretchAhead:
+    """The first `steps` of a stretch that begins at `clock`."""
+
+    stretch: Stretch
+    clock: int
+    first: int
+    growth: int
+    steps: int
+
+    @property
+    def end(self) -> int:
+        return self.clock + span(self.steps, self.first, self.growth)
+
+    def cut(self, at: int) -> None:
+        """No step begins at this time or later."""
+        self.steps = min(self.steps, beginning_before(at - self.clock, self.first, self.growth))
+
+
 class TraceReplay:
     """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
     that a row gets in a step, or what is left of its output. guesses: tokens are proposed. samples: continuations of a
     request, as many of them linked as there is room for; it ends with the last of them.
+
+    Whoever has several `add`s requests to each, `begin`s what comes next, and `settle`s it at its `end`. All of their
+    times are picoseconds.
     """
 
     trace: Trace
     scheduler: Scheduler
+    end: float  # of what has begun; infinity: nothing has
+    emitted: Numbers  # requests whose first token came with what was settled last: int64 [n]
+    finished: Sequence[Seq]  # that ended with it
 
     def __init__(
         self,
@@ -80,20 +107,30 @@ class TraceReplay:
         guesses: Guesses | None = None,
         samples: int = 1,
     ) -> None:
-        self.trace, self.scheduler, self._samples = trace, scheduler, samples
+        self.trace, self._samples = trace, samples
         self.outcome: SimOutcome = SimOutcome(len(trace))
         self._cost, self._each = _Cost.of(time), each
         self._guessing = None if guesses is None else Guessing(guesses, len(trace))
-        self._tiers: SimTiers | None = None
-        limits = scheduler.limits
-        self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
-        numbers = (trace.prompt.tolist(), trace.output.tolist(), trace.priority.tolist())
-        seconds = (trace.arrival / PICOSECONDS).tolist()
-        self._requests = list(zip(*numbers, trace.tenant or [""] * len(trace), seconds, strict=True))
-        self._last = np.full(limits.rows, NEVER, np.int64)  # when each row got its last token
-        self._owner = np.zeros(limits.rows, np.int64)  # the request that has the row
+        self._keys = trace.block_keys(scheduler.limits.block_size) if keys and scheduler.pool else lambda i: None
+        self.take(scheduler, None)
+
+    def beside(self, scheduler: Scheduler, tiers: SimTiers | None = None) -> TraceReplay:
+        """Another engine for requests of the same trace. What comes of them is in the same outcome."""
+        other = copy(self)
+        other.take(scheduler, tiers)
+        return other
+
+    def take(self, scheduler: Scheduler, tiers: SimTiers | None) -> None:
+        """Begin with this scheduler, in which nothing is."""
+        rows = scheduler.limits.rows
+        self.scheduler, self._tiers = scheduler, tiers
+        self._last = np.full(rows, NEVER, np.int64)  # when each row got its last token
+        self._owner = np.zeros(rows, np.int64)  # the request that has the row
         self._silent = 0  # rows that have had no token yet
-        self._nobody = np.zeros(limits.rows, np.bool_)
+        self._nobody = np.zeros(rows, np.bool_)
+        self._ahead: _StretchAhead | None = None
+        self._steps = False  # steps are under way that are committed
+        self.end, self.emitted, self.finished = math.inf, self._owner[:0], ()
 
     def run(self, fast: bool = True, feed: Feed | None = None, tiers: SimTiers | None = None) -> SimOutcome:
         """Replay everything, until the last request has ended. fast: do uneventful steps at once; the result is the
@@ -101,38 +138,27 @@ class TraceReplay:
 
         Raises InvalidTrace if the scheduler will not go on, which only a policy that lets no request start can cause.
         """
-        trace, scheduler, outcome, self._tiers = self.trace, self.scheduler, self.outcome, tiers
-        feed = feed or Arrivals(trace)
+        scheduler, self._tiers = self.scheduler, tiers
+        feed = feed or Arrivals(self.trace)
         clock = 0
         while True:
             while (i := feed.take(clock, scheduler.waiting + scheduler.running)) is not None:
-                self._add(i, clock)
-            event = feed.next if tiers is None else min(feed.next, tiers.move(clock))
-            if self._guessing is not None:
-                self._guessing.propose(scheduler)
-            if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
-                clock = self._stretch(stretch, clock, event)
-                continue
-            self._suspend(scheduler.make_room())
-            plan = scheduler.schedule(clock / PICOSECONDS)
-            if plan is not None:
-                clock = self._step(plan, clock)
-            elif event < math.inf:
-                clock = int(event)
-            elif scheduler.waiting or scheduler.running:
-                raise InvalidTrace(
-                    f"{trace.name}: the policy lets none of {scheduler.waiting} waiting requests in while "
-                    f"{scheduler.running} run, and nothing else is to come. Choose another policy."
-                )
-            else:
+                self.add(i, clock)
+            self.begin(clock, fast)
+            if feed.next < self.end:
+                self.cut(int(feed.next))
+            if self.end == math.inf:
                 break
-        counts = scheduler.counts
-        outcome.clock, outcome.preemptions = clock, counts.preemptions
-        outcome.hit_tokens, outcome.evictions = counts.prefix_hits, scheduler.pool.evictions if scheduler.pool else 0
-        return outcome
+            clock = self.settle()
+        self.outcome.clock = clock
+        self.close()
+        return self.outcome
 
-    def _add(self, i: int, clock: int) -> None:
-        prompt, output, priority, tenant, arrival = self._requests[i]
+    def add(self, i: int, clock: int) -> bool:
+        """Request i comes; False means that it is refused, which is counted."""
+        trace = self.trace
+        prompt, output, priority = int(trace.prompt[i]), int(trace.output[i]), int(trace.priority[i])
+        tenant, arrival = trace.tenant[i] if trace.tenant else "", float(trace.arrival[i]) / PICOSECONDS
 
         def made() -> Seq:
             return Seq(prompt, output, owner=i, priority=priority, tenant=tenant, arrival=arrival, keys=self._keys(i))
@@ -146,6 +172,59 @@ class TraceReplay:
         except (PromptTooLong, QueueFull) as e:
             cause = type(e).__name__
             self.outcome.refused[cause] = self.outcome.refused.get(cause, 0) + 1
+            return False
+        return True
+
+    def begin(self, clock: int, fast: bool = True) -> None:
+        """Begin the next step, or uneventful ones. What began before is settled."""
+        scheduler, tiers = self.scheduler, self._tiers
+        wake = math.inf if tiers is None else tiers.move(clock)
+        if self._guessing is not None:
+            self._guessing.propose(scheduler)
+        if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
+            first, growth = self._cost.of_stretch(len(stretch.rows), stretch.positions)
+            self._ahead = _StretchAhead(stretch, clock, first, growth, stretch.steps)
+            if wake < self._ahead.end:
+                self._ahead.cut(int(wake))
+            self.end = self._ahead.end
+            return
+        self._suspend(scheduler.make_room())
+        plan = scheduler.schedule(clock / PICOSECONDS)
+        if plan is not None:
+            self.end, self._steps = self._step(plan, clock), True
+        else:
+            self.end = int(wake) if wake < math.inf else wake
+
+    def cut(self, at: int) -> None:
+        """Something comes at this time, before the end. The step that is under way then is the last."""
+        if self._ahead is not None:
+            self._ahead.cut(at)
+            self._stretch(self._ahead)
+        elif not self._steps:
+            self.end = at
+
+    def settle(self) -> int:
+        """What has begun has ended; returns when."""
+        if self._ahead is not None:
+            self._stretch(self._ahead)
+        elif not self._steps:
+            self.emitted, self.finished = self._owner[:0], ()
+        end = int(self.end)
+        self._steps, self.end = False, math.inf
+        return end
+
+    def close(self) -> None:
+        """Nothing else is to come: what the scheduler counted goes to the outcome. Raises InvalidTrace, as `run`."""
+        scheduler, outcome = self.scheduler, self.outcome
+        if scheduler.waiting or scheduler.running:
+            raise InvalidTrace(
+                f"{self.trace.name}: the policy lets none of {scheduler.waiting} waiting requests in while "
+                f"{scheduler.running} run, and nothing else is to come. Choose another policy."
+            )
+        outcome.preemptions += scheduler.counts.preemptions
+        outcome.hit_tokens += scheduler.counts.prefix_hits
+        outcome.evictions += scheduler.pool.evictions if scheduler.pool else 0
+        outcome.disk_loads += self._tiers.counts.brought if self._tiers else 0
 
     def _suspend(self, sent: Sent) -> None:
         """These have lost their rows."""
@@ -191,40 +270,39 @@ class TraceReplay:
         self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts, forks).finished, now)
         return now
 
-    def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:
-        """Steps that all begin before something comes; returns the clock after them."""
-        outcome, scheduler, rows = self.outcome, self.scheduler, stretch.rows
-        first, growth = self._cost.of_stretch(len(rows), stretch.positions)
-        steps = stretch.steps
-        if arrival < math.inf:
-            steps = min(steps, beginning_before(int(arrival) - clock, first, growth))
-        end = clock + span(steps, first, growth)
-        self._tokens(rows, clock + first)
+    def _stretch(self, ahead: _StretchAhead) -> None:
+        """Steps that all begin before something comes."""
+        outcome, scheduler, rows, steps = self.outcome, self.scheduler, ahead.stretch.rows, ahead.steps
+        first, growth, end = ahead.first, ahead.growth, ahead.end
+        self._ahead, self._steps, self.end = None, True, end
+        self._tokens(rows, ahead.clock + first)
         if steps > 1:
             outcome.gaps.add_run(first + growth, growth, steps - 1, len(rows))
             outcome.new_tokens += len(rows) * (steps - 1)
             self._last[rows] = end
         outcome.steps += steps
         outcome.computed_tokens += len(rows) * steps
-        outcome.timeline.add(clock, end, scheduler.waiting, len(rows), self._held())
-        self._end(stretch.run(steps), end)
-        return end
+        outcome.timeline.add(ahead.clock, end, scheduler.waiting, len(rows), self._held())
+        self._end(ahead.stretch.run(steps), end)
 
     def _tokens(self, rows: Numbers, now: int, counts: Ints | None = None) -> None:
         """These rows have got a token, or `counts` tokens that share the time since the one before."""
         last = self._last[rows]
         self._last[rows] = now
         self.outcome.new_tokens += len(rows)
+        self.emitted = self._owner[:0]
         if self._silent:
             first = last == NEVER
             if n := int(np.count_nonzero(first)):
-                self.outcome.first[self._owner[rows[first]]] = now
+                self.emitted = self._owner[rows[first]]
+                self.outcome.first[self.emitted] = now
                 self._silent -= n
                 last, counts = last[~first], None if counts is None else counts[~first]
         gaps = now - last
         self.outcome.gaps.add(gaps if counts is None else np.repeat(gaps // counts, counts))
 
     def _end(self, finished: list[Seq], now: int) -> None:
+        self.finished = finished
         for seq in finished:
             self.outcome.last[seq.owner] = now
 

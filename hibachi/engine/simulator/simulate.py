@@ -15,6 +15,7 @@ from hibachi.engine.scheduler.policy import Policy
 from hibachi.engine.scheduler.scheduler import Scheduler
 from hibachi.engine.scheduler.step import Limits
 from hibachi.engine.simulator.feed import ORDERS, WINDOW, Offline
+from hibachi.engine.simulator.fleet import Placement, replay_fleet
 from hibachi.engine.simulator.guesses import Guesses
 from hibachi.engine.simulator.outcome import NEVER, SimOutcome
 from hibachi.engine.simulator.replay import TraceReplay
@@ -35,6 +36,8 @@ _COUNTS = (
     "max_model_len",
     "max_num_queued_reqs",
     "max_prefill_tokens",
+    "replicas",
+    "max_connections",
     "each",
     "window",
 )
@@ -50,7 +53,8 @@ class Setup:
     `hibachi.engine.scheduler.step.Limits`. cache: share prefixes. each: tokens that a row gets in a step. guesses:
     tokens are proposed. order: None means requests come when the trace says; "file" or "composed": a run offline,
     to which all are there at the start and which hands at most 2 x max_num_seqs to the scheduler at a time, in the
-    order of the file, or as a `Composer` takes them from a rolling window of `window`.
+    order of the file, or as a `Composer` takes them from a rolling window of `window`. replicas: None means one engine
+    that gets all requests; else so many behind a router, each with at most max_connections requests at a time.
     """
 
     scheduling_policy: str = setting(text("NAME"), "fcfs", f"{', '.join(SHIPPED)}; or with options: priority:age=30")
@@ -69,6 +73,11 @@ class Setup:
     kv_host_load: float = setting(seconds(), 5e-6, "time to load a token's keys and values from host memory")
     kv_disk_load: float = setting(seconds(), 26e-6, "time to read them from disk into host memory")
     kv_eviction: str = setting(choice("lru", "frequency"), "lru", "what makes way in host memory")
+    replicas: int | None = setting(integer(1), None, "engines like this one, behind a router", "one, without a router")
+    router: str | None = setting(
+        text("POLICY"), None, "which replica gets a request: a policy of `hibachi route`", "least-connection"
+    )
+    max_connections: int | None = setting(integer(1), None, "most requests that a replica has at once", "64")
     chunk: int | None = None
     each: int = 1
     order: str | None = None
@@ -83,6 +92,7 @@ class Setup:
                 raise ConfigError(f"{name} must be at least 1; got {value}.")
         if self.order is not None:
             self._check_offline()
+        self._check_replicas()
         if self.guesses is not None:
             self._check_guesses(self.guesses)
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -127,6 +137,16 @@ class Setup:
                 f"max_num_queued_reqs with order={self.order!r}; got {self.max_num_queued_reqs}."
             )
 
+    def _check_replicas(self) -> None:
+        for name in ("router", "max_connections"):
+            if self.replicas is None and (value := getattr(self, name)) is not None:
+                raise ConfigError(f"{name} is of a router: expected replicas with {name}={value!r}; got none.")
+        if self.replicas is not None and (self.order is not None or self.samples > 1):
+            raise ConfigError(
+                f"Behind a router requests come at their time, and have one answer: expected no order and samples=1 "
+                f"with replicas={self.replicas}; got order={self.order!r}, samples={self.samples}."
+            )
+
     def _check_guesses(self, guesses: Guesses) -> None:
         if guesses.most < 1:
             raise ConfigError(f"Proposed tokens of a step must be at least 1; got {guesses.most}.")
@@ -147,7 +167,8 @@ class Setup:
 
     def _kept(self, trace: Trace, size: int) -> int:
         """Blocks for everything that the trace's requests might share."""
-        return len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
+        groups = 1 if trace.group is None else len(np.unique(trace.group))
+        return groups * len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +234,7 @@ class Run:
             "latency": _spread(self.times("last")),
             "queued": _spread(self.times("started")),
             "mean_waiting": means["waiting"],
-            "most_waiting": max(outcome.timeline.waiting, default=0),
+            "most_waiting": outcome.timeline.most("waiting"),
             "mean_rows": means["running"],
             "mean_blocks": means["blocks"],
             "over_time": {"seconds": _rounded(self.over_time("waiting")[0]), **over_time},
@@ -242,8 +263,18 @@ def _rounded(values: Numbers) -> list[float]:
     return [float(f"{v:.5g}") for v in values.tolist()]
 
 
-def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Policy], *, fast: bool = True) -> Run:
-    """Replay a trace. policy: makes a fresh one, of the name that the setup has. Raises ConfigError, InvalidTrace."""
+def simulate(
+    trace: Trace,
+    setup: Setup,
+    time: StepTime,
+    policy: Callable[[], Policy],
+    *,
+    fast: bool = True,
+    router: Placement | None = None,
+) -> Run:
+    """Replay a trace. policy: makes a fresh one, of the name that the setup has. router: a fresh one, where the setup
+    has replicas. Raises ConfigError, InvalidTrace.
+    """
     limits = setup.limits(trace)
     feed = None
     if setup.order is not None:
@@ -255,5 +286,9 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
     how["samples"] = setup.samples
     replay = TraceReplay(trace, scheduler, time, **how)
     began = perf_counter()
-    outcome = replay.run(fast, feed, setup.tiers(scheduler))
-    return Run(trace, setup, limits, outcome, perf_counter() - began)
+    if router is None:
+        replay.run(fast, feed, setup.tiers(scheduler))
+    else:
+        schedulers = [Scheduler(limits, policy()) for _ in range(setup.replicas or 1)]
+        replay_fleet([replay.beside(each, setup.tiers(each)) for each in schedulers], router, fast)
+    return Run(trace, setup, limits, replay.outcome, perf_counter() - began)

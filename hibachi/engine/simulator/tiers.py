@@ -113,7 +113,7 @@ class SimTiers(HostTier):
             outcome.disk_hit_tokens += tokens * (name in self._from_disk)
             outcome.host_hit_tokens += tokens * (name not in self._from_disk)
             self._from_disk.discard(name)
-        outcome.loads, outcome.disk_loads = outcome.loads + len(plan.loads.blocks), self.counts.brought
+        outcome.loads += len(plan.loads.blocks)
         took += self._load * len(plan.loads.blocks)
         self._waiting.took(plan, took / PICOSECONDS)
         return took

@@ -39,6 +39,7 @@ class Trace:
     arrival: int64 [n], picoseconds from the first. prompt, output: int64 [n], tokens. priority: int64 [n].
     tenant: names, or None. keys: for each request the identity of each block of `key_tokens` tokens of its prompt, from
     the first one on, as far as other requests may share them; None means nothing is known about what the prompts hold.
+    group: int64 [n]: requests of two groups share nothing, whatever their keys; None means there is one group.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Trace:
     tenant: list[str] | None = None
     keys: list[Keys] | None = None
     key_tokens: int = 0
+    group: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -56,7 +58,7 @@ class Trace:
     def head(self, n: int) -> Trace:
         """Its first n requests."""
         part: Any = {f: getattr(self, f)[:n] for f in ("arrival", "prompt", "output", "priority")}
-        part |= {f: own[:n] for f in ("tenant", "keys") if (own := getattr(self, f)) is not None}
+        part |= {f: own[:n] for f in ("tenant", "keys", "group") if (own := getattr(self, f)) is not None}
         return replace(self, **part)
 
     def faster(self, factor: float) -> Trace:
@@ -75,6 +77,20 @@ class Trace:
         part: Any = {f: np.tile(getattr(self, f), times) for f in ("prompt", "output", "priority")}
         part |= {f: own * times for f in ("tenant", "keys") if (own := getattr(self, f)) is not None}
         return replace(self, arrival=np.tile(self.arrival, times) + offset, **part)
+
+    def copies(self, n: int, seed: int = 0) -> Trace:
+        """As from n times as many people: so many copies at the same time, each a group of its own, which begin at
+        random within a minute.
+        """
+        late = np.random.default_rng(seed).integers(0, 60 * PICOSECONDS, n)
+        at = (self.arrival + late[:, None] - late.min()).ravel()
+        order = np.argsort(at, kind="stable")
+        which = order % len(self)
+        part: Any = {f: getattr(self, f)[which] for f in ("prompt", "output", "priority")}
+        part |= {
+            f: [own[i] for i in which.tolist()] for f in ("tenant", "keys") if (own := getattr(self, f)) is not None
+        }
+        return replace(self, arrival=at[order], group=order // len(self), **part)
 
     def shared_by(self, tenants: int, priorities: int = 1, seed: int = 0) -> Trace:
         """The same requests handed out at random to tenants, the k-th of whom sends 1/k as many as the first, and to
@@ -104,7 +120,10 @@ class Trace:
             own = keys[i]
             if pieces > 1:
                 own = [(key, j) for key in own for j in range(pieces)]
-            return list(own[: full[i]])
+            own = list(own[: full[i]])
+            if self.group is not None and own:
+                own[0] = (int(self.group[i]), own[0])
+            return own
 
         return of
 
