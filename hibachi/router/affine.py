@@ -96,12 +96,10 @@ class PrefixAffine:
         if ask.pieces:
             self._latest[ask.model].add(ask.pieces, SPAN * len(everyone))
         home = self.home(ask, everyone)
-        if home is not None and home in free and (home.in_flight <= BESIDES or home.in_flight < bound(home, everyone)):
-            return home
-        return preferred(free)
-
-
-def bound(home: Upstream, everyone: Sequence[Upstream]) -> int:
-    """How many requests it may have, that which comes among them."""
-    share = home.place.weight / sum([u.place.weight for u in everyone])
-    return ceil(MORE * share * (sum([u.in_flight for u in everyone]) + 1)) + BESIDES
+        if home is None or home not in free:
+            return preferred(free)
+        if home.in_flight > BESIDES:
+            share = home.place.weight / self._homes[ask.model].weight
+            if home.in_flight >= ceil(MORE * share * (sum([u.in_flight for u in everyone]) + 1)) + BESIDES:
+                return preferred(free)
+        return home

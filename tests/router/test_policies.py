@@ -120,15 +120,23 @@ def test_the_home_of_a_key_is_the_same_everywhere_and_few_move():
 def test_homes_are_those_of_the_highest_scores_whatever_is_remembered():
     made, homes = upstreams(0, 0, 0, 0, 0, weights=(1.0, 3.0, 1.0, 0.5, 3.0)), Homes()
 
+    def number(name):
+        return int.from_bytes(blake2b(name, digest_size=8).digest()) | 1
+
     def score(u, key):
-        digest = blake2b(key, digest_size=8, key=u.name.encode()).digest()
-        return -u.place.weight / math.log((int.from_bytes(digest) + 0.5) / 2**64)
+        return -u.place.weight / math.log((number(key) * number(u.name.encode()) % 2**64 + 0.5) / 2**64)
 
     for among in (made, made[1:], made[::-1], made):
         for key in [b"%d" % n for n in range(200)] * 2:
             assert homes.of(key, among) is max(among, key=lambda u: score(u, key))
     made[0].place = replace(made[0].place, weight=1e6)  # a reload of the configuration
     assert homes.of(b"0", made) is made[0]
+
+
+def test_many_servers_are_at_home_for_equally_many():
+    made, homes = upstreams(*[0] * 200), Homes()
+    found = Counter(homes.of(b"%d" % n, made).name for n in range(20000))
+    assert sum((found[u.name] - 100) ** 2 / 100 for u in made) < 280  # chi squared, 199 degrees of freedom: 1 in 7,000
 
 
 def test_a_heavier_one_is_at_home_for_more():

@@ -90,7 +90,7 @@ def lower(
         one = _upto(n)
         slot = blocks[one, start // block_size] * block_size + start % block_size if width else np.zeros(n, np.int32)
         wanted = emit if score is None else emit | (score > 0)
-        last = one if wanted.all() else np.flatnonzero(wanted).astype(np.int32)
+        last = one if wanted.all() else wanted.nonzero()[0].astype(np.int32)
         return Packed(start, slot, one, row, start, end, _upto(n + 1), blocks, last, one[:, None], one, one)
     cu_q = np.zeros(n + 1, np.int32)
     np.cumsum(q, out=cu_q[1:])

@@ -459,7 +459,7 @@ class Scheduler:
         published: list[Published] = []
         if self.pool and np.count_nonzero(full := end // self.limits.block_size > table.published[rows]):
             # (What no plan notes could not be rolled back.)
-            at = np.flatnonzero(full if decode else full & (q > 0))
+            at = (full if decode else full & (q > 0)).nonzero()[0]
             mine = rows[at]
             known = at.tolist(), end[at].tolist(), table.done[mine].tolist(), table.gained[mine].tolist()
             table.published[mine] = [
@@ -475,9 +475,9 @@ class Scheduler:
             among = min(self.running + self.waiting, self.limits.rows)
             room = min(room, -(-among // self.limits.stages) - int(np.count_nonzero(q)))
         if self.waiting and tokens_left > 0 and room > 0 and not self.preempted:
-            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
+            at_work = [] if decode else [seqs[i] for i in (end < table.known[rows]).nonzero()[0].tolist()]
             if self.copies:  # what these compute, it is worth to wait for
-                at_work = [s for i in np.flatnonzero(~table.emitted[rows]).tolist() if not (s := seqs[i]).vacant]
+                at_work = [s for i in (~table.emitted[rows]).nonzero()[0].tolist() if not (s := seqs[i]).vacant]
             fresh = self._admit(tokens_left, room, at_work, published, restores, copied)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
@@ -496,7 +496,7 @@ class Scheduler:
             end = start + q
         emit = end == table.known[rows]
         if (fresh or not decode) and (
-            parting := [s for i in np.flatnonzero(emit).tolist() if seqs[i].link for s in others_of(seqs[i])]
+            parting := [s for i in emit.nonzero()[0].tolist() if seqs[i].link for s in others_of(seqs[i])]
         ):
             seqs, more = seqs + parting, [s.row for s in parting]
             rows, q = np.concatenate([rows, np.array(more, np.intp)]), np.pad(q, (0, len(more)))
@@ -566,7 +566,7 @@ class Scheduler:
         """
         q = np.minimum(q, self.table.done[rows] - start)
         if not self.waits:  # who draws together is in one plan
-            q[np.flatnonzero(q)[-(-len(rows) // self.limits.stages) :]] = 0
+            q[q.nonzero()[0][-(-len(rows) // self.limits.stages) :]] = 0
         return q
 
     def _share(self, want: Ints, seqs: list[Seq]) -> tuple[Ints, int]:
@@ -577,13 +577,13 @@ class Scheduler:
         """
         # `want` is in the order of service. Fewer tokens than rows (after memory ran out) go to the first of them.
         budget = max([self.budget, *(len(s.bound) for s in seqs)]) if self.waits else self.budget
-        single = np.flatnonzero(want == 1)[:budget]
+        single = (want == 1).nonzero()[0][:budget]
         q = np.zeros(len(want), np.int32)
         q[single] = 1
         tokens_left = budget - len(single)
         if self.limits.prefill is not None:
             tokens_left = min(tokens_left, self.limits.prefill)
-        prompts, kept = np.flatnonzero(want > 1).tolist(), 0
+        prompts, kept = (want > 1).nonzero()[0].tolist(), 0
         if self.displaced is not None and prompts:
             quota = dict.fromkeys([seqs[i].tenant for i in prompts], 0)
             comes = self._comes()
@@ -609,7 +609,7 @@ class Scheduler:
         draft, wanted = np.zeros(len(seqs), np.int32), [drafts.get(seq, 0) for seq in seqs]
         # A waiting sequence needs blocks too; running ones need one each before long.
         spare = self.pool.empty - len(seqs) if self.pool else 0
-        for i in sorted(np.flatnonzero(emit).tolist(), key=lambda i: seqs[i].rank):
+        for i in sorted(emit.nonzero()[0].tolist(), key=lambda i: seqs[i].rank):
             seq, at = seqs[i], int(end[i])
             n = min(wanted[i], tokens_left, int(self.table.end[seq.row]) - at - 1)
             if n > 0 and self.pool:
@@ -644,7 +644,7 @@ class Scheduler:
         """
         assert self.pool
         sent: Sent = []
-        who = np.flatnonzero(end > capacity)
+        who = (end > capacity).nonzero()[0]
         size = self.limits.block_size
         if not np.count_nonzero(end[who] > capacity[who] + size) and (blocks := self.pool.alloc(len(who))) is not None:
             # One more for each, as nearly always: at once, which is the same.
@@ -963,7 +963,7 @@ class Scheduler:
         assert self.checkpoints
         if np.count_nonzero(self.table.emitted[rows]) == len(rows):
             return want
-        for i in np.flatnonzero(~self.table.emitted[rows]).tolist():
+        for i in (~self.table.emitted[rows]).nonzero()[0].tolist():
             if seqs[i].keys is not None:
                 mark = self.checkpoints.mark(int(start[i]), seqs[i].length, self.limits.block_size)
                 if mark is not None:
@@ -991,7 +991,7 @@ class Scheduler:
         """The checkpoints that a step reaches."""
         assert self.checkpoints
         saves: list[tuple[Seq, int, int]] = []
-        for i in np.flatnonzero(~emit).tolist():
+        for i in (~emit).nonzero()[0].tolist():
             seq, at = seqs[i], int(end[i])
             if seq.keys is None or at != self.checkpoints.mark(int(start[i]), seq.length, self.limits.block_size):
                 continue
@@ -1029,7 +1029,7 @@ class Scheduler:
             if self.waits:
                 early = [seq for seq, ok in zip(seqs, same.tolist(), strict=True) if ok and self._forks_now(seq)]
                 parents = [*parents, *((each, seq) for seq in early for each in others_of(seq))]
-            at = np.flatnonzero(plan.emit)
+            at = plan.emit.nonzero()[0]
             rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
             same = table.generation[rows] == plan.generation[at]
         else:
@@ -1042,7 +1042,7 @@ class Scheduler:
         assert counts is None or not np.count_nonzero((counts == 0) & ~stopped), "a row got no token, and goes on"
         length = table.gain(rows, end, counts, None if plan.draft is None else self._proposed(plan, alive))
         if np.count_nonzero(table.emitted[rows]) < len(rows):
-            for i in np.flatnonzero(~table.emitted[rows]).tolist():
+            for i in (~table.emitted[rows]).nonzero()[0].tolist():
                 table.emitted[seqs[i].row] = True
                 if self.pool:
                     self.pool.vouch(seqs[i].blocks[: int(end[i]) // self.limits.block_size])
@@ -1055,7 +1055,7 @@ class Scheduler:
         over = stopped | (length >= table.end[rows])
         finished: list[Seq] = []
         if np.count_nonzero(over):
-            for i in np.flatnonzero(over).tolist():
+            for i in over.nonzero()[0].tolist():
                 if seqs[i].finish is None:  # else it has left with one that it is linked with
                     finished += seqs[i].bound
                     self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
