@@ -32,7 +32,7 @@ class HostExchange:
         self._ended = ctypes.c_uint64.from_buffer(memory)
         first, awake = rank - place.tp_rank, AWAKE if place.tp_size * place.stages <= (os.cpu_count() or 1) else 0.0
         shared = ctypes.addressof(self._ended)
-        self._exchange = abi.Exchange(shared, first, first + place.tp_size, rank, 0, awake, patience)
+        self._exchange = abi.RankExchange(shared, first, first + place.tp_size, rank, 0, awake, patience)
 
     def sum(self, x: Array) -> None:
         """See `RankGroup`."""

@@ -78,17 +78,17 @@ class TorchGroup:
         self._all: Any = None  # all ranks
         self._group: Any = None  # those of this stage
         self._sent: deque[tuple[Any, Array]] = deque()
-        self._exchange: HostExchange | None = None  # of those of this stage, if they are on one host
+        self.exchange: HostExchange | None = None  # of those of this stage, if they are on one host
         self.renew(0)
         if one_host and self.device.type == "cpu":
-            self._exchange = opened(self.rank, self.size, self.place, self._timeout.total_seconds())
+            self.exchange = opened(self.rank, self.size, self.place, self._timeout.total_seconds())
         TorchGroup.opened = self
 
     def sum(self, x: Array) -> Array:
         """See `RankGroup`. The result is in x."""
         self.sums += 1
-        if self._exchange is not None:
-            self._exchange.sum(x)
+        if self.exchange is not None:
+            self.exchange.sum(x)
             return x
         n, flat, size = x.numel(), x.view(-1), self.place.tp_size
         each = -(-n // size)
@@ -112,8 +112,8 @@ class TorchGroup:
         widest = share(columns, 0, self.place.tp_size).stop
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
-        if self._exchange is not None:
-            return self._exchange.gather(x, columns)
+        if self.exchange is not None:
+            return self.exchange.gather(x, columns)
         first = self.rank - self.place.tp_rank
         return self._side_by_side(x, self._group, range(first, first + self.place.tp_size))[:, :columns]
 
@@ -161,8 +161,8 @@ class TorchGroup:
 
     def cancel(self) -> None:
         """See `RankGroup`."""
-        if self._exchange is not None:
-            self._exchange.cancel()
+        if self.exchange is not None:
+            self.exchange.cancel()
 
     def abort(self) -> None:
         """See `RankGroup`."""
@@ -175,8 +175,8 @@ class TorchGroup:
     def renew(self, epoch: int) -> None:
         """See `RankGroup`."""
         self.abort()
-        if self._exchange is not None:
-            self._exchange.renew(epoch)
+        if self.exchange is not None:
+            self.exchange.renew(epoch)
         how, place = "nccl" if self.device.type == "cuda" else "gloo", self.place
 
         def made(ranks: range | None) -> Any:

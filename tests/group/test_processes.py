@@ -64,7 +64,7 @@ NOWHERE = "/proc"  # no file can be made there: so ranks exchange through socket
 def test_ranks_that_we_start_give_the_bits_of_one_and_leave_nothing_behind(want, sizes, memory, monkeypatch):
     monkeypatch.setattr(exchange, "MEMORY", memory)
     with LLM("tiny", **sizes, **OPTIONS) as llm:
-        assert (llm.backend.group._exchange is None) == (memory == NOWHERE)
+        assert (llm.backend.group.exchange is None) == (memory == NOWHERE)
         assert llm.engine.facts.numerics.startswith("cpu-2/4 ") and llm.deterministic and llm.selfcheck() > 0
         assert answers(llm) == want
         with pytest.raises(ConfigError, match="a model over several processes already"):

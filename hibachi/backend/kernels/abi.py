@@ -67,7 +67,7 @@ ENDED, LATE = 1, 2
 """As in exchange.h."""
 
 
-class Exchange(ctypes.Structure):
+class RankExchange(ctypes.Structure):
     """As in exchange.h."""
 
     _fields_ = [
@@ -83,7 +83,7 @@ def addresses(places: Sequence[int]) -> Any:
     return (_p * len(places))(*places)
 
 
-STRUCTS = (Sizes, Op, Step, Scanned, Mixture, Exchange)
+STRUCTS = (Sizes, Op, Step, Scanned, Mixture, RankExchange)
 _LETTERS: dict[str, Any] = {"i": ctypes.c_int, "n": _i64, "f": _f32, "p": _p}
 FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its arguments
     "panel": "n:",

@@ -30,7 +30,7 @@ struct Shared {
 
 // Ranks `first` to before `end`, one of which is `mine`, after turn `last`. awake: seconds in which who waits for
 // others does not sleep. patience: seconds that one may be late.
-struct Exchange {
+struct RankExchange {
   Shared* shared;
   int32_t first, end, mine;
   uint64_t last;
@@ -70,7 +70,7 @@ struct Exchange {
 
 // x [n] = the sum of all ranks' x in a turn, added as a tree of neighbours.
 struct SumOfRanks {
-  const Exchange& exchange;
+  const RankExchange& exchange;
   uint64_t turn;
   float* x;
   int64_t n;

@@ -209,7 +209,7 @@ EXPORT int64_t hibachi_int8_rounded(int64_t k) { return int8::Rounded::bytes(1, 
 EXPORT int64_t hibachi_sizeof_Sizes() { return sizeof(Sizes); }
 EXPORT int64_t hibachi_sizeof_Scanned() { return sizeof(Scanned); }
 EXPORT int64_t hibachi_sizeof_Mixture() { return sizeof(Mixture); }
-EXPORT int64_t hibachi_sizeof_Exchange() { return sizeof(Exchange); }
+EXPORT int64_t hibachi_sizeof_RankExchange() { return sizeof(RankExchange); }
 EXPORT int64_t hibachi_draw_parameters() { return sizeof(How) / sizeof(void*); }
 EXPORT int64_t hibachi_lists(int64_t tokens, int64_t each, int64_t experts) {  // bytes
   return Lists::bytes(tokens, each, experts);
@@ -561,7 +561,7 @@ EXPORT int hibachi_kept_rows(
 EXPORT int64_t hibachi_exchange_bytes(int ranks) { return sizeof(Shared) + 2 * SLOT * ranks; }
 
 // x [n] of all ranks is added up, in each; see exchange.h. Returns MET, ENDED or LATE.
-EXPORT int hibachi_exchange_sum(Exchange* e, float* x, int64_t n) {
+EXPORT int hibachi_exchange_sum(RankExchange* e, float* x, int64_t n) {
   return e->give(reinterpret_cast<const char*>(x), 4 * n, [&](int64_t at, int64_t some, uint64_t turn) {
     (void)share(SumOfRanks{*e, turn, x + at / 4, some / 4});  // it has no scratch
   });
@@ -569,7 +569,9 @@ EXPORT int hibachi_exchange_sum(Exchange* e, float* x, int64_t n) {
 
 // out [rows, stride] is x [rows, width] of all ranks side by side, as far as there is room, in bytes. One rank has it,
 // others null.
-EXPORT int hibachi_exchange_rows(Exchange* e, const char* x, int64_t rows, int64_t width, char* out, int64_t stride) {
+EXPORT int hibachi_exchange_rows(
+    RankExchange* e, const char* x, int64_t rows, int64_t width, char* out, int64_t stride
+) {
   return e->give(out ? nullptr : x, rows * width, [&](int64_t at, int64_t some, uint64_t turn) {
     for (int rank = e->first; out && rank < e->end; rank++) {
       const char* from = rank == e->mine ? x + at : e->shared->slot(rank, turn);
