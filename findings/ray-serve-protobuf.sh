@@ -1,9 +1,10 @@
 #!/bin/sh
-# ray 2.55.0 with protobuf 7.36.2, which pip installs with it, as it asks for protobuf>=3.20.3: Ray Serve starts, and then
-# deploys nothing. Its controller reads each deployment's configuration back by FieldDescriptor.label, which protobuf 7 has
-# removed, so serve.run of any application ends with an AttributeError from another process. With protobuf 6.33.5 the same
-# configuration comes back as it was. So an older Ray that a project allows may be one that no fresh installation can serve with;
-# 2.60 can. Seen: AttributeError: ... object has no attribute 'label'; 3 replicas.
+# ray 2.55.0 with protobuf 7.36.2, which pip installs with it, as it asks for protobuf>=3.20.3: Ray Serve starts, and
+# then deploys nothing. Its controller reads each deployment's configuration back by FieldDescriptor.label, which
+# protobuf 7 has removed, so serve.run of any application ends with an AttributeError from another process. With
+# protobuf 6.33.5 the same configuration comes back as it was. So an older Ray that a project allows may be one that
+# no fresh installation can serve with; 2.60 can. Seen: AttributeError: ... object has no attribute 'label'; 3
+# replicas.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
