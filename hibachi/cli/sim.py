@@ -87,7 +87,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--priorities", type=int, metavar="N", help="assign priorities from 0 to N-1")
     change.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
     flags = [f"--{name.replace('_', '-')}" for name in GRID]
-    group = parser.add_argument_group(f"the engine ({', '.join(flags)}: several values)")
+    group = parser.add_argument_group("the engine", f"Several values: {', '.join(flags[:3])},\n{', '.join(flags[3:])}.")
     for s in settings_of(Setup).values():
         setting_argument(group, s, several=s.key in GRID)
     group.add_argument(

@@ -72,7 +72,7 @@ def test_a_product_is_of_as_many_panels_as_take_a_moment(clock):
 
 @pytest.mark.parametrize(("falls", "turns"), [(1, 7), (0.99, 40)])
 def test_what_still_falls_is_timed_again(clock, falls, turns):
-    there = timed(clock, new=lambda rows, d: 1e-4 * falls ** there["new"].calls)
+    there = timed(clock, new=lambda rows, d: 1e-2 * falls ** there["new"].calls)
     trial.trial(there, names(there), "any")
     assert there["new"].calls == turns * len(ROWS) * (3 + 5)  # usual distances, and all
 
