@@ -54,7 +54,7 @@ def plot(work: dict[str, list[dict[str, Any]]], people: dict[str, list[dict[str,
             panel.set_xlabel("replicas")
         for panel in (second, hits):
             panel.set_xscale("log")
-            at = [run["setup"]["replicas"] for run in next(iter(people.values()))]
+            at = sorted({run["setup"]["replicas"] for runs in people.values() for run in runs})
             panel.set_xticks(at, [f"{n:,}" for n in at])
             panel.minorticks_off()
         figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
