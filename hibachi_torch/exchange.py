@@ -63,23 +63,21 @@ class HostExchange:
 def opened(rank: int, size: int, place: RankPlace, patience: float) -> HostExchange | None:
     """For the ranks of one host, all of which call it. None: one of them has no kernels, or no memory for it."""
     said: list[str] = [""]
-    maps: list[mmap.mmap | None] = [None]
+    memory: mmap.mmap | None = None
     with ExitStack() as stack:
         if rank == 0:
             with suppress(OSError, NativeUnavailable):
                 folder = MEMORY if os.path.isdir(MEMORY) else None
                 file = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="hibachi-"))
-                file.write(
-                    bytes(library().kernels.exchange_bytes(size))
-                )  # here, and not when it is needed, it may fail
+                file.write(bytes(library().kernels.exchange_bytes(size)))  # where there is no room, it fails here
                 file.flush()
                 said = [file.name]
         dist.broadcast_object_list(said, src=0)
         with suppress(OSError, NativeUnavailable), open(said[0], "r+b") as there:
             library()
-            maps = [mmap.mmap(there.fileno(), 0)]
+            memory = mmap.mmap(there.fileno(), 0)
         could: list[Any] = [None] * size
-        dist.all_gather_object(could, maps[0] is not None)
-    if maps[0] is None or not all(could):
+        dist.all_gather_object(could, memory is not None)
+    if memory is None or not all(could):
         return None
-    return HostExchange(library().kernels, maps[0], rank, place, patience)
+    return HostExchange(library().kernels, memory, rank, place, patience)

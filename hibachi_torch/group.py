@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hibachi.backend.array_backend import Array
-from hibachi.backend.group import GroupLost, place_of, share, tree
+from hibachi.backend.group import MOST_LEAVES, GroupLost, place_of, share, tree
 from hibachi.errors import ConfigError
 from hibachi_torch.exchange import HostExchange, opened
 
@@ -80,7 +80,7 @@ class TorchGroup:
         self._sent: deque[tuple[Any, Array]] = deque()
         self.exchange: HostExchange | None = None  # of those of this stage, if they are on one host
         self.renew(0)
-        if one_host and self.device.type == "cpu":
+        if one_host and self.device.type == "cpu" and self.size <= MOST_LEAVES:  # the memory has turns for no more
             self.exchange = opened(self.rank, self.size, self.place, self._timeout.total_seconds())
         TorchGroup.opened = self
 
