@@ -154,7 +154,7 @@ def test_a_picture(trace, tmp_path, suffix, head):
         ),
         (["--synthetic", "9", "--rate", "0"], 1, "rate must be above 0"),
         (["no-such.csv"], 1, "no-such.csv"),
-        (["TRACE", "--replicas", "0"], 2, "argument --replicas: expected an integer >= 1; got '0'"),
+        (["TRACE", "--replicas", "65536"], 2, "argument --replicas: expected an integer from 1 to 65535; got '65536'"),
         (["TRACE", "--router", "round-robin"], 1, "expected replicas with router='round-robin'; got none"),
         (["TRACE", "--max-connections", "3"], 1, "expected replicas with max_connections=3; got none"),
         (["TRACE", "--replicas", "2", "--router", "best"], 1, "--router best: expected one of least-connection, "),

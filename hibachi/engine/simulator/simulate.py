@@ -73,7 +73,9 @@ class Setup:
     kv_host_load: float = setting(seconds(), 5e-6, "time to load a token's keys and values from host memory")
     kv_disk_load: float = setting(seconds(), 26e-6, "time to read them from disk into host memory")
     kv_eviction: str = setting(choice("lru", "frequency"), "lru", "what makes way in host memory")
-    replicas: int | None = setting(integer(1), None, "engines like this one, behind a router", "one, without a router")
+    replicas: int | None = setting(
+        integer(1, 65535), None, "engines like this one, behind a router", "one, without a router"
+    )
     router: str | None = setting(
         text("POLICY"), None, "which replica gets a request: a policy of `hibachi route`", "least-connection"
     )
